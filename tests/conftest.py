@@ -1,4 +1,6 @@
-"""What all tests share: a clean environment, a check of FLEXKV_SOAK, and how the workers of `make test` split them."""
+"""What all tests share: a clean environment, a check of FLEXKV_SOAK, and how `make test` divides them among its
+workers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what the tests' modules imported, a million objects, out of all later collections of garbage."""
+    """Excludes the million objects that the tests' modules imported from all later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -21,7 +21,7 @@ ROWS = 40
 
 
 def read(report: Path) -> dict[str, float]:
-    """Seconds per test, `folder/file.py::test`, as in JUnit's XML that pytest writes."""
+    """Seconds per test, `folder/file.py::test`, from the JUnit XML that pytest writes."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
@@ -52,7 +52,7 @@ def page(seconds: Mapping[str, float]) -> str:
 
 
 def _table(what: str, seconds: Mapping[str, float], rows: int = ROWS) -> str:
-    """The rows that took longest."""
+    """The rows with the longest times."""
     longest = sorted(seconds.items(), key=lambda row: -row[1])[:rows]
     lines = [f"| {what} | seconds |", "|---|---:|"]
     names = [(name.replace("|", "/"), took) for name, took in longest]

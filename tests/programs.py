@@ -13,11 +13,11 @@ from build_support.ninja_file import ROOT
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `python -m` with these arguments from the root; `stdout` has all that it printed. The test's own time limit
-    applies, and it also ends what the program has started.
+    applies, and also ends the processes that the program has started.
 
     Under `make test` compilers use one core, because another worker has the other.
     """
-    # The user's pytest options are for the session that runs this test, not for one inside it.
+    # The user's pytest options apply to the session that runs this test, not to a session inside it.
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     if "PYTEST_XDIST_WORKER" in environ:
         environ.setdefault("MAX_JOBS", "1")

@@ -115,7 +115,7 @@ def plan(path: Path) -> Plan:
 
 
 def tree_digest() -> str:
-    """Changes with every file of the tree that git knows or would add."""
+    """A digest that changes with every file of the tree that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -130,7 +130,7 @@ def tree_digest() -> str:
 
 
 class Progress:
-    """Rounds that have passed in exactly this tree, kept in a file."""
+    """Rounds that have passed in exactly this tree, saved in a file."""
 
     def __init__(self, path: Path, tree: str) -> None:
         self._path = path
@@ -155,7 +155,7 @@ class Progress:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """`count` processes that do nothing but compute, until the block ends."""
+    """Runs `count` processes that only compute, until the block ends."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
     try:
         yield
@@ -166,7 +166,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
-    """None if the file's tests have passed, else the end of what pytest printed."""
+    """Runs the file's tests. Returns None if they have passed, else the end of pytest's output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
     try:
         done = subprocess.run(
@@ -212,8 +212,7 @@ def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds:
 
 
 def find_files(named: Sequence[str]) -> list[Path]:
-    """The test files that are named and those of the folders that are named, or all; ends the program if there are
-    none."""
+    """The named test files and those of the named folders, or all test files; ends the program if there are none."""
     files: list[Path] = []
     for path in [Path(name).resolve() for name in named] or [ROOT / "tests"]:
         found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path] if path.is_file() else []

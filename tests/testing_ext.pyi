@@ -1,5 +1,5 @@
-"""What only tests use of the native core: decorators with faults and counts, a GPU's threads run on the CPU, and a FAKE
-GPU.
+"""Parts of the native core for tests only: decorators with faults and counts, a GPU's threads run on the CPU, and a
+FAKE GPU.
 
 Built in place beside the native core, from csrc/testing/.
 """
@@ -16,7 +16,7 @@ class CountingMover(PageMover):
         """moves that ended OK (layerwise: one per page and layer), failed ones, bytes of the OK ones, busy seconds."""
 
 class FaultRule:
-    """What a FaultyMover does to calls that meet every condition given. Actions: 0 fail with `reason`, 1 delay by
+    """What a FaultyMover does to calls that meet every given condition. Actions: 0 fail with `reason`, 1 delay by
     `delay_s`, 2 stall until `release()`, 3 corrupt the first `corrupt_bytes` (0: all) that arrived. `nth_op` counts
     ops (of `kind` if given) from 0 as the mover first sees them; `times` bounds how often it acts (-1: always).
     """
@@ -52,7 +52,7 @@ class FaultyMover(PageMover):
     def stalled(self) -> int: ...
 
 class IoFaultRule:
-    """What happens to I/Os that meet every condition given. Actions: 0 end with `error`, 1 move only `bytes`, 2 flip a
+    """What happens to I/Os that meet every given condition. Actions: 0 end with `error`, 1 move only `bytes`, 2 flip a
     bit of byte `bytes` of what moved, 3 hang until `IoFaults.release`.
     """
 
@@ -96,17 +96,19 @@ def rotate_rows(
     src_head_stride: int,
     dst_head_stride: int,
 ) -> None:
-    """What `flexkv.c_ext.rotate_rows` does, in host memory, by the GPU's function: one lane after the other."""
+    """Does what `flexkv.c_ext.rotate_rows` does, in host memory, with the GPU's function: one lane after the other."""
 
 def cuda_layouts() -> dict[str, dict[str, tuple[int, int]]]:
-    """Structures that go to the CUDA driver and to cuFile: offset and size of each field, bytes; the whole under ""."""
+    """Structures that are passed to the CUDA driver and to cuFile: offset and size of each field in bytes; the whole
+    structure under "".
+    """
 
 def cuda_constants() -> dict[str, int]:
-    """Numbers that go there, by their names in cuda.h."""
+    """Constants that are passed to them, by their names in cuda.h."""
 
 class FakeGpu:
-    """A lane of a GPU over the FAKE driver of tests/native/fake_cuda.h: host memory stands for the GPU's, a thread for
-    each stream. It shows order and bookkeeping, and nothing of speed. One at a time in a process.
+    """A lane of a GPU over the FAKE driver of tests/native/fake_cuda.h: host memory stands in for the GPU's, and a
+    thread for each stream. It shows order and bookkeeping, but nothing about speed. One at a time in a process.
     """
 
     def __init__(
@@ -122,10 +124,10 @@ class FakeGpu:
     def stream(self) -> int:
         """The engine's."""
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Work on the engine's stream, run by that stream's thread when its turn has come."""
+        """Enqueues work on the engine's stream, which that stream's thread runs in its turn."""
     def hold_copies(self, held: bool) -> None:
-        """Stops every stream but the engine's, or lets them go."""
+        """Stops every stream except the engine's, or releases them."""
     def drain(self) -> None:
         """Returns when the engine's stream has nothing left to do."""
     def violations(self) -> list[str]:
-        """Rules of the driver that were broken, in words."""
+        """Descriptions of the driver's rules that were broken."""

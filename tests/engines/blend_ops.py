@@ -1,4 +1,4 @@
-"""Operations on an engine that blends: they look into its forwards, and break them on purpose."""
+"""Operations on an engine that blends: they inspect its forward passes, and break them on purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POISON = 7.0
 
 
 def know(llm: Any, full: dict[str, Any]) -> None:
-    """Has every rank's oracle know what a full computation of a prompt gives."""
+    """Runs a full computation of a prompt and gives every rank's oracle the result."""
     llm.collective_rpc(rank_oracle, args=("begin",))
     ask_engine(llm, full | {"max_tokens": 1})
     llm.collective_rpc(rank_oracle, args=("end_full",))
@@ -41,7 +41,7 @@ def blend_oracle(
     another_layer: bool = False,
     check_layer: int | None = None,
 ) -> dict[str, Any]:
-    """Blends a prompt with the rows that a full computation of it gives, and keeps rows at random.
+    """Blends a prompt with the rows of its own full computation, and chooses the kept rows at random.
 
     Args:
         loaded: the rows are those that the engine loads, for segments of `blend_store_true`.
@@ -125,11 +125,11 @@ def blend_poison(
 def blend_reference(
     llm: Any, request: dict[str, Any], seen_ahead: int = 0, check_layer: int | None = None
 ) -> dict[str, Any]:
-    """Blends a prompt in one chunk; compares what the kept rows' attention gives in each later layer with plain torch
-    on the same queries, over the keys and values that the plan has at each position: cached ones, or fresh ones.
+    """Blends a prompt in one chunk. In each later layer, compares the attention output of the kept rows with plain
+    torch on the same queries, over the keys and values that the plan has at each position (cached or fresh).
 
     Args:
-        seen_ahead: for a control, how many positions too far the reference's rows see.
+        seen_ahead: for a control, how many positions too far ahead the reference's rows attend.
         check_layer: another one than the engine's.
     """
     if check_layer is not None:
@@ -175,7 +175,7 @@ def blend_reference(
     of_release = pages.release
 
     def release(name: str) -> None:
-        # Here the loaded rows are still there. Earlier requests are released before the prompt is computed.
+        # The loaded rows still exist here. Earlier requests are released before the prompt is computed.
         if watch.kept and not wanted:
             cached = sources[0][1].open(later[0])
             wanted.update({layer: attend(layer, torch.from_numpy(watch.kept[0]), cached) for layer in later})
@@ -215,7 +215,7 @@ def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) ->
 
 
 def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Control: blends requests whatever their salt."""
+    """Control: blends requests whatever their salt is."""
     from flexkv.adapters.vllm.blend import requests as module
 
     with replaced(module, refusal=lambda request: None):
@@ -228,7 +228,7 @@ def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def blend_skipping(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Asks a request whose caller wants no block of the engine's prefix cache."""
+    """Sends a request whose caller wants no block of the engine's prefix cache."""
     from vllm.v1.request import Request
 
     with replaced(Request, get_skip_reading_prefix_cache=lambda self: True):
@@ -269,7 +269,7 @@ def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
 
 
 def blend_flip(llm: Any, pages: int) -> dict[str, Any]:
-    """Flips a bit in the first so many pages of segments in host memory, and flips it back at the next call."""
+    """Flips a bit in each of the first pages of segments in host memory, and flips it back at the next call."""
     pool = blend_worker()._pages.cache.pool
     flipped = 0
     for slot in range(pool.ready_slots):
@@ -303,15 +303,16 @@ def blend_drop_host(llm: Any) -> dict[str, Any]:
 
 
 def blend_hold_reads(llm: Any) -> dict[str, Any]:
-    """From now on withholds the results of the disk's reads of segments, until `blend_let_reads_go`.
-    Until then the engine has work."""
+    """From now on withholds the results of the disk's reads of segments, until `blend_let_reads_go`. Meanwhile the
+    engine counts as having work.
+    """
     planes = _segment_unit().driver._planes
     planes[DISK] = LateReads(planes[DISK])
     return {}
 
 
 def blend_let_reads_go(llm: Any) -> dict[str, Any]:
-    """Releases the results that were withheld. Returns how many reads they are of."""
+    """Releases the withheld results. Returns the number of their reads."""
     unit = _segment_unit()
     late = unit.driver._planes[DISK]
     ends_s = time.monotonic() + 30.0
@@ -328,7 +329,7 @@ def blend_let_reads_go(llm: Any) -> dict[str, Any]:
 
 
 def blend_held(llm: Any) -> dict[str, Any]:
-    """What is held for requests: on the scheduler's side and on the worker's."""
+    """What the scheduler's side and the worker's side hold for requests."""
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend
     pages = blend_worker()._pages
     staging = pages.cache.staging
@@ -341,13 +342,13 @@ def blend_held(llm: Any) -> dict[str, Any]:
 
 
 def blend_forget_salts(llm: Any) -> dict[str, Any]:
-    """Forgets the salts, as a full table does with its oldest."""
+    """Forgets the salts, as a full table forgets its oldest ones."""
     llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend._salts.clear()
     return {}
 
 
 def blend_erase(llm: Any, name: str) -> dict[str, Any]:
-    """Erases a namespace, as a plugin's call does."""
+    """Erases a namespace, as a call of a plugin does."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     return {"pages": scheduler.unit.manager.erase_namespace(name)}
 

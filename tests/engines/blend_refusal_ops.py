@@ -1,4 +1,4 @@
-"""Operations on an engine that blends: requests that vLLM's command line of this harness does not make."""
+"""Operations on an engine that blends: requests that the usual operations of this harness cannot make."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from demo.engine_child import Operation
 
 
 def blend_scored(llm: Any, request: dict[str, Any], tokens: list[int] | None = None) -> dict[str, Any]:
-    """Asks a request for the log probabilities of its prompt, too.
+    """Sends a request that also asks for the log probabilities of its prompt.
 
     Returns the answer's tokens, and the log probability of each of the prompt's tokens but the first.
     """

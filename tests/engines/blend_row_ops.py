@@ -17,13 +17,13 @@ from .blend_watch import ask_engine, blend_worker, rank_oracle, replaced
 def blend_captured(
     llm: Any, full: dict[str, Any], store: dict[str, Any], chunk: int, wrong: str = ""
 ) -> dict[str, Any]:
-    """Has a prompt computed in one step and, in steps of so many tokens, kept as a segment.
+    """Computes a prompt in one step, and computes it again in steps of so many tokens to keep it as a segment.
 
     Args:
         wrong: for a control, which rows are captured in place of the right ones: the "row before" in chunks after the
-            first, "values" as keys, or those of "another layer".
+            first, "values" as keys, or the rows of "another layer".
 
-    Returns how far the segment's keys and values are from the computed ones, at worst over ranks, layers and rows.
+    Returns the largest distance of the segment's keys and values from the computed ones, over ranks, layers and rows.
     """
     know(llm, full)
     llm.collective_rpc(rank_oracle, args=("break_captures", wrong))
@@ -42,7 +42,7 @@ def blend_kept(llm: Any, request: dict[str, Any], alone: bool = False) -> dict[s
     """Blends a prompt; returns the positions of the rows that each rank computed in later layers.
 
     Args:
-        alone: for a control, each rank chooses by its own heads.
+        alone: for a control, each rank chooses the rows by its own heads.
     """
     llm.collective_rpc(rank_oracle, args=("begin_kept", alone))
     ask_engine(llm, request)
@@ -54,8 +54,8 @@ _steps: list[dict[str, list[int]]] = []
 
 
 def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
-    """From now on notes the blended steps, until `blend_watched_steps`. The rows that are kept depend on their
-    positions alone, whatever the chunks of a prompt.
+    """Records the blended steps until `blend_watched_steps`. Which rows are kept depends only on their positions, not
+    on the chunks of a prompt.
 
     Args:
         misplaced: a control: in steps of several requests the cached rows are put one row too early.
@@ -86,8 +86,9 @@ def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
 
 
 def blend_watched_steps(llm: Any) -> dict[str, Any]:
-    """Ends `blend_watch_steps`. Returns of each blended step how many rows each request has in it, and which requests
-    are blended, both in the batch's order."""
+    """Ends `blend_watch_steps`. Returns for each blended step the number of rows of each request and which requests are
+    blended, both in the batch's order.
+    """
     _watch.close()
     return {"steps": list(_steps)}
 
@@ -95,7 +96,7 @@ def blend_watched_steps(llm: Any) -> dict[str, Any]:
 def blend_preempted(
     llm: Any, requests: list[dict[str, Any]], tokens: int, rolled: bool = False, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    """Runs requests, and takes all their blocks once each has answered so many tokens.
+    """Runs requests, and takes all their blocks away once each has answered so many tokens.
 
     Args:
         rolled: a control: afterwards each cached row is given as the one after it.
@@ -127,7 +128,7 @@ def blend_preempted(
 
 
 def blend_flip_page(llm: Any, segment: list[int], page: int) -> dict[str, Any]:
-    """Flips a bit of one whole page of a segment in host memory. The load that finds it drops the page."""
+    """Flips a bit in a full page of a segment in host memory. The load that finds the damage drops the page."""
     from flexkv.blend.keys import GROUP
 
     cache = blend_worker()._pages.cache
@@ -139,7 +140,7 @@ def blend_flip_page(llm: Any, segment: list[int], page: int) -> dict[str, Any]:
 
 
 def blend_stored(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Control: blends a request whatever its salt, and stores its pages as those of an ordinary one."""
+    """Control: blends a request whatever its salt is, and stores its pages as those of an ordinary request."""
     from flexkv.adapters.vllm.blend import requests as module
     from flexkv.cache.stores.kept_out import KeptOut
 

@@ -1,5 +1,5 @@
-"""Operations on an engine that blends segments while they are read from disk: one range of layers of a page hangs until
-the forward has come to a layer, or is damaged.
+"""Operations on an engine that blends segments while they are read from disk: the read of one range of layers of a page
+hangs until the forward pass reaches a layer, or the range is damaged.
 
 With `SEGMENT_FAULTS` in the engine's environment its disks are opened with faults.
 """
@@ -54,15 +54,15 @@ def _flip(slab: Path, offset: int) -> None:
 def blend_streamed(
     llm: Any, request: dict[str, Any], segment: list[int], folder: str, layer: int, damaged: bool = False
 ) -> dict[str, Any]:
-    """Blends a prompt while the read of the range of layers that begins with `layer`, of a segment's first page, hangs
-    until the model has run the layer before.
+    """Blends a prompt while a read hangs until the model has run the layer before `layer`: the read of a segment's
+    first page, of the range of layers that begins with `layer`.
 
     Args:
         damaged: flips a bit in that layer of the page first.
 
     Returns:
         ran: the model's layers, in the order in which they ran.
-        moved: whether pages were still moving when the layer before was over.
+        moved: whether pages were still moving at the end of the layer before.
     """
     from tests import testing_ext
 

@@ -1,4 +1,4 @@
-"""What looks into an engine's blended forwards: the keys and values of each layer, and the oracle of each rank."""
+"""Inspects an engine's blended forward passes: the keys and values of each layer, and the oracle of each rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 class Watch:
-    """Keys and values that each layer's attention is given, and the positions that they belong to."""
+    """The keys and values that each layer's attention gets, and their positions."""
 
     def __init__(self, forward: Any) -> None:
         self.keys: list[list[Any]] = [[] for _ in forward.layers]
@@ -81,7 +81,7 @@ class Watch:
             hook.remove()
 
     def planes(self) -> list[tuple[Any, Any]]:
-        """Keys and values of each layer, of all forwards."""
+        """Keys and values of each layer, from all forward passes."""
         import torch
 
         return [
@@ -90,7 +90,9 @@ class Watch:
 
 
 class Oracle:
-    """One rank's part: the keys and values of a full computation, and how far the keys of kept rows are off from it."""
+    """One rank's oracle: the keys and values of a full computation, and the distance of the kept rows' keys from
+    them.
+    """
 
     def __init__(self) -> None:
         self._blend = blend_worker()
@@ -108,7 +110,7 @@ class Oracle:
         self._planes = self._watch.planes()
 
     def store(self, ids: list[int], spans: list[list[int]]) -> None:
-        """Keeps the rows of the full computation as segments, so that blending the prompt with them is exact."""
+        """Stores the rows of the full computation as segments, so that blending the prompt with them is exact."""
         cache, rotation = self._blend._pages.cache, self._blend._pages.rotation
         for first, end in spans:
 
@@ -122,12 +124,12 @@ class Oracle:
     def begin_blend(
         self, share: float, one_sequence: bool, loaded: bool, another_layer: bool, check_layer: int | None
     ) -> None:
-        """Keeps rows at random, the same on every rank.
+        """Chooses the kept rows at random, the same on every rank.
 
         Args:
             one_sequence: a control; see `one_sequence_of`.
-            loaded: the cached rows are those that the rank loads, and else those of the full computation.
-            another_layer: a control: of those that the rank loads, later layers get the ones of the layer before.
+            loaded: the cached rows are those that the rank loads, not those of the full computation.
+            another_layer: a control: later layers get the loaded rows of the layer before them.
             check_layer: the layer up to which all rows are computed; None for the engine's own.
         """
         from flexkv.adapters.vllm.blend.pages import segment_rows
@@ -204,7 +206,7 @@ class Oracle:
         self._broken.close()
 
     def kept_apart(self, ids: list[int]) -> dict[str, float]:
-        """How far a cached segment's keys and values are from those of the full computation."""
+        """Distance of a cached segment's keys and values from those of the full computation."""
         from flexkv.adapters.vllm.blend.orders import SegmentOrder
 
         pages, name = self._blend._pages, "the oracle's own"

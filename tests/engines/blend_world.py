@@ -25,7 +25,7 @@ def salt() -> str:
 
 @contextlib.contextmanager
 def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
-    """The engine computes at most so many tokens in a step of the block; with 0, as many as usual."""
+    """Within the block, the engine computes at most so many tokens per step; 0 keeps the usual limit."""
     usual = session.call("step_tokens", tokens=tokens)["before"] if tokens else 0
     try:
         yield
@@ -36,10 +36,10 @@ def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Segments, and a prompt in which they stand in another order, with text before and after them.
+    """Segments, and a prompt that contains them in another order, with text before and after them.
 
     Attributes:
-        spans: where each segment stands, in the prompt's order.
+        spans: where each segment is in the prompt, in the prompt's order.
     """
 
     segments: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Documents:
         return cls(tuple(segments), Prompt(tuple(tokens), **fields), tuple(spans))
 
     def store(self, session: EngineSession) -> None:
-        """Has the engine compute and keep each segment by itself."""
+        """Has the engine compute each segment by itself and keep it."""
         asks = [
             Prompt(segment, max_tokens=1, salt=salt(), extra=blending({"store": True}))
             for segment in self.segments
@@ -122,12 +122,12 @@ def start_blending(
 
 
 def results(session: EngineSession) -> dict[str, float]:
-    """How many requests had each result so far, without those that none had."""
+    """The number of requests so far with each result; results that no request had are left out."""
     family = "vllm:flexkv_blend_requests_total"
     found = session.process.metrics(family)
     return {key.partition("result=")[2].rstrip("}"): value for key, value in found.items() if value}
 
 
 def new_results(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
-    """The results that were counted since `results` gave `before`."""
+    """The results that were counted since `results` returned `before`."""
     return dict(Counter(results(session)) - Counter(before))

@@ -1,6 +1,6 @@
-"""Operations on a vLLM engine's own block pool, in its process: spoil freed blocks, force other ids.
+"""Operations on a vLLM engine's own block pool, in its process: they spoil freed blocks and force other block ids.
 
-They need the scheduler in the steered process (`IN_PROCESS`); the workers may be others.
+They need the scheduler in the process that runs them (`IN_PROCESS`); the workers may be in other processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
 
 
 def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
-    """Puts the free blocks in random order, so that the next request gets other ids than any request before it."""
+    """Puts the free blocks in random order, so that the next request gets other block ids than any request before
+    it.
+    """
     queue = _block_pool(llm).free_block_queue
     blocks = queue.popleft_n(queue.num_free_blocks)
     random.Random(seed).shuffle(blocks)

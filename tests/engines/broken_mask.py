@@ -9,7 +9,7 @@ import numpy as np
 
 
 def one_sequence_of(runs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Makes one causal sequence of the kept rows of each request, so that they see rows behind them.
+    """Makes one causal sequence of the kept rows of each request, so that they attend to rows at later positions.
 
     Args:
         runs: see `BlendForward.runs`.

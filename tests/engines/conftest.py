@@ -21,8 +21,8 @@ from .session import BLOCK_TOKENS, EngineSession, Reference
 
 PACKAGE = str(__package__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
-# The engines' fork server inherits it. The models are tiny: more threads only wait for each other, and they wait for
-# long if the machine has other work.
+# The engines' fork server inherits this. The models are tiny: more threads would only wait for each other, and would
+# wait long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 FAULTY = FLEXKV | {
@@ -70,7 +70,7 @@ def connector(base: Mapping[str, Any] | None = None, **settings: Any) -> dict[st
 
 @dataclass
 class Engines:
-    """Starts engines and keeps the last one, because tests in a row often ask for the same."""
+    """Starts engines and keeps the last one running, because consecutive tests often ask for the same engine."""
 
     model: Path
     logs: Path
@@ -103,7 +103,7 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> EngineSession:
-        """One more engine beside the last; closed by `close_others`."""
+        """Starts another engine beside the last one; `close_others` closes it."""
         process = self._start(kv_transfer_config, environment or {}, engine)
         self._others.append(process)
         return EngineSession(process, self.reference)

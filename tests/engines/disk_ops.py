@@ -1,5 +1,6 @@
-"""Operations on the disk tier of an engine whose scheduler runs in this process: delay the results of reads, count
-pages being read as stored, and record what was read before the scheduler asked."""
+"""Operations on the disk tier of an engine whose scheduler runs in this process: they delay the results of reads, count
+pages being read as stored, and record what was read before the scheduler asked.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
 
 
 def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
-    """Releases the results that were withheld.
+    """Releases the withheld results.
 
     Returns:
         failed: pages that the reads did not deliver.
@@ -85,7 +86,7 @@ def drop_host(llm: Any) -> dict[str, Any]:
 
 
 def exchange_pages(llm: Any) -> dict[str, Any]:
-    """Gives every page of host memory the bytes of another page, as if a leased slot had been evicted. For controls."""
+    """For controls: gives every page of host memory the bytes of another page, as if a leased slot had been evicted."""
     pool = _unit(llm).pool
     slots = [pool.slot(slot) for slot in range(pool.ready_slots)]
     first = slots[0].copy()
@@ -96,7 +97,9 @@ def exchange_pages(llm: Any) -> dict[str, Any]:
 
 
 class FirstAsks:
-    """Per request: how many pages had been submitted to the disk for reading when the scheduler first asked."""
+    """The number of pages, per request, that had been submitted to the disk for reading when the scheduler first
+    asked.
+    """
 
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
@@ -121,10 +124,10 @@ class FirstAsks:
 
 
 def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
-    """From now on records reads and first asks.
+    """Records reads, and the scheduler's first question per request, from now on.
 
     Args:
-        without_hook: control: requests are not prefetched.
+        without_hook: a control without the hook that prefetches requests.
     """
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     planes = side.unit.driver._planes

@@ -1,4 +1,6 @@
-"""Operations for engines with the faulty connector: look at its mover, let stalled copies go, watch a stuck load."""
+"""Operations for engines with the faulty connector: they inspect its mover, release stalled copies, and watch a stuck
+load.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ def _release(worker: Any) -> None:
 
 
 def faults(llm: Any) -> dict[str, Any]:
-    """What the movers of all ranks did."""
+    """What the movers of all ranks have done."""
     return {"ranks": llm.collective_rpc(_mover_state)}
 
 
 def release(llm: Any) -> dict[str, Any]:
-    """Lets every stalled copy go on."""
+    """Releases every stalled copy."""
     llm.collective_rpc(_release)
     return {}
 
@@ -45,11 +47,11 @@ def stuck_load(
     abort: bool,
     deadline_s: float = 60.0,
 ) -> dict[str, Any]:
-    """Runs a request whose load stalls; meanwhile, and past the load's deadline, runs others; then releases the load.
+    """Runs a request whose load stalls, runs other requests until past the load's deadline, then releases the load.
 
     Returns:
-        late: the victim's status and the blocks held when the others had ended and `wait_s` had passed.
-        requests: results, the victim's first.
+        late: the stalled request's status and the blocks held when the others had ended and `wait_s` had passed.
+        requests: results, that of the stalled request first.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     tracker = RequestTracker(llm)

@@ -1,7 +1,7 @@
 """flexkv's connector with a mover that fails on purpose. The environment variable FAULT_RULES has the rules as JSON.
 
-A rule has a `FaultRule`'s arguments by name, `action` and `kind` as words, and optionally `rank`, the only rank whose
-mover gets the rule.
+A rule has the arguments of `FaultRule` by name, with `action` and `kind` as words. An optional `rank` names the only
+rank whose mover gets the rule.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class FaultyWorker(WorkerSide):
 
 
 class FaultyConnector(FlexKVConnector):
-    """The connector that users have, except for its mover."""
+    """The connector that users have, with another mover."""
 
     worker_class = FaultyWorker
 
 
 class CarelessConnector(FaultyConnector):
-    """Publishes what was computed from a failed load. The control for tests of such loads."""
+    """Control for tests of failed loads: publishes what was computed from a failed load."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         unit = self.scheduler.unit
@@ -75,7 +75,7 @@ class SleepyConnector(FaultyConnector):
 
 
 class ForgetfulConnector(FaultyConnector):
-    """Reports a reset that it has not made. The control for tests of new weights."""
+    """Control for tests of new weights: reports a reset that it has not made."""
 
     def reset_cache(self) -> bool:
         return True
@@ -89,13 +89,13 @@ class ImpatientWorker(FaultyWorker):
 
 
 class ImpatientConnector(FaultyConnector):
-    """Lets the forward read layers that have not arrived. The control for tests of layerwise loads."""
+    """Control for tests of layerwise loads: lets the forward pass read layers that have not arrived."""
 
     worker_class = ImpatientWorker
 
 
 class HastyWorker(FaultyWorker):
-    """Copies a step's layers before the forward has written them."""
+    """Copies a step's layers before the forward pass has written them."""
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
@@ -112,7 +112,7 @@ class HastyConnector(FaultyConnector):
 
 
 class EarlyConnector(FaultyConnector):
-    """Stores a step's blocks before its draft model has written its layers: the control of the tests of drafts."""
+    """Control for tests of draft models: stores a step's blocks before the draft model has written its layers."""
 
     _stored: KVConnectorMetadata | None = None
 
@@ -127,8 +127,9 @@ class EarlyConnector(FaultyConnector):
 
 
 class SecretiveConnector(FaultyConnector):
-    """Hides which blocks a load did not fill, so that the engine goes on with KV that never arrived. The control for
-    tests of loads that are cut short."""
+    """Control for tests of loads that are cut short: hides which blocks a load did not fill, so that the engine goes on
+    with KV that never arrived.
+    """
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         super().get_block_ids_with_load_errors()
@@ -136,7 +137,7 @@ class SecretiveConnector(FaultyConnector):
 
 
 class LateConnector(FaultyConnector):
-    """Loads several KV groups within the step that reads them. The control for tests of loads between steps."""
+    """Control for tests of loads between steps: loads several KV groups within the step that reads them."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -146,8 +147,9 @@ class LateConnector(FaultyConnector):
 
 
 class TalkativeConnector(FaultyConnector):
-    """Reports which blocks a load of several KV groups did not fill, as if there were one group. The control for tests
-    in which the whole request is recomputed."""
+    """Control for tests in which the whole request is recomputed: reports which blocks a load of several KV groups did
+    not fill, as if there were one group.
+    """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)

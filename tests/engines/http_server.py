@@ -30,7 +30,9 @@ PORTS = range(20_000, 30_000)
 
 
 class HttpServer:
-    """Use as a context manager: its end kills what still runs, including the processes that the server started."""
+    """Use as a context manager: its end kills the server if it still runs, and the processes that the server
+    started.
+    """
 
     def __init__(
         self, model: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
@@ -54,7 +56,7 @@ class HttpServer:
                 stderr=out,
                 env={**os.environ, **QUIET_ENVIRONMENT, **environment},
                 start_new_session=True,
-                # A test that is killed leaves no server, and a server that is terminated leaves no engine.
+                # The end of the test, even if it is killed, ends the server, and the end of the server ends its engine.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
 
@@ -99,7 +101,7 @@ class HttpServer:
         return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     def post(self, path: str) -> dict[str, Any]:
-        """The answer of a route that takes an empty body."""
+        """The response of a route that takes an empty body."""
         answer: dict[str, Any] = json.loads(self._fetch(path, b""))
         return answer
 

@@ -1,4 +1,4 @@
-"""An operation that kills one process of an engine while a rank copies. For engines with the faulty connector."""
+"""An operation, for engines with the faulty connector, that kills one process of an engine while a rank copies."""
 
 from __future__ import annotations
 

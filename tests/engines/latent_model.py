@@ -20,7 +20,7 @@ CONTEXT_TOKENS = 1024
 
 
 def write_latent_model(folder: Path) -> Path:
-    """Writes the model into `folder` and returns it; float32, the same bytes every time."""
+    """Writes the model in float32 into `folder`, the same bytes every time, and returns the folder."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
@@ -42,7 +42,7 @@ def _config(shape: ModelShape) -> dict[str, object]:
         qk_rope_head_dim=ROPE,
         qk_nope_head_dim=HEAD,
         v_head_dim=HEAD,
-        # No layer reaches the first one with experts.
+        # Too few layers for the first one with experts.
         first_k_dense_replace=LAYERS,
         n_routed_experts=2,
         n_shared_experts=1,

@@ -12,7 +12,7 @@ def _scheduler(llm: Any) -> Any:
 
 
 def connector_says(llm: Any) -> dict[str, Any]:
-    """The connector's answers to the scheduler's questions about work that is left."""
+    """The connector's answers to the scheduler's questions whether work is left."""
     connector = _scheduler(llm).connector
     return {
         "requires_kv_delivery": connector.requires_kv_delivery,
@@ -22,7 +22,7 @@ def connector_says(llm: Any) -> dict[str, Any]:
 
 
 def watch_events(llm: Any) -> dict[str, Any]:
-    """From now on keeps what the scheduler publishes; forgets what was kept before."""
+    """Records what the scheduler publishes from now on; forgets earlier records."""
     scheduler = _scheduler(llm)
     scheduler.seen_events = []
     scheduler.kv_event_publisher.publish = lambda batch: scheduler.seen_events.extend(batch.events)

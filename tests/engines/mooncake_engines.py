@@ -1,6 +1,6 @@
 """Runs engines one after the other over one store, inside a network namespace where Mooncake's clients may listen.
 
-Prints a line of JSON per engine: its answers to the prompts, and some series of its metrics.
+Prints one line of JSON per engine, with its answers to the prompts and some series of its metrics.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Operations on an engine that shares pages with another, and whose scheduler runs in this process.
 
-With PEER_PROTOCOL in its environment, an engine speaks that version to its peers, as one of a later release would.
+With PEER_PROTOCOL in its environment, an engine uses that version of the protocol with its peers, as an engine of a
+later release would.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _tiers(llm: Any) -> list[LivePeerTier]:
 
 
 def host_pages(llm: Any) -> dict[str, Any]:
-    """How many pages host memory has, its copies of peers' pages included."""
+    """The number of pages in host memory, including copies of peers' pages."""
     unit = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.unit
     return {"pages": unit.manager.cached_blocks()}
 
@@ -46,7 +47,7 @@ def kill_peer(llm: Any) -> dict[str, Any]:
 
 
 def peers(llm: Any) -> dict[str, Any]:
-    """How many pages of peers are known, by tier, and what each peer was asked for."""
+    """The number of known pages of peers by tier, and the pages that each peer was asked for."""
     known: dict[str, int] = {}
     for tier in _tiers(llm):
         tier.take_all_news(1 << 20)
@@ -55,14 +56,15 @@ def peers(llm: Any) -> dict[str, Any]:
 
 
 def declined(llm: Any) -> dict[str, Any]:
-    """This unit's name, and those that it found and does not share with."""
+    """This unit's name, and the names of the units that it found but does not share with."""
     share: Any = _tiers(llm)[0]._share
     return {"unit": share._card.unit, "declined": list(share._watch._again_s)}
 
 
 def kill_in_copy(llm: Any) -> dict[str, Any]:
-    """From now on, the first copy of several pages kills the process of the only peer when some of the pages have come,
-    and goes on once the peer has been forgotten."""
+    """Makes the next copy of several pages kill the process of the only peer after some of the pages have come, and
+    continue once the peer has been forgotten.
+    """
     (tier,) = _tiers(llm)
     share: Any = tier._share
     reader: Any = tier.plane

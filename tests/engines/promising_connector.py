@@ -1,7 +1,7 @@
-"""A connector to run beside flexkv's in a MultiConnector: it promises tokens that it does not have.
+"""A connector that promises tokens that it does not have, to run beside flexkv's in a MultiConnector.
 
-A request asks for that with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The connector leaves the
-promised blocks unwritten, and reports them as failed in the step that was to load them.
+A request asks for such a promise with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The connector leaves
+the promised blocks unwritten, and reports them as failed in the step that was to load them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BrokenPromises(KVConnectorMetadata):
 
 
 class PromisingConnector(KVConnectorBase_V1):
-    """Makes one promise per request, and never keeps it."""
+    """Promises tokens once per request, and never delivers them."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

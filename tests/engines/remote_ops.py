@@ -1,5 +1,6 @@
-"""Operations on the remote tier of an engine whose scheduler runs in this process: the parts that its values consist
-of, and signals to other processes at the moment when pages are read."""
+"""Operations on the remote tier of an engine whose scheduler runs in this process: they return the parts of its values,
+and send signals to other processes at the moment when pages are read.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ def signal_while_reading(
     later: Sequence[Sequence[int]] = (),
     reset: bool = False,
 ) -> dict[str, Any]:
-    """Runs requests; sends signals once, when pages are about to be read from the store.
+    """Runs requests; sends signals once, at the first read of pages from the store.
 
     Args:
         before, after: process ids (or HELPER) and signals, sent right before and after the reads are submitted.
         later: signals sent when some engine steps have passed, and after the reset.
-        reset: whether to drop the engine's own cache and the connector's at that time.
+        reset: whether to drop the engine's own cache and the connector's before the `later` signals.
 
     Returns:
         reads: pages that were submitted at the time of the signals.

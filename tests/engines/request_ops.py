@@ -1,4 +1,4 @@
-"""Operations that steer requests while they run: abort them at a chosen moment, add others in between."""
+"""Operations that control running requests: they abort requests at a chosen moment and add others in between."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def abort(
     later: list[dict[str, Any]] | None = None,
     deadline_s: float = 30.0,
 ) -> dict[str, Any]:
-    """Runs requests and aborts one of them, then adds `later` at once and runs everything to its end.
+    """Runs requests and aborts one of them, then adds `later` at once and runs all of them to their end.
 
     Args:
         victim: index of the request to abort.
         status: abort when the scheduler gives the victim this status (WAITING_FOR_REMOTE_KVS, RUNNING, ...).
-        steps: without a status, abort after so many engine steps.
+        steps: if there is no status, abort after so many engine steps.
     """
     scheduler, tracker = _scheduler(llm), RequestTracker(llm)
     names = [f"a{number}-{time.monotonic_ns()}" for number in range(len(requests))]
@@ -71,7 +71,7 @@ def _embed_anew(worker: Any) -> None:
 
 
 def load_new_weights(llm: Any) -> dict[str, Any]:
-    """Gives a running engine other weights, as training does between two rounds. Notifies nobody."""
+    """Gives a running engine other weights, as training does between two rounds, without notifying flexkv."""
     llm.collective_rpc(_embed_anew)
     return {}
 
@@ -116,7 +116,7 @@ def requests_held(llm: Any) -> dict[str, Any]:
 
 
 def ask_embeddings(llm: Any, seeds: list[int], tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Sends prompts given as embeddings one after the other: one per seed, all of the same length."""
+    """Sends prompts given as embeddings, one after the other: one prompt per seed, all of the same length."""
     import torch
 
     hidden = llm.llm_engine.model_config.get_hidden_size()
@@ -132,7 +132,7 @@ def ask_embeddings(llm: Any, seeds: list[int], tokens: int, max_tokens: int) -> 
 
 
 def ask_with_lora(llm: Any, request: dict[str, Any], folder: str, number: int) -> dict[str, Any]:
-    """Asks one prompt with a LoRA adapter, or without if `folder` is empty."""
+    """Sends one prompt with a LoRA adapter, or without one if `folder` is empty."""
     from vllm.lora.request import LoRARequest
 
     lora = LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder) if folder else None
@@ -150,7 +150,7 @@ def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
 
 
 def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> dict[str, Any]:
-    """Runs one streaming session: gives the engine a piece when it has ended the one before."""
+    """Runs one streaming session: gives the engine each piece when the previous one has ended."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -172,7 +172,7 @@ def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> 
         )
         request.external_req_id = name
         engine.output_processor.add_request(request, None, None, 0)
-        # Both extend the session's tokens. A core in its own process has a list of its own.
+        # Both append to the session's tokens. A core in its own process has its own list.
         sent = copy(request)
         sent.prompt_token_ids = list(piece["ids"])
         engine.engine_core.add_request(sent)

@@ -1,4 +1,4 @@
-"""More engines in the steered engine's process: created, asked, shut down or merely dropped."""
+"""Operations on further engines in the same process: they are created, queried, shut down or merely dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _others: dict[str, Any] = {}
 
 
 def make_other(llm: Any, name: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """Starts one more engine; `refused` is the error of an engine that does not start."""
+    """Starts one more engine; `refused` in the result is the error of an engine that does not start."""
     from vllm import LLM
 
     try:

@@ -1,4 +1,6 @@
-"""One running engine from a test's point of view: ask, compare with an engine without a connector, forget, spoil."""
+"""One running engine as tests use it: they ask it, compare it with an engine without a connector, drop its cache, and
+spoil its blocks.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ class Answer:
     """The engine's answer to a prompt.
 
     Attributes:
-        cached: prompt tokens that were not computed: from the engine's prefix cache and from the connector.
+        cached: prompt tokens that were not computed, whether from the engine's prefix cache or from the connector.
     """
 
     tokens: tuple[int, ...]
@@ -102,14 +104,14 @@ class Reference:
 
 
 class EngineSession:
-    """A running engine, and the reference that its answers are compared with."""
+    """A running engine, and the reference for its answers."""
 
     def __init__(self, process: EngineProcess, reference: Reference) -> None:
         self.process = process
         self.reference = reference
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
-        """Runs prompts together, without judging the answers."""
+        """Runs prompts together, without comparing the answers."""
         return [Answer.of(result) for result in self.process.generate([prompt.wire() for prompt in prompts])]
 
     def check(self, *prompts: Prompt) -> list[Answer]:
@@ -133,7 +135,7 @@ class EngineSession:
         return self.process.call(operation, **arguments)
 
     def settle(self) -> None:
-        """Lets the engine finish the work that outlives its requests; nothing may stay behind."""
+        """Lets the engine finish the work that its requests left; nothing may remain."""
         done = self.call("drain")
         assert done["drained"], f"the scheduler still has work long after the last request: {done}"
 
@@ -169,7 +171,7 @@ class EngineSession:
         self.check(*prompts)
 
     def metric(self, name: str) -> float:
-        """The sum of a counter or gauge over its labels, or one labelled series; 0 when it does not exist."""
+        """The sum of a counter or gauge over its labels, or one labelled series; 0 if it does not exist."""
         family = name.partition("{")[0]
         values = self.process.metrics(family)
         return sum(value for key, value in values.items() if name in (key, key.partition("{")[0]))

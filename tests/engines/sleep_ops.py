@@ -1,4 +1,4 @@
-"""Operations that send an engine to sleep. On a CPU vLLM keeps the memory, but everything else happens as on a GPU."""
+"""Operations that send an engine to sleep. On a CPU vLLM keeps the memory; everything else happens as on a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def sleep_while_copying(
 
     Args:
         mode: what vLLM does with the requests: "abort" or "keep".
-        ends_copies: False disables what the connector does before a sleep: the control.
+        ends_copies: False disables what the connector does before a sleep, as a control.
 
     Returns:
-        before, at_sleep: copies under way when the sleep began, and when the engine would have lost its KV memory.
+        before, at_sleep: number of copies under way when the sleep began, and when the engine would have lost its KV
+        memory.
         requests: results; an aborted request has the tokens that it had produced by then.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -55,7 +56,7 @@ def sleep_while_copying(
         connector.scheduler._end_copies = end_copies
     llm.wake_up()
     if mode == "abort":
-        # In one process vLLM aborts them in its scheduler alone, and its front end would wait for them.
+        # In one process vLLM aborts requests only in its scheduler, and its front end would wait for them.
         llm.llm_engine.abort_request(names)
     while mode == "keep" and tracker.step():
         pass
@@ -63,8 +64,9 @@ def sleep_while_copying(
 
 
 def sleep_while_loading(llm: Any, request: dict[str, Any], deadline_s: float = 30.0) -> dict[str, Any]:
-    """Sends the engine to sleep while a request waits for its load; returns the engine's reply. Then the request is
-    aborted, and the engine awake."""
+    """Sends the engine to sleep while a request waits for its load; returns the engine's reply. At return the request
+    is aborted and the engine is awake.
+    """
     core = llm.llm_engine.engine_core.engine_core
     tracker, name = RequestTracker(llm), f"s-{time.monotonic_ns()}"
     tracker.add(name, request)

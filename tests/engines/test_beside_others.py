@@ -32,7 +32,8 @@ def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 def compute_after_anothers_failed_load(session: EngineSession, stream: int) -> Prompt:
     """The other connector promises the prompt's first blocks and does not deliver them; the same step computes the rest
-    from the garbage in these blocks. The engine then recomputes all of it and answers right."""
+    from the garbage in these blocks. The engine then recomputes all blocks, and the answer is right.
+    """
     prompt = Prompt.of(400, stream)
     session.forget()  # the promised blocks hold garbage
     broken = Prompt(
@@ -53,7 +54,7 @@ def test_what_another_connectors_failed_load_led_to_is_not_published(engines: En
 def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
     engines: Engines, stream: int
 ) -> None:
-    """What the test above would see if nothing were revoked."""
+    """What the test above would see if the computed blocks were not revoked."""
     session = engines.get(beside(PROMISING, connector(CARELESS)), {"FAULT_RULES": "[]"})
     prompt = compute_after_anothers_failed_load(session, stream)
     [answer] = session.ask(prompt)
@@ -97,8 +98,9 @@ def blending_beside(engines: Engines) -> EngineSession:
 
 
 def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: int) -> None:
-    """A ratio of 1 has the full computation's bits; the control, a smaller one, has not. Nothing of either is stored by
-    flexkv, or reaches an ordinary request."""
+    """A ratio of 1 gives the bits of the full computation; the control, a smaller ratio, does not. flexkv stores
+    nothing of either, and neither affects an ordinary request.
+    """
     session = blending_beside(engines)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
@@ -115,7 +117,9 @@ def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: 
 def test_a_blended_prompt_whose_first_blocks_another_connector_fails_to_load(
     engines: Engines, stream: int
 ) -> None:
-    """The engine takes back what was computed from them, and the prompt is blended once more from its start."""
+    """The engine takes back what was computed from the blocks that never came, and blends the prompt again from its
+    start.
+    """
     session = blending_beside(engines)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)

@@ -1,4 +1,4 @@
-"""Blending inside the unpatched vLLM: what is computed, and that nothing of it reaches other requests."""
+"""Blending inside the unpatched vLLM: what is computed, and that it never reaches other requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, do
 def test_a_segment_has_the_keys_and_values_that_were_computed(
     session: EngineSession, stream: int, size: int, chunk: int
 ) -> None:
-    """In each layer and row, whatever the chunks in which the engine computed the segment."""
+    """The distance is checked in each layer and row, for any chunks in which the engine computed the segment."""
 
     def apart(number: int, wrong: str = "") -> dict[str, float]:
         ids = Prompt.of(size, stream % 10_000_000 + number).ids
@@ -90,7 +90,7 @@ def test_cached_keys_are_turned_to_where_they_stand(session: EngineSession, docu
 def test_kept_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, documents: Documents, chunk: int
 ) -> None:
-    """The oracle: the cached rows are the full computation's, so every kept row must get its keys from it."""
+    """The oracle: the cached rows are those of the full computation, so every kept row must have its keys."""
     with steps_of(session, chunk):
         found, control = (
             session.call(
@@ -114,7 +114,9 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
 def test_any_layer_but_the_last_may_be_the_check_layer(
     session: EngineSession, stream: int, check_layer: int
 ) -> None:
-    """The oracle, and the attention of kept rows beside plain torch's, which fails if rows see one position too far."""
+    """The oracle, and a comparison of kept rows' attention with plain torch, which fails if rows attend one position
+    too far.
+    """
     documents = Documents.of(stream % 10_000_000)
     spans = [list(span) for span in documents.spans]
     session.call("blend_store_true", full=documents.plain().wire(), spans=spans)
@@ -184,7 +186,8 @@ def test_earlier_rows_do_not_see_later_ones(session: EngineSession, documents: D
 
 def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, stream: int) -> None:
     """Two blended prompts in chunks share their steps with each other, with a request that decodes, and with chunks of
-    ordinary prompts. The control puts cached rows one row too early in shared steps alone."""
+    ordinary prompts. The control puts cached rows one row too early, but only in shared steps.
+    """
     several = [Documents.of(stream % 10_000_000 + 100 * number) for number in range(2)]
     for each in several:
         each.store(session)
@@ -194,7 +197,7 @@ def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, 
         return Prompt(ids, answer, f"plain-{salt()}", log_probabilities=True)
 
     def batch() -> list[Prompt]:
-        """The ordinary prompts outlast the loads for the blended ones, which then come first."""
+        """The ordinary prompts run longer than the loads of the blended prompts, which then come first."""
         blended = [each.blended(0.15, max_tokens=8) for each in several]
         return [*blended, ordinary(40, 1, 60), *(ordinary(200, number, 1) for number in range(2, 12))]
 
@@ -233,7 +236,7 @@ def test_no_other_request_gets_anything_of_a_blended_one(
     session.ask(blended)
     ordinary = session.check_one(documents.plain(salt=""))
     assert ordinary.cached == 0
-    # vLLM has blocks of the blended one under this salt.
+    # vLLM has blocks of the blended prompt under this salt.
     again = session.check_one(documents.plain(salt=blended.salt))
     assert again.cached == 0
     session.forget()
@@ -295,8 +298,9 @@ def test_a_damaged_segment_is_computed(session: EngineSession, documents: Docume
 def test_one_damaged_page_costs_its_own_segment(
     session: EngineSession, documents: Documents, damaged: int
 ) -> None:
-    """The others are reused, as if the request had named them alone. The control: with the damaged one it would get
-    another answer."""
+    """The other segments are reused, as if the request had named only these. The control: with the damaged segment the
+    answer would differ.
+    """
     rows = "vllm:flexkv_blend_rows_total{kind=reused}"
     good = [span for at, span in enumerate(documents.spans) if at != damaged]
     [wanted] = session.ask(documents.blended(0.0, good))
@@ -330,7 +334,7 @@ def test_namespaces_share_no_segment(session: EngineSession, documents: Document
 def test_a_request_that_ends_in_the_middle_leaves_nothing(
     session: EngineSession, documents: Documents, stream: int
 ) -> None:
-    """Others get the blocks that it gives back in the middle of their prompts."""
+    """Other requests get the blocks that it frees in the middle of their prompts."""
     other, later = Prompt.of(300, stream, salt=salt()), Prompt.of(350, stream + 1, salt=salt())
     with steps_of(session, 64):
         reply = session.call(
@@ -353,7 +357,7 @@ def test_a_request_that_ends_in_the_middle_leaves_nothing(
 def test_blended_requests_that_are_preempted_get_their_full_answers(
     session: EngineSession, stream: int
 ) -> None:
-    """Three prompts fill the pool, and run out of blocks while they generate."""
+    """Three prompts fill the pool and run out of blocks while they generate."""
     several = [
         Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)
         for number in range(3)
@@ -370,8 +374,9 @@ def test_blended_requests_that_are_preempted_get_their_full_answers(
 def test_a_request_whose_blocks_were_taken_is_blended_with_the_same_rows_again(
     session: EngineSession, stream: int
 ) -> None:
-    """The engine takes all blocks and its prefix cache while two blended requests answer; both go on as if it had not.
-    The control gives each cached row as the next one afterwards."""
+    """The engine takes all blocks and drops its prefix cache while two blended requests generate; their answers do not
+    change. The control then shifts each cached row by one.
+    """
     names = [f"vllm:flexkv_blend_rows_total{{kind={kind}}}" for kind in ("reused", "computed", "unplaced")]
     several = [
         Documents.of(stream % 10_000_000 + 100 * number, max_tokens=40, log_probabilities=True)

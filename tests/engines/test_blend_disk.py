@@ -47,7 +47,7 @@ def session(engines: Engines, folder: Path) -> EngineSession:
 
 @pytest.fixture
 def documents(session: EngineSession, stream: int) -> Documents:
-    """Segments that lie on disk alone."""
+    """Segments that are only on disk."""
     made = Documents.of(stream % 10_000_000)
     made.store(session)
     drop_host(session)
@@ -89,7 +89,7 @@ def test_segments_from_disk_give_the_bits_of_those_from_host_memory(
 def test_kept_rows_beside_rows_from_disk_get_the_keys_of_the_full_computation(
     session: EngineSession, stream: int
 ) -> None:
-    """The oracle: the rows on disk are the full computation's, so every kept row must get its keys from it. Controls:
+    """The oracle: the rows on disk are those of the full computation, so every kept row must have its keys. Controls:
     kept rows as one causal sequence, and rows on disk that were computed without the text before them."""
     true, alone = (Documents.of(stream % 10_000_000 + number) for number in (0, 100))
     spans = [list(span) for span in true.spans]
@@ -112,7 +112,7 @@ STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 
 
 def only_disk(session: EngineSession) -> None:
-    """Drops the engine's own prefix cache, and every page that host memory holds of flexkv's."""
+    """Drops the engine's own prefix cache, and every page of flexkv's host memory."""
     session.forget()
     assert session.call("drop_host")["left"] == 0
 
@@ -121,8 +121,9 @@ def only_disk(session: EngineSession) -> None:
 def test_the_tiers_give_no_other_request_anything_of_a_blended_one(
     session: EngineSession, documents: Documents, stored: bool
 ) -> None:
-    """Neither host memory nor disk. The control stores a blended request as an ordinary one: its pages then come from
-    disk, with other rows than those of the full computation."""
+    """Pages of a blended prompt are stored neither in host memory nor on disk. The control stores a blended request as
+    an ordinary one: its pages then come from disk, with other rows than those of the full computation.
+    """
     [full] = session.ask(documents.plain())
     only_disk(session)
     had = session.metric(STORED)
@@ -167,7 +168,7 @@ def test_damaged_segments_on_disk_are_computed(
 
 
 def test_the_next_process_finds_them(engines: Engines, stream: int, tmp_path: Path) -> None:
-    """Killed, not ended in order. What was stored by another process counts only for its rank and namespace."""
+    """The first process is killed. What another process stored is used only for its rank and namespace."""
     first = start_blending(engines, settings(tmp_path))
     documents = Documents.of(stream % 10_000_000)
     documents.store(first)
@@ -197,7 +198,7 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
     documents.store(session)
     drop_host(session)
     session.call("blend_hold_reads")
-    # Ended in the middle of its wait; the others are served meanwhile.
+    # It is aborted in the middle of its wait; the others are served meanwhile.
     reply = session.call(
         "abort",
         requests=[documents.blended(0.0).wire(), Prompt.of(77, stream, salt="other").wire()],
@@ -228,8 +229,9 @@ LAST_RANGE = 3
 def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """With `disk.stream`. Then with a bit flipped in the last range: the forward begins again without that segment, and
-    answers as if it had not been asked to reuse it."""
+    """Runs with `disk.stream`, then with a bit flipped in the last range: the forward pass begins again without that
+    segment, and the answer is as if the request had not named it.
+    """
     folder = tmp_path / "segments"
     session = start_blending(
         engines,

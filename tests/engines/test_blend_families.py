@@ -100,7 +100,7 @@ def _stored(session: EngineSession, documents: Documents) -> Prompt:
     "changed", [{"enforce_eager": False}, {"dtype": "bfloat16"}], ids=["compiled", "bfloat16"]
 )
 def test_other_arithmetic_blends(engines: Engines, stream: int, changed: dict[str, Any]) -> None:
-    """Where the model is compiled, a blended step's layers still run one by one: equal up to rounding."""
+    """In a compiled model, the layers of a blended step still run one by one; the results are equal up to rounding."""
     session = start_blending(engines, **changed)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
@@ -139,7 +139,7 @@ def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
 
 
 def check_ranks(found: dict[str, Any]) -> None:
-    """Each rank computed the same rows, of heads of its own."""
+    """Each rank computed the same rows, for its own heads."""
     first, second = found["ranks"]
     assert first["kept"] == second["kept"]
     assert first["heads"] == second["heads"] == PRESETS["tiny"].kv_heads // 2
@@ -149,8 +149,9 @@ def check_ranks(found: dict[str, Any]) -> None:
 def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The oracle, rank by rank, over its heads: with rows that it knows, and with those that the next process of the
-    rank reads from disk. The control's mask fails on both."""
+    """The oracle of each rank, over its own heads: with rows that it knows, and with rows that the next process of the
+    rank reads from disk. The control's mask fails on both ranks.
+    """
     disk = {
         "disk.folders": str(tmp_path),
         "disk.bytes_per_folder": 64 << 20,
@@ -187,7 +188,7 @@ def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
 def test_a_rank_whose_folder_is_in_use_turns_blending_off_on_both(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The other rank computes its test with both, and would wait for this one."""
+    """The other rank runs its test together with this one, and would wait for it."""
     disk = {
         "disk.folders": str(tmp_path),
         "disk.bytes_per_folder": 64 << 20,
@@ -223,15 +224,18 @@ def test_without_its_model_class_the_engine_computes_fully(engines: Engines, str
 
 
 def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream: int) -> None:
-    """Others take its blocks, from which lazy stores would be planned. The control is an ordinary request, whose pages
-    are stored then."""
+    """Other requests take its blocks, which is when lazy stores are planned. The control is an ordinary request, whose
+    pages are stored then.
+    """
     session = start_blending(engines, {"store.mode": "lazy"})
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
     others = iter(range(100))
 
     def stored_of(prompt: Prompt) -> float:
-        """Pages that are stored while the blocks of a prompt, and of nothing else that may be stored, are taken."""
+        """The number of pages that are stored while other requests take the blocks of a prompt; no other request has
+        blocks that may be stored.
+        """
         session.forget()
         before = session.metric(STORED)
         session.ask(prompt)
@@ -267,7 +271,7 @@ def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> Non
 
 
 def test_a_text_separates(engines: Engines, stream: int) -> None:
-    """Also of an engine that was started with the names that another system has for the settings."""
+    """Also checks an engine that was started with another system's names for the settings."""
     names = {"blend.enabled": "enable_blending", "blend.separators": "blend_special_str"}
     # The tokenizer's word for token 5.
     session = start_blending(engines, {"blend.separators": "w5"}, names=names)

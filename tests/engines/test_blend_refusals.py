@@ -35,7 +35,7 @@ def check_full(session: EngineSession, prompt: Prompt, answer: Answer) -> None:
 def test_control_the_same_prompt_is_blended_where_nothing_is_wrong(
     session: EngineSession, documents: Documents
 ) -> None:
-    """A ratio of 0 has to be asked for: without any, the request gets the configured one."""
+    """A ratio of 0 must be explicit: without a ratio, the request gets the configured one."""
     before = results(session)
     none, asked, zero = (session.ask(documents.blended(ratio))[0] for ratio in (None, 0.15, 0.0))
     assert new_results(session, before) == {"blended": 3}

@@ -33,7 +33,7 @@ def serve(model: Path, log: Path) -> HttpServer:
 
 
 def post(server: HttpServer, prompt: Prompt, **fields: Any) -> list[tuple[int, ...]]:
-    """The answers to a prompt whose fields are those of a request's body."""
+    """The answers to a prompt; the fields are those of a request's body."""
     body = {"cache_salt": prompt.salt, **(prompt.extra or {})} | fields
     return [tuple(tokens) for tokens in server.complete_with(prompt.ids, prompt.max_tokens, **body)]
 
@@ -46,7 +46,7 @@ def test_a_server_blends_as_the_engine_in_this_process_does(
     engines: Engines, model: Path, tmp_path: Path, stream: int
 ) -> None:
     """Documents that were stored one by one are reused in another order, with the tokens of an engine without a
-    server. At most the first of several answers to one request is blended, the others are computed."""
+    server. At most the first of several answers to one request is blended; the others are computed in full."""
     session = start_blending(engines)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)

@@ -22,9 +22,9 @@ class Shape:
     """
     Attributes:
         sizes: tokens of each segment.
-        order: which segments stand in the prompt.
-        gaps: tokens before each of these.
-        tail: tokens behind the last one.
+        order: which segments the prompt contains, in order.
+        gaps: number of tokens before each of these segments.
+        tail: number of tokens after the last one.
     """
 
     sizes: tuple[int, ...]
@@ -91,7 +91,7 @@ def test_segments_of_any_shape_are_blended_right(
 
 
 def test_a_caller_who_skips_the_prefix_cache_is_blended_too(session: EngineSession, stream: int) -> None:
-    """vLLM lets a request that skips its prefix cache wait for no connector."""
+    """vLLM does not let a request that skips its prefix cache wait for a connector."""
     documents = SHAPES["one more token"].documents(stream % 10_000_000)
     documents.store(session)
     before, had = results(session), session.metric(ROWS.format("reused"))

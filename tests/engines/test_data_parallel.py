@@ -24,7 +24,7 @@ SMALL = {"gpu_memory_utilization": 0.2}
 
 @pytest.mark.timeout(900)
 def test_two_data_parallel_ranks(model: Path, reference: Reference, stream: int, tmp_path: Path) -> None:
-    """Each rank is served its own stores from host memory, and not those of the other."""
+    """Each rank is served the pages that it stored in host memory, and not those of the other rank."""
     mine, yours = Prompt.of(300, stream), Prompt.of(260, stream + 1)
     told = connector(
         host__bytes=24 << 20, disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder=32 << 20

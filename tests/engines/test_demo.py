@@ -1,4 +1,4 @@
-"""`python -m demo`, whole, with the smallest model."""
+"""Runs the whole `python -m demo` with the smallest model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The disk tier under the real engine: its process ends in order or by SIGKILL, and the next one serves what was
-stored; host memory is too small; slabs are damaged between and during engine runs."""
+stored. Host memory is too small, and slabs are damaged between and during engine runs.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def start(
     engine: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EngineSession:
-    """Starts a new engine process with a disk tier, after the end of the one before it.
+    """Starts a new engine process with a disk tier, after the end of the previous one.
 
     Args:
         kind: the connector's kind; None for flexkv's own.
@@ -124,7 +125,9 @@ def spoil(folder: Path) -> None:
 
 
 def spoil_last_layers(folder: Path) -> None:
-    """Flips bits in each page's layers after the first two: a layerwise read finds them in its later ranges."""
+    """Flips bits in all layers of each page after the first two, so that a layerwise read finds the damage in its later
+    ranges.
+    """
     for slab in slabs_of(folder):
         header, group = read_group(str(slab))
         runs = [(at, size) for at, size, layer in group.runs[0].tolist() if layer >= 2]
@@ -148,7 +151,9 @@ def flip(slab: Path, offsets: Iterable[int]) -> None:
 
 
 def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int, folder: Path) -> None:
-    """Each process ends in another way, and the next one serves what it may. One test, because engines start slowly."""
+    """Each process ends in another way, and the next one serves what it may serve. All in one test, because engines
+    start slowly.
+    """
     first, second, third = Prompt.of(601, stream), Prompt.of(400, stream + 1), Prompt.of(500, stream + 2)
 
     session = start(engines, folder)
@@ -171,19 +176,19 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     session.settle()
     assert session.metric(DISK_WRITES) == 0, "it writes on eviction, and nothing was evicted"
 
-    # An orderly end also writes what was in host memory alone, and an engine with another setup is served it too.
+    # An orderly end also writes what was only in host memory. An engine with another setup is served it too.
     session = start(engines, folder, engine=OF_NO_KV, host__bytes=80 << 20)
     assert session.check_one(third).cached == third.whole_blocks
     assert session.metric(DISK_READS) >= third.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # Damage costs a recomputation and never a wrong token.
+    # Damage causes a recomputation and never a wrong token.
     spoil(folder)
     session = start(engines, folder, disk__wait_s=0.5)
     assert session.check_one(first).cached == 0
     session.settle()
     assert session.metric(FAILED_READS) > 0
-    # Also if the damage shows only after the blocks were computed and offered for a store: they are still stored.
+    # Blocks are still stored if the damage shows only after they were computed and offered for a store.
     assert cached_after_a_late_failure(session, second) == second.whole_blocks
     assert cached_after_a_late_failure(session, third, taken_for_stored=True) == 0, "the control"
 
@@ -199,7 +204,7 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
 def test_weights_changed_in_place_find_no_page_of_the_former_ones(
     engines: Engines, stream: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Changes eight rows of the embedding, which samples of the weights do not include."""
+    """Changes eight rows of the embedding that the samples of the weights do not include."""
     model = tmp_path / "model"
     shutil.copytree(engines.model, model)
     prompt = Prompt.of(601, stream)
@@ -228,8 +233,8 @@ def test_weights_changed_in_place_find_no_page_of_the_former_ones(
 def cached_after_a_late_failure(
     session: EngineSession, prompt: Prompt, taken_for_stored: bool = False
 ) -> int:
-    """Tokens that the second request of a prompt need not compute. The first request stops waiting for the damaged disk
-    after `disk.wait_s`, and the read of its blocks ends after they have been computed.
+    """Number of tokens that the second request of a prompt need not compute. The first request stops waiting for the
+    damaged disk after `disk.wait_s`, and the read of its blocks ends after they have been computed.
 
     Args:
         taken_for_stored: the manager counts pages that are being read as stored.
@@ -244,8 +249,9 @@ def cached_after_a_late_failure(
 def serve_two_prompts(
     engines: Engines, folder: Path, stream: int, settings: dict[str, Any]
 ) -> tuple[EngineSession, Prompt, int]:
-    """One engine computes two prompts, and the next one is served both whole. Returns the second engine's session, the
-    first prompt, and the number of pages of both."""
+    """One engine computes two prompts, and the next one is served both completely. Returns the second engine's session,
+    the first prompt, and the number of pages of both.
+    """
     first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
     session = start(engines, folder, **settings)
     for prompt in (first, second):
@@ -268,7 +274,7 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     engines.close_others()
 
     # The same promise from a damaged slab: the engine learns which blocks did not arrive, and computes them. In
-    # layerwise loads these fail in the middle of the forward, which has already read earlier layers.
+    # layerwise loads these blocks fail in the middle of the forward pass, which has already read earlier layers.
     spoil_last_layers(folder)
     session = start(engines, folder, **streaming)
     session.check_one(first)
@@ -283,7 +289,7 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
 def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
-    """With fewer staging slots than a prompt has blocks."""
+    """The engine has fewer staging slots than a prompt has blocks."""
     straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4, "load__mode": load_mode}
     session, first, pages = serve_two_prompts(engines, folder, stream, straight)
     assert session.metric(STRAIGHT) == pages
@@ -298,8 +304,9 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     assert session.metric(DISK_READS) == first.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # From a damaged slab: the engine learns which blocks did not arrive, and computes them to the same tokens. By
-    # layers it learns so in the middle of the forward, which has used the pages' first layers.
+    # From a damaged slab: the engine learns which blocks did not arrive, and computes them with the same tokens as
+    # result. In layerwise loads it learns this in the middle of the forward pass, which has used the pages' first
+    # layers.
     (spoil_last_layers if load_mode == "layerwise" else spoil)(folder)
     session = start(engines, folder, **straight)
     session.check_one(first)
@@ -331,7 +338,7 @@ def test_stores_go_straight_from_the_engines_pool_to_disk(
     assert session.metric(STRAIGHT) == pages
     session.process.kill()
 
-    # The manager's own lane reads them through host memory: the pages are like any others.
+    # The manager's own lane can read these pages through host memory, like any others.
     session = start(engines, folder, disk__gds="off")
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.settle()
@@ -366,7 +373,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
 def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """The same layers are lost in the middle of the forward, and the connector hides it from the engine."""
+    """The same layers are lost in the middle of the forward pass, and the connector hides this from the engine."""
     streaming = STREAMING | {"load__mode": "layerwise"}
     prompt = Prompt.of(601, stream)
     session = start(engines, folder, **streaming)
@@ -435,12 +442,12 @@ def test_what_does_not_fit_host_memory_is_served_until_the_disk_fails(
         session.forget(number)
     assert session.metric("vllm:flexkv_evictions_total") > 0
     assert session.metric(DISK_READS) > 100
-    # All at once: they compete for the few slots, and each gets its turn.
+    # All prompts at once compete for the few slots, and each gets its turn.
     answers = session.check(*prompts)
     assert [answer.cached for answer in answers] == [prompt.whole_blocks for prompt in prompts]
     assert session.metric(NO_ROOM) == 0
     session.settle()
-    # A disk that fails while the engine runs: the host tier goes on.
+    # The disk fails while the engine runs: the host tier continues.
     for slab in folder.rglob("*.slab"):
         os.truncate(slab, 4096)
     for number, prompt in enumerate(prompts):

@@ -1,5 +1,6 @@
-"""Loads and stores that fail, each in its own way. The output must be right every time, unless nothing can detect the
-fault."""
+"""Loads and stores that fail in different ways. The output must be right every time, except in the control whose fault
+cannot be detected.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ FAILED_LOADS = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 def faulty(
     engines: Engines, rules: list[dict[str, Any]], kind: dict[str, Any] = FAULTY, **settings: Any
 ) -> EngineSession:
-    """A fresh engine: rules count operations from its start."""
+    """A new engine, because rules count operations from its start."""
     engines.close()
     return engines.get(connector(kind, **settings), {"FAULT_RULES": json.dumps(rules)})
 
 
 def failures_in_log(session: EngineSession) -> list[tuple[int, int, str]]:
-    """Per failed load in the engine's log at its default level: failed pages, all pages, and the reason."""
+    """For each failed load in the engine's log at its default level: failed pages, all pages, and the reason."""
     found = FAILED_LINE.findall(session.process.log.read_text(errors="replace"))
     return [(int(failed), int(pages), reason) for failed, pages, reason in found]
 
@@ -74,7 +75,7 @@ PAGE_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "page": 3}]
 
 def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
     """A page of a load fails, and the step that contains it computes new blocks from it. Returns the prompt of all
-    these blocks, after the engine has recomputed them, answered right, and dropped them from its own cache."""
+    these blocks, after the engine has recomputed them, given the right answer, and dropped them from its own cache."""
     prompt = Prompt.of(400, stream)
     longer = prompt.then(Prompt.of(500, stream + 1).ids)
     session.check_one(prompt)
@@ -95,7 +96,7 @@ def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: in
 
 
 def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: Engines, stream: int) -> None:
-    """What the test above would see if nothing were revoked."""
+    """What the test above would see if the computed blocks were not revoked."""
     session = faulty(engines, PAGE_FAILS, CARELESS, load__mode="sync")
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
@@ -104,7 +105,7 @@ def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: 
 
 
 def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
-    """One page of a store fails, and one page of a load within a step."""
+    """One page of a store fails, and so does one page of a load within a step."""
     rules = [
         {"action": "fail", "kind": "store", "nth_op": 0, "page": 1},
         {"action": "fail", "kind": "load", "nth_op": 0, "page": 2},
@@ -131,8 +132,9 @@ def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
 
 
 def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:
-    """Without digests nothing detects the damage: this is what the other tests would see if a wrong byte got
-    through."""
+    """Without digests nothing detects the damage: this is what the other tests would see if a wrong byte were
+    served.
+    """
     session = faulty(engines, [{"action": "corrupt", "kind": "store"}])
     prompt = Prompt.of(600, stream)
     session.check_one(prompt)
@@ -165,7 +167,9 @@ def test_failed_stores_are_misses(engines: Engines, stream: int) -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int, abort: bool) -> None:
-    """The load is reported only after the copy has ended; others run meanwhile, and their blocks stay theirs."""
+    """The load is reported only after the copy has ended; other requests run meanwhile, and the copy does not touch
+    their blocks.
+    """
     rules = [{"action": "stall", "kind": "load", "nth_op": 0, "page": 1}]
     session = faulty(engines, rules, load__deadline_s=0.2, transfer__stuck_s=30)
     prompt = Prompt.of(600, stream)
@@ -207,7 +211,7 @@ def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int
 def test_a_request_whose_loads_stay_too_slow_is_computed(
     engines: Engines, stream: int, load_mode: str
 ) -> None:
-    """No page is bad, so none is dropped, and the same promise would fail for as long as copies stay slow."""
+    """No page is bad, so none is dropped, and the same promise would fail as long as copies stay slow."""
     rules = [{"action": "delay", "kind": "load", "delay_s": 0.2}]
     session = faulty(
         engines, rules, load__mode=load_mode, load__deadline_s=0.1, transfer__stuck_s=30, host__verify=True

@@ -1,5 +1,6 @@
 """KV in eight bits: in all layers, and in all but one, so that the layers of a block differ in dtype. The bytes are
-moved unchanged, and no engine is served KV that another stored in another type."""
+moved unchanged, and no engine is served KV that another engine stored in a different type.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_a_hit_equals_cold(engines: Engines, alone: Reference, kept: dict[str, A
 def test_no_engine_is_served_what_another_kept_in_another_type(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """Both use one folder on disk; pages of the two eight-bit types have the same size."""
+    """Both engines use one folder on disk; pages of the two eight-bit types have the same size."""
     folder, prompt = tmp_path / "disk", Prompt.of(405, stream)
     for kind in (FP8, OTHER_FP8, BUT_ONE):
         session = start(engines, folder, engine=kind)

@@ -14,7 +14,7 @@ from .session import Prompt
 
 @pytest.fixture
 def shared_storage(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """vLLM's own example connector: whole prompts as files, loaded within the step."""
+    """vLLM's own example connector, which stores whole prompts as files and loads them within the step."""
     folder = tmp_path_factory.getbasetemp() / "shared-storage"
     folder.mkdir(exist_ok=True)
     return {

@@ -1,4 +1,4 @@
-"""Hits, in every shape a lookup can have, loaded asynchronously and in the step."""
+"""Hits for every shape of lookup, loaded asynchronously and within the step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_longer_prompt_takes_the_prefix_that_is_known(session: EngineSession, 
     prompt = Prompt.of(901, stream)
     session.check_one(prompt.first(400))
     session.forget()
-    # The answer's tokens differ from the longer prompt's, so only the common whole blocks can hit.
+    # The answer's tokens differ from those of the longer prompt, so only the common whole blocks can hit.
     assert session.check_one(prompt).cached == 400 // BLOCK_TOKENS * BLOCK_TOKENS
 
 

@@ -41,7 +41,7 @@ def test_a_hit_equals_cold(hybrid: Any, stream: int) -> None:
 
 
 def test_a_hit_gives_the_log_probabilities_of_a_cold_answer(hybrid: Any, stream: int) -> None:
-    """In float32, whatever the size of the parts in which the prompt is computed."""
+    """The answers are equal in float32, whatever the size of the parts in which the prompt is computed."""
     session = hybrid()
     prompt = Prompt.of(405, stream, log_probabilities=True)
     alone = session.reference.log_probabilities(prompt)
@@ -68,21 +68,23 @@ def test_bytes_stored_are_those_of_the_full_group_and_of_windows(hybrid: Any, st
 
 
 def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> None:
-    """Two prompts share a beginning that ends at no boundary of theirs: the last checkpoint before it serves."""
+    """Two prompts share a beginning that does not end at a boundary of either: the hit ends at the last checkpoint
+    before that.
+    """
     session = hybrid(store__checkpoint_tokens=CHECKPOINT)
     prompt = Prompt.of(700, stream)
     session.check_one(prompt)
     session.forget()
     sibling = prompt.first(500).then(Prompt.of(200, stream + 1).ids)
     assert session.check_one(sibling).cached == 500 // CHECKPOINT * CHECKPOINT
-    # A third prompt may branch off where these two did.
+    # A third prompt may branch off at the same point.
     session.forget(seed=2)
     third = prompt.first(500).then(Prompt.of(150, stream + 2).ids)
     assert session.check_one(third).cached == 500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_control_every_group_is_needed(hybrid: Any, stream: int) -> None:
-    """Another group's pages are damaged in each load, and no digest is checked: the answers differ."""
+    """Each load has the pages of another group damaged, and no digest is checked: the answers differ."""
     session = hybrid([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
     prompt = Prompt.of(405, stream, log_probabilities=True)
     cold = session.check_one(prompt)

@@ -1,4 +1,4 @@
-"""Models with windows, chunks and states of several families: each is served, and each of its KV groups is needed."""
+"""Models of several families with windows, chunks and states: each is served, and each of its KV groups is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .transformers_models import (
 
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 FAMILIES = [
-    # Windows alone: no group holds all of a prompt.
+    # Only windows: no group holds all of a prompt.
     pytest.param(write_mistral, 0, 1, 0, 0, id="mistral"),
     # Sinks are weights of the model, and not in the cache.
     pytest.param(write_gpt_oss, 1, 1, 0, 0, id="gpt-oss", marks=pytest.mark.long),
@@ -82,7 +82,7 @@ def test_a_family_is_served(
 
 
 def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream: int) -> None:
-    """A Gemma 4. Compares with the engine's first answer, when nothing is cached."""
+    """A Gemma 4. Compares with the engine's first answer, which is computed while nothing is cached."""
     more: dict[str, Any] = {
         "model": str(write_gemma_4(tmp_path / "model")),
         "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,

@@ -1,5 +1,6 @@
-"""Many prompts of a model with several KV groups take turns, with room for the pages of a few: in host memory alone,
-and with a disk behind it that is too small as well. Any of a prompt's pages may survive."""
+"""Many prompts of a model with several KV groups take turns, with room for the pages of only a few: in host memory, and
+with a disk behind it that is also too small. Which of a prompt's pages survive is left open.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_evicted_pages_are_missed_and_no_byte_is_wrong(
         prompt.first(CHECKPOINT + 40).then(Prompt.of(100, stream + 100 + n).ids)
         for n, prompt in enumerate(prompts)
     ]
-    # Each prompt runs beside the branch of the one before it; then from the end, where some are still cached.
+    # Each prompt runs beside the branch of the previous one; then in reverse order, because the last ones are still
+    # cached.
     pairs = [(prompt, branches[n - 1]) for n, prompt in enumerate(prompts)]
     first, again = play_in_turn(session, pairs), play_in_turn(session, reversed(pairs))
     session.settle()

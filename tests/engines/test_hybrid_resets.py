@@ -36,7 +36,7 @@ def test_a_reset_right_after_the_last_token(hybrid: Any, stream: int) -> None:
 
 
 def reset_on_new_weights(session: EngineSession, stream: int) -> tuple[Prompt, list[Prompt]]:
-    """A prompt that was stored before, and prompts whose stores were under way."""
+    """A prompt that was stored before the reset, and prompts whose stores were under way."""
     old = Prompt.of(700, stream)
     session.check_one(old)
     prompts = [Prompt.of(500 + 20 * n, stream + n + 1) for n in range(3)]

@@ -1,4 +1,4 @@
-"""Engines with equal keys give equal answers, and engines with other answers have other keys."""
+"""Engines with equal keys give equal answers, and engines with different answers have different keys."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def folder(all_engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def check_shares(session: EngineSession, stream: int) -> None:
-    """The engine is served what the first one stored, and its own computation equals that of an engine without its
-    arguments."""
+    """The engine is served what the first one stored, and what it computes itself equals the result of an engine
+    without its arguments.
+    """
     assert session.check_one(STORED).cached == STORED.whole_blocks
     assert session.check_one(Prompt.of(601, stream)).cached == 0
     session.settle()
@@ -72,7 +73,7 @@ def test_an_argument_that_is_in_no_key_changes_no_answer(
 
 
 def test_a_scheduler_in_another_process_reads_the_same_configuration(engines: Engines, folder: Path) -> None:
-    """The one that loads the model may have changed its own."""
+    """The copy that the model's loader returns may have been changed by it."""
     session = start(engines, folder, SEPARATE_CORE)
     assert session.check_one(STORED).cached == STORED.whole_blocks
 

@@ -11,7 +11,7 @@ from .session import Prompt
 
 
 def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: int) -> None:
-    """The engine's own loop, in its own process, must step on while copies are under way, and then stop."""
+    """The engine's own loop, in its own process, must keep stepping while copies are under way, and then stop."""
     rules = [{"action": "delay", "kind": "store", "delay_s": 0.02}]
     session = engines.get(connector(FAULTY), {**SEPARATE_CORE, "FAULT_RULES": json.dumps(rules)})
     prompt = Prompt.of(900, stream, max_tokens=1)
@@ -22,5 +22,5 @@ def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: i
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.call("idle", seconds=4.0)
     quiet = session.call("idle", seconds=3.0)["cpu_share"]
-    # Not a measurement, which the benchmark makes: an engine that spins uses all of a CPU.
+    # Only a rough check (the benchmark measures this): an engine that spins would use a whole CPU.
     assert quiet < 0.3

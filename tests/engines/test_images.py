@@ -1,4 +1,4 @@
-"""Images under the real engine: the stored pages of a prompt with an image are served to the same image alone."""
+"""Images under the real engine: the stored pages of a prompt with an image are served only for the same image."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine_of(model: Path, log: Path, **engine: Any) -> EngineProcess:
 
 
 def ask(engine: EngineProcess, image: int, name: str = "") -> tuple[list[int], int]:
-    """The answer about an image, and how many of the prompt's tokens were not computed."""
+    """The answer about an image, and the number of the prompt's tokens that were not computed."""
     reply = engine.call("ask_image", seed=image, before=BEFORE, after=AFTER, name=name)
     assert reply["prompt"] == PROMPT
     return reply["tokens"], reply["cached"]
@@ -62,7 +62,7 @@ def right(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
 
 @pytest.fixture
 def start(image_model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a new engine over one disk folder; the one before it has ended."""
+    """Starts a new engine over one disk folder, after the end of the previous one."""
     started: list[EngineProcess] = []
 
     def start_(
@@ -114,8 +114,9 @@ run."""
 def first_images_of_two_runs(
     start: Start, kind: Mapping[str, Any] | None, name: str, engine: dict[str, Any]
 ) -> tuple[list[int], int]:
-    """Two runs give different images the same name. Returns the second run's answer, and how many tokens it did not
-    compute."""
+    """Two runs give different images the same name. Returns the second run's answer, and the number of tokens that it
+    did not compute.
+    """
     session = start(kind, **engine)
     ask(session.process, CAT, name)
     wait_durable(session)

@@ -1,4 +1,4 @@
-"""Requests with the same tokens and different KV: none may be served another's blocks."""
+"""Requests with the same tokens and different KV: none may be served the blocks of another."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ SLOW_S = 5.0
 
 
 def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> EngineSession:
-    """As deployed: the scheduler and both ranks in their own processes. Those of the engine before it may still be
-    exiting."""
+    """As deployed: the scheduler and both ranks run in their own processes. The processes of the previous engine may
+    still be exiting.
+    """
     settings: dict[str, Any] = {
         "disk__folders": str(folder),
         "disk__bytes_per_folder": SLAB_BYTES,
@@ -82,7 +83,7 @@ def maps_a_pool(pid: int) -> bool:
         return False
 
 
-@pytest.mark.timeout(2400)  # three engines of three processes start for it
+@pytest.mark.timeout(2400)  # it starts three engines of three processes each
 def test_the_next_engine_takes_over_from_one_that_was_killed_in_part(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:

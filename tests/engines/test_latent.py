@@ -1,4 +1,6 @@
-"""A real model with latent attention (MLA), on two ranks: both hold the same latent, and one stripe serves both."""
+"""A real model with latent attention (MLA) on two ranks: both hold the same latent, and one stored stripe serves
+both.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ROTARY_IN_TORCH = {"custom_ops": ["-rotary_embedding"]}
 on the rest of the batch, and no connector, vLLM's or flexkv's, can reproduce the answer."""
 
 
-@pytest.mark.timeout(600)  # two engines start for it, one of them with two workers
+@pytest.mark.timeout(600)  # it starts two engines, one of them with two workers
 def test_a_latent_is_stored_once_and_served_to_both_ranks(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:

@@ -1,4 +1,6 @@
-"""Stores within the forward, layer by layer: the pages equal those of whole-page stores, and none lacks a layer."""
+"""Stores within the forward pass, layer by layer: the pages equal those of whole-page stores, and none lacks a
+layer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ BY_LAYER: dict[str, Any] = {"store__mode": "layerwise"}
 
 
 def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stream: int) -> None:
-    """Prompts together, in chunks, and generated tokens: every page in host memory equals the engine's block."""
+    """Several prompts at once, in chunks, and generated tokens: every page in host memory equals the engine's block."""
     session = engines.get(connector(**BY_LAYER), max_num_batched_tokens=160, max_num_seqs=4)
     prompts = [Prompt.of(500, stream), Prompt.of(230, stream + 1, max_tokens=70)]
     session.check(*prompts)
@@ -43,7 +45,7 @@ def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks, "offered again, and stored"
     session.forget()
-    # All of its load fails, and the layers computed from it are in host memory before the failure is reported.
+    # The whole load fails, and layers computed from it are in host memory before the failure is reported.
     session.check_one(longer)
     session.settle()
     assert session.metric(FAILED_LOADS) == prompt.whole_blocks // BLOCK_TOKENS

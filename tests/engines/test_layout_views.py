@@ -83,7 +83,9 @@ STATES = interface.MambaSpec(
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_states_in_a_pool_that_vllm_allocates(layout: KVCacheLayout) -> None:
-    """Groups of states share memory with one of attention, in blocks of the same size that they do not fill."""
+    """Groups of states share memory with a group of attention, in blocks of the same size that the states do not
+    fill.
+    """
     engine: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(

@@ -71,7 +71,9 @@ def test_a_prompt_computed_in_one_engine_is_a_hit_in_the_other(
 def test_engines_of_six_kv_groups_serve_each_other(
     engines: Engines, gemma_3: Path, gemma_3_alone: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """Each group's pages come from the other engine's memory: all of the full group, the last window of the others."""
+    """Pages of each group come from the other engine's memory: all pages of the full group, the last window of the
+    others.
+    """
     more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
     one, other = (
         EngineSession(engines.another(shared(tmp_path), **more).process, gemma_3_alone) for _ in range(2)
@@ -105,7 +107,7 @@ def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int,
 def test_two_engines_keep_a_prompt_once_and_one_takes_it_over(
     engines: Engines, stream: int, tmp_path: Path, store: str
 ) -> None:
-    """The control is `own`, with which both have the prompt."""
+    """The control is `own`: then both engines have the prompt."""
     told = shared(tmp_path, peers__store=store)
     one, other = engines.another(told), engines.another(told)
     prompt = Prompt.of(TOKENS, stream)
@@ -148,11 +150,11 @@ def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: 
 
 
 class Returned:
-    """Two engines, of which one is killed and comes back as another; the one that stays has stored a prompt.
+    """Two engines: one stays and has stored a prompt, the other is killed and restarted.
 
     Args:
-        retrained: the one that comes back finds these weights where the former ones were.
-        environment: of the one that comes back.
+        retrained: weights that the restarted engine finds in place of the former ones.
+        environment: environment variables of the restarted engine.
 
     Attributes:
         stays, back: the engines.
@@ -234,7 +236,7 @@ def test_control_a_model_under_the_name_of_another_is_answered_for_it(
 def test_data_parallel_ranks_serve_each_other(
     model: Path, reference: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """With the default of `peers.share`, because the settings say that two units share the node."""
+    """Uses the default of `peers.share`, because the settings say that two units share the node."""
     prompt = Prompt.of(300, stream)
     told = connector(
         host__bytes=24 << 20,

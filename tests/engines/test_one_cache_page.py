@@ -1,4 +1,4 @@
-"""What docs/one-cache.md has a reader write, start and ask, step by step, with the real `vllm serve` twice."""
+"""Follows the steps of docs/one-cache.md, from its files and commands to its requests, with two real `vllm serve`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ASK_DEADLINE_S = 120.0
 
 
 class Steps:
-    """The page's settings and commands, with this model, free ports, and pools that a test's machine has room for."""
+    """The page's settings and commands, with this model, free ports, and pools that fit a test machine."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         settings = re.search(r"```yaml\n(.*?)```", STEPS, re.DOTALL)
@@ -52,13 +52,15 @@ class Steps:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """In which `vllm` and `flexkv` are those of this test, and units find each other in a folder of its own."""
+    """An environment in which `vllm` and `flexkv` are those of this test, and units find each other in a folder of
+    their own.
+    """
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     more = {"PATH": path, "XDG_RUNTIME_DIR": str(runtime), "COLUMNS": "200"}
     return {
-        # Other tests run without sharing; a reader has no settings but the page's.
+        # Other tests run without sharing; a reader has only the settings of the page.
         **{name: value for name, value in os.environ.items() if not name.startswith("FLEXKV_")},
         **QUIET_ENVIRONMENT,
         **UNPINNED,
@@ -68,8 +70,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def named_vllm(folder: Path) -> Path:
-    """A folder in which the installed vLLM has the name under which its command asks for its version: a wheel for CPUs
-    is named otherwise."""
+    """A folder that gives the installed vLLM the package name under which its command looks up its version: the wheel
+    for CPUs has another name.
+    """
     with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
         return folder
@@ -82,7 +85,7 @@ def named_vllm(folder: Path) -> Path:
 
 @pytest.fixture
 def steps(model: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[Steps]:
-    """The page's first step has been taken: both engines answer."""
+    """The state after the page's first step: both engines answer."""
     steps, log = Steps(model, tmp_path), tmp_path / "engines.log"
     with log.open("wb") as out:
         shell = subprocess.Popen(
@@ -93,7 +96,7 @@ def steps(model: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[
             stdout=out,
             stderr=out,
             start_new_session=True,
-            # A test that is killed leaves no engine.
+            # The engine ends even if the test is killed.
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     try:

@@ -1,5 +1,6 @@
-"""The entry point `vllm.general_plugins`: vLLM's own loader finds it, and the connector's name alone suffices
-everywhere."""
+"""The entry point `vllm.general_plugins`: vLLM's own loader finds it, and the connector's name is enough in every
+process.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ PREFETCHED = "vllm:flexkv_disk_prefetched_pages_total"
 def read_at_first_asks(
     session: EngineSession, busy: Prompt, queued: Prompt, without_hook: bool = False
 ) -> list[int]:
-    """Sends two prompts at once to an engine that runs one at a time. Returns, per prompt, the pages whose read had
-    begun when the scheduler first asked for it. Only the second prompt is on disk."""
+    """Sends two prompts at once to an engine that runs one at a time. Returns for each prompt the number of pages whose
+    read had begun when the scheduler first asked about the prompt. Only the second prompt is on disk.
+    """
     session.forget()
     session.call("drop_host")
     session.call("watch_first_asks", without_hook=without_hook)

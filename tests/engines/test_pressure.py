@@ -1,4 +1,4 @@
-"""Too little room: in the engine's pool, which preempts and evicts, and in the host tier, which evicts."""
+"""Too little room in the engine's pool, so that the engine preempts and evicts, and in the host tier, which evicts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_preempted_requests_resume_right(
 
 
 def _conversations(session: EngineSession, stream: int, count: int, turns: int) -> list[int]:
-    """Plays conversations in rotation, turn by turn. Returns how many tokens of each turn but the first were cached."""
+    """Runs conversations in rotation, turn by turn. Returns how many tokens of each turn after the first were
+    cached.
+    """
     talks = [Prompt.of(330 + 10 * n, stream + n) for n in range(count)]
     cached = []
     for turn in range(turns):

@@ -89,10 +89,10 @@ RANK_MEMORY = [Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range
 
 @contextmanager
 def names_free(paths: Sequence[Path]) -> Iterator[None]:
-    """Moves aside another engine's files with these names, and puts them back; a process that maps one is not
-    disturbed.
+    """Moves another engine's files with these names aside, and puts them back at the end; a process that maps one is
+    not disturbed.
 
-    A rank that ends during its start leaves its memory behind. That is removed, unless a process still maps it.
+    A rank that ends during its start leaves its shared memory behind, which is removed unless a process still maps it.
     """
     aside = {path: path.with_name(f"{path.name}.{uuid4().hex}") for path in paths if path.exists()}
     for path, other in aside.items():
@@ -116,7 +116,7 @@ def mapped_files() -> set[str]:
         try:
             lines = maps.read_text().splitlines()
         except OSError:
-            continue  # the process has ended, or is another user's, whose files this user cannot remove
+            continue  # the process has ended, or belongs to another user, whose files this user cannot remove anyway
         found |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return found
 

@@ -1,5 +1,6 @@
 """A store that machines share, behind the real engine: one engine's computation serves the next, which starts empty.
-Values are damaged and forged, processes are killed; every answer is right, or seen to be wrong for forged values."""
+Values are damaged and forged, and processes are killed. Every answer is right, except that forged values visibly change
+it."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def client(redis: RedisServer) -> Iterator[Store]:
 
 
 def settings(redis: RedisServer, **more: Any) -> dict[str, Any]:
-    """Generous limits for busy machines: the tests check what the store serves, not how soon."""
+    """Settings with generous limits for busy machines: the tests check what the store serves, not how soon."""
     patient: dict[str, Any] = {"remote__probe_s": 10.0, "remote__wait_s": 30.0, "remote__get_s": 4.0}
     # The tiny model computes faster than any store reads.
     return {"remote__urls": redis.url, "disk__compute_if_faster": False} | patient | more
@@ -110,7 +111,7 @@ def lose_host(session: EngineSession, seed: int = 1) -> None:
 
 
 class Grown:
-    """How much some series of an engine have grown."""
+    """Increases of some metrics of an engine."""
 
     def __init__(self, session: EngineSession, *names: str) -> None:
         self._session, self._names = session, names
@@ -151,7 +152,7 @@ def write(client: Store, name: str, value: np.ndarray) -> None:
 
 
 def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
-    """Writes another page's value, sealed under this name, as anybody with write access to the store can."""
+    """Writes the value of another page, sealed under this name, as anybody with write access to the store can do."""
     value = read(client, other, form.value_bytes)
     slot, trailer = np.zeros(4 * form.value_bytes, np.uint8), np.zeros(form.trailer_bytes, np.uint8)
     first = 0
@@ -191,12 +192,12 @@ def test_what_an_engine_computed_serves_the_next_one(
     grown = Grown(session, HITS, HOST_HITS, READ, MISSED)
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert grown.by() == (pages, 0, pages, 0)
-    # Again, from host memory.
+    # The same again, from host memory.
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert grown.by() == (pages, pages, pages, 0)
 
-    # One flipped bit in one value: one page is missed, then recomputed with those after it, and written again.
+    # One bit flipped in one value: one page is missed, then recomputed with the pages after it, and written again.
     form = value_format(session)
     value = read(client, page_10, form.value_bytes)
     damaged = value.copy()
@@ -207,14 +208,14 @@ def test_what_an_engine_computed_serves_the_next_one(
     assert session.check_one(prompt).cached == HALF - 1
     wait_written(session)
     assert grown.by() == (HALF // BLOCK_TOKENS, 1, 1)
-    # Computed again beside other tokens, a number may differ in its last bits.
+    # A number that is computed again beside other tokens may differ in its last bits.
     again = read(client, page_10, form.value_bytes)
     assert not np.array_equal(again, damaged)
     kv, kv_again = (one[: -form.trailer_bytes].view(np.float32) for one in (value, again))
     assert np.allclose(kv_again, kv, atol=1e-4)
     lose_host(session)
 
-    # A wrong value with a valid digest: nothing detects it, but the answer shows it. The control.
+    # The control: nothing detects a wrong value with a valid digest, but the answer shows it.
     forge(form, client, page_10, min(half))
     [answer] = session.ask(prompt)
     assert answer.cached == prompt.whole_blocks
@@ -226,7 +227,7 @@ def test_what_an_engine_computed_serves_the_next_one(
 
 
 def in_the_store_alone(session: EngineSession, stream: int) -> list[Prompt]:
-    """Two prompts that are in the store and nowhere else."""
+    """Two prompts whose pages are only in the store."""
     prompts = [Prompt.of(601, stream), Prompt.of(500, stream + 1)]
     session.check(*prompts)
     wait_written(session)
@@ -302,7 +303,7 @@ def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
     right(session, prompts, reply)
     session.settle()
     lose_host(session)
-    # No key names the new weights: all values in the store belong to the old ones.
+    # The store has no values for the new weights: all values belong to the old ones.
     assert [answer.cached for answer in session.check(*prompts)] == [0, 0]
     session.forget()
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
@@ -314,8 +315,9 @@ def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
 def test_a_disk_has_the_beginning_and_the_store_the_rest(
     engines: Engines, redis: RedisServer, tmp_path: Path, stream: int
 ) -> None:
-    """The first engine belongs to another tenant, and finds nothing in the store: the control for all that are
-    served."""
+    """The first engine belongs to another tenant and finds nothing in the store: the control for all engines that are
+    served.
+    """
     prompt = Prompt.of(TOKENS, stream)
     on_disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": SLAB_BYTES}
     others = settings(redis, remote__tenant="another", **on_disk)
@@ -370,7 +372,7 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
     grown = Grown(session, READ, MISSED)
     assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     assert grown.by() == (values, 0)
-    # The same prompt: all but the token that is computed to sample from.
+    # The same prompt is served except for the last token, which is computed to sample from.
     lose_host(session)
     assert session.check_one(prompt).cached == 169
 

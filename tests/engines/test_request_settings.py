@@ -1,5 +1,6 @@
-"""What requests ask of the cache (docs/requests.md), each name in turn, on one running engine with a small host memory
-and a disk."""
+"""Settings of requests (docs/requests.md), one after the other, on one running engine with a small host memory and a
+disk.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def session(engines: Engines, folder: Path) -> EngineSession:
 
 @pytest.fixture
 def ask(session: EngineSession, stream: int) -> Ask:
-    """Asks the test's prompt with settings, where the engine itself has nothing of it; returns the cached tokens."""
+    """Sends the test's prompt with settings while the engine itself has none of it cached; returns the cached
+    tokens.
+    """
     prompt = Prompt.of(TOKENS, stream)
 
     def run(name: str | None = None, value: object = None, **more: Any) -> int:
@@ -121,7 +124,7 @@ def test_namespaces_share_nothing(ask: Ask) -> None:
 
 
 def test_every_name_was_tried(request: pytest.FixtureRequest) -> None:
-    """Runs behind the others, which need the names."""
+    """Runs after the others, which need the names."""
     tests = [item for item in request.session.items if item.path == request.path]
     if len(tests) > 10:
         assert NAMES.keys() - TRIED == {"flexkv.blend"}, "test_blend.py tries it"
@@ -153,7 +156,7 @@ def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) ->
 def test_a_session_changes_its_settings(
     session: EngineSession, stream: int, first: dict[str, Any], second: dict[str, Any], blocks: int
 ) -> None:
-    """Two pieces of some four blocks and a half each; the first row is the control."""
+    """Two pieces of about four and a half blocks each; the first row is the control."""
     tokens = run_pieces(session, stream, first, second)
     assert session.check_one(Prompt((*tokens, 1))).cached == blocks * BLOCK_TOKENS
 

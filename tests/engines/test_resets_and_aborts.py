@@ -27,8 +27,9 @@ def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> 
 def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
     engines: Engines, stream: int, steps: int
 ) -> None:
-    """A reset of the engine's own cache preempts running requests: the next step looks them up again, and finds
-    them."""
+    """A reset of the engine's own cache preempts running requests: the next step looks them up again and finds their
+    pages.
+    """
     session = engines.get(connector())
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     session.check(*prompts)
@@ -85,7 +86,7 @@ def test_a_reset_with_stores_in_flight(engines: Engines, stream: int, steps: int
 
 @pytest.fixture
 def retrained(engines: Engines) -> Reference:
-    """An engine without a connector that has the new weights too."""
+    """An engine without a connector that also has the new weights."""
     session = engines.another(None, enable_prefix_caching=False)
     session.call("load_new_weights")
     return Reference(session.process)
@@ -102,7 +103,7 @@ def test_new_weights_with_stores_in_flight(engines: Engines, stream: int, retrai
     assert session.check_one(old).cached == 0
     session.check(*prompts)
     session.forget()
-    # The new weights' blocks are stored and served as the old ones' were.
+    # Blocks of the new weights are stored and served, as those of the old weights were.
     assert [answer.cached for answer in session.check(old, *prompts)] == [
         prompt.whole_blocks for prompt in (old, *prompts)
     ]
@@ -137,7 +138,7 @@ def test_a_reset_right_after_the_last_token(engines: Engines, stream: int) -> No
 @pytest.mark.parametrize(
     "steps", [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(6, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("load_mode", ["async", "sync"])  # the lower one: its cases in a row share an engine
+@pytest.mark.parametrize("load_mode", ["async", "sync"])  # first: consecutive cases share an engine
 def test_aborts_at_any_step_leave_nothing_behind(
     engines: Engines, stream: int, load_mode: str, steps: int
 ) -> None:
@@ -160,7 +161,7 @@ def test_aborts_at_any_step_leave_nothing_behind(
 
 
 def not_loaded(session: EngineSession) -> tuple[float, float]:
-    """Pages of failed loads, and pages of cancelled loads."""
+    """The number of pages of failed loads, and of cancelled loads."""
     session.settle()
     failed = session.metric("vllm:flexkv_failed_pages_total")
     return failed, session.metric("vllm:flexkv_cancelled_pages_total{direction=load}")

@@ -28,7 +28,9 @@ RESET_DEADLINE_S = 60.0
 
 @pytest.fixture
 def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
-    """Starts a server over one disk folder, which is written only when host memory evicts, or at an orderly end."""
+    """Starts a server over one disk folder, to which pages are written only when host memory evicts them, or at an
+    orderly end.
+    """
     started = 0
 
     def serve_() -> HttpServer:
@@ -54,7 +56,7 @@ def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
 
 
 def check_series_before_the_first_request(server: HttpServer) -> None:
-    """If a counter appears only with its first increment, a rate over it misses that increment."""
+    """If a counter appeared only with its first increment, a rate over it would miss that increment."""
     for metric in METRICS.values():
         name = f"vllm:{metric.name}" + ("_count" if metric.kind is MetricKind.HISTOGRAM else "")
         names = [label for label, _ in metric.labels]
@@ -67,14 +69,14 @@ def check_series_before_the_first_request(server: HttpServer) -> None:
 
 
 def reset(server: HttpServer, path: str) -> None:
-    """As the docs say: a reset that fails because a copy is under way is tried again."""
+    """Repeats a reset that fails because a copy is under way, as the docs advise."""
     ends_s = time.monotonic() + RESET_DEADLINE_S
     while not server.post(path)["success"]:
         assert time.monotonic() < ends_s, server.log_tail()
 
 
 def hits_after(server: HttpServer, path: str, ids: list[int], expected: list[int]) -> float:
-    """Tokens that flexkv serves of a prompt after a call of a route; the answer must be right."""
+    """The number of a prompt's tokens that flexkv serves after a call of a route; the answer must be right."""
     before = server.metric(HITS)
     if "reset" in path:
         reset(server, path)
@@ -93,14 +95,14 @@ def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServ
         expected = server.complete(ids, MAX_TOKENS)
         assert (
             server.metric(PAGES, direction="write") == 0
-        )  # only an orderly end can have written what is served next
+        )  # what is served next can only have been written at the orderly end
         server.terminate()
     with serve() as server:
         assert server.complete(ids, MAX_TOKENS) == expected
         assert server.metric(PAGES, direction="read") == PROMPT // BLOCK_TOKENS
         whole = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
         for path, tokens in [
-            ("/reset_prefix_cache", whole),  # the engine's own cache alone
+            ("/reset_prefix_cache", whole),  # only the engine's own cache
             ("/pause?clear_cache=false", whole),
             ("/reset_prefix_cache?reset_external=true", 0),
             ("/reset_prefix_cache", whole),  # stored again since

@@ -1,4 +1,4 @@
-"""vLLM sleeps on the real engine: 0.32 calls no hook of its workers' connectors, so the reset ends the copies."""
+"""vLLM's sleep on the real engine: vLLM 0.32 calls no hook of its workers' connectors, so the reset ends the copies."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DROPPED = "vllm:flexkv_dropped_store_pages_total"
 
 
 def large(stream: int, max_tokens: int = 2) -> Prompt:
-    """A prompt of `PAGES` whole blocks, and a token for the engine to compute."""
+    """A prompt of `PAGES` whole blocks, and one token for the engine to compute."""
     return Prompt.of(PAGES * BLOCK_TOKENS + 1, stream, max_tokens=max_tokens)
 
 
@@ -46,7 +46,9 @@ def check_stored_whole(session: EngineSession, prompt: Prompt) -> None:
 
 
 def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
-    """Alone and beside others, with few pages in flight, so that most pages are stored after the prompt's end."""
+    """The prompt runs alone and beside others, with few pages in flight, so that most pages are stored after the
+    prompt's end.
+    """
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     alone, beside = large(stream), large(stream + 100)
     session.check_one(alone)
@@ -58,8 +60,9 @@ def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
 
 
 def test_what_the_next_prompt_needs_is_not_waited_for(engines: Engines, stream: int) -> None:
-    """Large prompts in a row take each other's blocks; each answer is right, and pages that were not stored are
-    counted."""
+    """Consecutive large prompts take each other's blocks; each answer is right, and pages that were not stored are
+    counted.
+    """
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     before = session.metric(DROPPED)
     prompts = [large(stream + 100 * n) for n in range(3)]
@@ -87,8 +90,9 @@ def test_an_aborted_request_and_a_reset_leave_nothing_held(engines: Engines, str
 
 
 def test_lazy_stores_lose_nothing(engines: Engines, stream: int) -> None:
-    """Large prompts run at once, and each gets the blocks of the one before: every page is in the engine's own prefix
-    cache, or stored."""
+    """Large prompts run at once, and each gets the blocks of the previous one: every page is either in the engine's own
+    prefix cache or stored.
+    """
     session = engines.get(
         connector(host__bytes=4 * PAGES * PAGE_BYTES, store__mode="lazy"),
         max_num_batched_tokens=2048,
@@ -127,7 +131,7 @@ def test_every_mode_stores_a_prompt_whole(
 
 @pytest.mark.long
 def test_every_mode_is_right_with_async_scheduling(engines: Engines, stream: int) -> None:
-    """Two batches in flight: a request ends one step after its last forward was planned."""
+    """Two batches are in flight: a request ends one step after its last forward pass was planned."""
     session = engines.get(
         connector(host__bytes=(2 * PAGES + 8) * PAGE_BYTES, store__inflight_pages=FEW_IN_FLIGHT),
         async_scheduling=True,

@@ -21,7 +21,7 @@ Spans = dict[str, list[dict[str, str | int]]]
 
 
 class Collector(ThreadingHTTPServer):
-    """Receives spans as OTLP over HTTP."""
+    """Receives spans by OTLP over HTTP."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Export)
@@ -55,7 +55,7 @@ class _Export(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Keeps the test's output clean."""
+        """Logs nothing, to keep the test's output clean."""
 
 
 @pytest.fixture
@@ -101,5 +101,5 @@ def test_ops_are_spans_beside_the_engines_own(
         (load,) = arrived(collector, "flexkv load from host memory")
         assert (load["flexkv.pages"], load["flexkv.failed_pages"]) == (pages, 0)
         own = [str(span["gen_ai.request.id"]) for span in arrived(collector, "llm_request", count=2)]
-        # Within the engine a request's name is the frontend's with a suffix.
+        # Within the engine, a request's id is that of the front end with a suffix.
         assert any(str(load["gen_ai.request.id"]).startswith(name) for name in own), (load, own)

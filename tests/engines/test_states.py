@@ -1,6 +1,6 @@
 """A real model with recurrent states: a Qwen3-Next with three layers of states per layer of attention, which vLLM
-serves as four KV groups. A hit needs all pages of the attention and, from each other group, the state at its end. A
-state is kept where a step of the engine ended at a block boundary."""
+serves as four KV groups. A hit needs all pages of the attention group and, from each other group, the state at the
+hit's end. A state is kept wherever a step of the engine ended at a block boundary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_ASKED = 10
 """How often a prompt is asked for its states to be stored."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
-    # On a CPU with AVX512-BF16 vLLM chooses this by itself; on others it would choose bfloat16, and smaller blocks.
+    # On a CPU with AVX512-BF16 vLLM chooses this type by itself; on others it would choose bfloat16 and smaller blocks.
     "mamba_ssm_cache_dtype": "float32",
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
@@ -57,21 +57,21 @@ class Alone:
     """An engine with vLLM's own prefix cache and nothing else, whose answers must be matched token for token.
 
     In bfloat16 the last bits of a state depend on the parts in which a prompt was computed, and an answer may depend on
-    these bits. So a hit is compared with a hit of the same length in vLLM's own cache; and if that answers otherwise,
-    with an answer that was computed as the session's was, in one part.
+    these bits. So a hit is compared with a hit of the same length in vLLM's own cache. If the answers differ, it is
+    compared with an answer that was computed in one part, as the session's was.
     """
 
     def __init__(self, process: EngineProcess) -> None:
         self._session = EngineSession(process, Reference(process))
 
     def answer(self, prompt: Prompt, *before: Prompt) -> Answer:
-        """The answer to a prompt after others, which are all still cached."""
+        """The answer to a prompt after other prompts, which are all still cached."""
         self._session.forget()
         *_, answer = [self._session.ask(one)[0] for one in (*before, prompt)]
         return answer
 
     def check(self, session: EngineSession, prompt: Prompt, *before: Prompt) -> int:
-        """Asks `session`, compares the answers, and returns the length of the hit.
+        """Sends the prompt to `session`, compares the answers, and returns the length of the hit.
 
         Args:
             before: earlier prompts for the reference to hit; by default the hit part of the same prompt.
@@ -124,10 +124,10 @@ def whole(prompt: Prompt) -> int:
 
 
 def store_whole(session: EngineSession, alone: Alone, prompt: Prompt) -> int:
-    """Asks a new prompt, and again until all its pages are stored; returns their number.
+    """Sends a new prompt repeatedly until all its pages are stored; returns their number.
 
-    While a prompt is computed, the engine hands out the block of a state within it again. If the copy of that state has
-    not ended by then, as on a busy machine, the state is lost.
+    While a prompt is computed, the engine reuses the block of an earlier state of the prompt. If the copy of that state
+    has not ended by then, as on a busy machine, the state is lost.
     """
     for _ in range(MOST_ASKED):
         stored, cancelled = session.metric(STORED), session.metric(CANCELLED)
@@ -148,8 +148,7 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
     session.forget()
     [hit] = session.ask(prompt)
     assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
-    # The last state lies within the prompt. It also serves the prompt's next turn, and prompts that branch off after
-    # it.
+    # The last state is within the prompt. It also serves the prompt's next turn, and prompts that branch off after it.
     session.forget(seed=2)
     turn = prompt.then((*cold.tokens, *Prompt.of(400, stream + 1).ids))
     assert alone.check(session, turn, prompt) == whole(prompt)
@@ -197,7 +196,7 @@ def test_a_state_within_a_prompt_serves_those_who_share_its_beginning(
 def test_states_that_end_within_blocks_are_not_taken_for_others(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """With hashes of less than a block vLLM also keeps states of other lengths, and names the block of each."""
+    """If vLLM hashes parts of blocks, it also keeps states at other lengths, and names the block of each."""
     session = states(engine={"prefix_match_unit": 32})
     prompt = Prompt.of(1000, stream)
     [cold] = session.ask(prompt)
@@ -210,7 +209,7 @@ def test_states_that_end_within_blocks_are_not_taken_for_others(
 
 
 def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -> None:
-    """Another group's pages are damaged in each load, and no digest is checked: the answers differ."""
+    """Each load has the pages of another group damaged, and no digest is checked: the answers differ."""
     session = states(DAMAGED_LOADS)
     # A state forgets, so the answer must come soon after it.
     prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
@@ -239,8 +238,10 @@ def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
 def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """A state is needed for its own boundary alone, the attention's first page for every hit."""
-    failing = (GROUPS - 1, 3 * GROUPS)  # after a failing load come a shorter one, and a whole one
+    """A state is needed only for hits that end at its own boundary; the attention group's first page is needed for
+    every hit.
+    """
+    failing = (GROUPS - 1, 3 * GROUPS)  # after a failing load come a shorter load and a complete one
     rules = [{"action": "fail", "kind": "load", "nth_op": op, "page": 0} for op in failing]
     session = states(rules, **CHECKPOINT)
     for number, served in enumerate((PART_BLOCKS * BLOCK_TOKENS, 0)):
@@ -297,7 +298,7 @@ def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alon
 def test_two_ranks_serve_states_from_disk_after_a_restart(
     engines: Engines, qwen: Path, tmp_path: Path, stream: int
 ) -> None:
-    """The first engine is killed; its ranks hold a stripe of every state each."""
+    """The first engine is killed; each of its ranks holds a stripe of every state."""
     prompt = Prompt.of(1000, stream)
     answers = []
     for _ in range(2):

@@ -34,7 +34,7 @@ def test_without_the_engines_prefix_caching_lazy_stores_are_eager(engines: Engin
 
 
 def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
-    # Lazy stores look two steps ahead: with short steps, the pool's unused blocks are handed out first.
+    # Lazy stores look two steps ahead: with short steps, the pool's unused blocks are given out first.
     session = engines.get(
         connector(store__mode="lazy"),
         num_gpu_blocks_override=41,
@@ -61,7 +61,7 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
     session = engines.get(connector(BUILT_IN))
     prompt = Prompt.of(700, stream, max_tokens=40)
     answer = session.check_one(prompt)
-    # No step follows the last one: its stores were made within it, before its blocks are spoiled.
+    # No step follows the last one: its stores were made within it, before the blocks are spoiled.
     assert session.call("reset")["done"]
     spoiled = session.call("scribble")
     assert spoiled["blocks"] == spoiled["free"]
@@ -75,7 +75,7 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
 
 
 def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> None:
-    """Two prompts of 3 and 7 tokens: the second takes 3 from the first one's tail; 48 of 50 slots stay free."""
+    """Two prompts of 3 and 7 tokens: the second gets 3 tokens from the first one's tail; 48 of 50 slots stay free."""
     page_bytes = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
     session = engines.get(
         connector(
@@ -87,7 +87,7 @@ def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> No
     session.forget()
     assert session.check_one(longer).cached == 3
     session.settle()
-    # Steps report gauges: one more step that stores nothing.
+    # Gauges are reported in steps, so this runs one more step that stores nothing.
     session.check_one(
         Prompt.of(5, stream + 1, max_tokens=2, extra={"kv_transfer_params": {"skip_save": True}})
     )
@@ -103,7 +103,7 @@ def test_partial_tails_extend_a_hit_to_the_last_token(engines: Engines, stream: 
     session.forget()
     assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     session.forget()
-    # The same prompt again: all but the token that is computed to sample from.
+    # The same prompt again is served except for the last token, which is computed to sample from.
     assert session.check_one(prompt).cached == 169
 
 

@@ -1,6 +1,6 @@
 """Several `vllm.LLM` in one process with VLLM_ENABLE_V1_MULTIPROCESSING=0, where vLLM keeps one worker's connector.
 
-Engines work one after the other. A second one beside a live one is refused at its start, and the first goes on.
+Engines work one after the other. A second engine beside a live one is refused at its start, and the first continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) -> dict
 
 
 def make(session: EngineSession, name: str, engine: Mapping[str, Any]) -> str:
-    """The error of an engine that does not start; empty if it did."""
+    """The error of an engine that did not start; empty if it started."""
     reply = session.call("make_other", name=name, engine=dict(engine), deadline_s=START_DEADLINE_S)
     return str(reply["refused"])
 
@@ -79,7 +79,7 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
 def test_an_engine_beside_one_with_another_connector_is_refused(
     engines: Engines, model: Path, stream: int, tmp_path: Path
 ) -> None:
-    """vLLM would pass its loads and stores to a connector that does not know them."""
+    """vLLM would pass its loads and stores to a connector of another engine."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

@@ -1,5 +1,6 @@
-"""Real models whose layers differ: a Gemma 3n's last layers attend to the KV of earlier ones, and vLLM calls the hooks
-of all of them; a Gemma 4 has heads of two sizes. Here vLLM keeps all layers in one KV group."""
+"""Real models whose layers differ: the last layers of a Gemma 3n attend to the KV of earlier ones, and vLLM calls the
+hooks of all layers; a Gemma 4 has heads of two sizes. Here vLLM keeps all layers in one KV group.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ LAYERWISE = {"load__mode": "layerwise", "store__mode": "layerwise"}
 
 @dataclass(frozen=True)
 class Model:
-    """One family; `heads` are the head sizes of all layers that have KV, together."""
+    """One family of models; `heads` is the set of head sizes over all layers that have KV."""
 
     write: Callable[[Path], Path]
     heads: int
@@ -58,7 +59,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A written model, and an engine without a connector that answers with it."""
+    """A model on disk, and an engine without a connector that runs it."""
 
     model: Model
     folder: Path

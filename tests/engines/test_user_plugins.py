@@ -1,5 +1,6 @@
-"""Plugins beside the real engine: its tokens are those of an engine alone, plugins can ask for what it has, and none of
-them outlives it."""
+"""Plugins beside the real engine: its tokens are those of an engine alone, plugins can ask what it has cached, and no
+plugin outlives it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ ASK_S = 60.0
 
 
 def cached_alone(session: EngineSession, prompt: Prompt) -> int:
-    """How many tokens are cached of a prompt that the engine itself does not have."""
+    """The number of cached tokens of a prompt that the engine itself does not have."""
     session.forget()
     return session.check_one(prompt).cached
 
@@ -101,10 +102,11 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     assert cached_alone(session, tenants) == 0
     assert cached_alone(session, prompt) == prompt.whole_blocks
 
-    # Everything that runs is killed, in the engine's steps; then the engine ends, and nothing is left.
+    # Every running plugin is killed while the engine steps; then the engine ends, and no process is left.
     running = processes_of(folder)
     assert running
-    # Stopped first: a shell whose child was killed would start another, which nobody kills once the keeper is gone.
+    # Stopped first: a shell whose child was killed would start another child, which nothing kills once the keeper is
+    # gone.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in running:
             with contextlib.suppress(ProcessLookupError):

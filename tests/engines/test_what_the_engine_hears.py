@@ -32,7 +32,7 @@ def test_a_store_in_flight_is_work_and_holds_no_block(session: EngineSession, st
     session.check_one(prompt)
     assert [rank["stalled"] for rank in session.call("faults")["ranks"]] == [1]
     in_flight = session.call("connector_says")
-    # A cache may lose a store, so preempted output counts; and no block has to wait for the copy.
+    # The cache may lose a store, so preempted output counts as work; and no block has to wait for the copy.
     assert in_flight == {
         "requires_kv_delivery": False,
         "pending_block_frees": False,
@@ -74,7 +74,9 @@ Announced = list[tuple[Any, ...]]
 
 
 def on_disk(engines: Engines, folder: Path, **environment: str) -> EngineSession:
-    """A new engine at the folder, once the one before has ended; what it announces from its first step on is kept."""
+    """A new engine over the folder, after the end of the previous one; its announcements are recorded from its first
+    step on.
+    """
     session = engines.get(
         connector(disk__folders=str(folder), disk__bytes_per_folder="64MiB"),
         environment,

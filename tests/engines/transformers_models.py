@@ -37,7 +37,7 @@ COMMON: dict[str, Any] = {
 
 
 def write_gemma_3n(folder: Path) -> Path:
-    """A Gemma 3n: its last layers compute no KV and attend to that of earlier ones."""
+    """A Gemma 3n: its last layers compute no KV and attend to the KV of earlier layers."""
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
     config = Gemma3nTextConfig(
@@ -74,7 +74,7 @@ def write_gemma_4(folder: Path) -> Path:
 
 
 def write_mistral(folder: Path) -> Path:
-    """A Mistral 7B 0.1: every layer sees a window, and none sees everything."""
+    """A Mistral 7B 0.1: every layer attends to a window, and none to the whole prompt."""
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
@@ -88,7 +88,7 @@ def write_mistral(folder: Path) -> Path:
 
 
 def write_gpt_oss(folder: Path) -> Path:
-    """A GPT-OSS: every other layer sees a window, and each head has a sink beside the tokens."""
+    """A GPT-OSS: every other layer attends to a window, and each head has a sink in addition to the tokens."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -233,7 +233,7 @@ def write_idefics_3(folder: Path) -> Path:
         scale_factor=SCALE,
         tie_word_embeddings=False,
     )
-    # A wide distribution, so that an image decides the answer.
+    # A wide distribution, so that the image affects the answer.
     return _write_weights(Idefics3ForConditionalGeneration, config, folder, IMAGE_WEIGHT_STD)
 
 
@@ -248,7 +248,7 @@ def _write_weights(kind: Any, config: Any, folder: Path, std: float) -> Path:
 
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(), torch.no_grad():
-        # Tensors of one dimension stay as the model initialises them.
+        # Tensors of one dimension keep the model's initial values.
         torch.manual_seed(0)
         model = kind(config)
         for weight in model.parameters():

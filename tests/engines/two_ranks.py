@@ -1,4 +1,4 @@
-"""Two ranks that hold the same KV: one stripe serves both."""
+"""Two ranks that hold the same KV: one stored stripe serves both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 
 
 def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
-    """Also starts an engine without a connector to compare with. The first store is damaged in transit."""
+    """Also starts an engine without a connector for comparison. The first store is damaged in transit."""
     alone = engines.another(None, **engine)
     environment = {**TWO_RANKS, "FAULT_RULES": json.dumps(DAMAGED_STORE)}
     ours = engines.another(connector(FAULTY), environment, tensor_parallel_size=2, **engine)

@@ -52,7 +52,7 @@ CONTROLS = {
 
 
 def sanitizer() -> str:
-    """The tool beside the compiler, or on the PATH; skips if there is none."""
+    """The tool beside the compiler, or on the PATH; skips the test if there is none."""
     nvcc = find_nvcc()
     beside = Path(nvcc).with_name("compute-sanitizer") if nvcc else None
     tool = str(beside) if beside and beside.exists() else shutil.which("compute-sanitizer")
@@ -90,7 +90,7 @@ def test_kernels_are_clean(tool: str, file: str, chosen: str, tmp_path: Path) ->
     output = done.stdout + done.stderr
     ours = [finding.text for finding in findings(output) if not finding.is_cufiles_own]
     assert not ours, "\n\n".join(ours)[-20_000:]
-    # The tool's own status hides the program's if it left an error out.
+    # If the tool leaves an error out, its own exit status hides the program's.
     assert done.returncode in (0, FOUND), output[-20_000:]
     counts = outcomes(report)
     assert counts["passed"] > 0, output[-20_000:]

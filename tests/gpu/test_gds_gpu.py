@@ -1,4 +1,4 @@
-"""The same transfers with the pool and the staging in GPU memory: matrix, fences, and the I/O that is reported."""
+"""The transfers of the host tests with pool and staging in GPU memory: all geometries, fences, and the reported I/O."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_every_byte_arrives_and_no_other_changes(seed: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path, fenced: bool) -> None:
-    """The engine's stream is busy for long when the transfer is submitted: without fences both would be wrong.
+    """The engine's stream is busy for a long time when the transfer is submitted: without fences, both directions would
+    move wrong bytes.
 
     The controls name a stream without any work.
     """

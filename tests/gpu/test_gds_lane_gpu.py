@@ -73,7 +73,7 @@ def test_every_byte_comes_back_and_no_other_changes(
 def test_each_layer_is_there_for_work_enqueued_after_its_wait(
     tmp_path: Path, layers: int, kv: int, run: int, block_first: bool, staged: bool
 ) -> None:
-    """Layer by layer: what the stream is given after a layer's wait finds that layer of every page."""
+    """Layer by layer: work that is enqueued after a layer's wait finds that layer of every page."""
     world = make_world(tmp_path, layers=layers, kv=kv, run=run, block_first=block_first, staged=staged)
     places, blocks, targets = [9, 2, 17, 4, 0, 11, 6], [3, 11, 0, 7, 5, 1, 8], [2, 0, 9, 10, 4, 6, 11]
     world.store(places, blocks)
@@ -116,7 +116,7 @@ def test_damage_is_found_in_the_pool_and_in_the_slots(
 def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
     tmp_path: Path, block_first: bool, fenced: bool
 ) -> None:
-    """Staged pages are fenced on a stream, direct ones on the host: without either, bytes would be old.
+    """Staged pages are fenced on a stream, direct ones on the host: without either fence, bytes would be old.
 
     The controls name a stream without any work, and must see the old bytes.
     """
@@ -132,7 +132,7 @@ def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
         last = (turn + 15) % 256
         world.stream = fence
         world.store(blocks, blocks)
-        # A slow forward reads the blocks that the load then overwrites.
+        # A slow forward pass reads the blocks that the load then overwrites.
         rank.by_block[:8].fill_(255 - last)
         torch.cuda.current_stream(GPU).synchronize()
         torch.cuda._sleep(200_000_000)

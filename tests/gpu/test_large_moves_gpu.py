@@ -34,14 +34,15 @@ CAPTURE_REFUSED = 900
 
 @pytest.fixture(autouse=True)
 def _needs_torch(torch: Any) -> None:
-    """The pools need torch."""
+    """Skips the test without torch, which the pools need."""
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "copy engine"])
 @pytest.mark.parametrize("run_bytes", [65536 + 16, 192 << 10, (1 << 20) + 1])
 def test_long_runs_go_by_the_way_of_their_direction(run_bytes: int, kernel: bool) -> None:
-    """The kernel stores runs of any length. Without batches it also loads longer runs; with them it loads none of
-    these."""
+    """The kernel stores runs of any length. Without batched copies it also loads longer runs; with batched copies it
+    does not.
+    """
     paths = check_runs(DEVICE, run_bytes, kernel)
     loaded, stored = 2 * 3 * run_bytes, 3 * 3 * run_bytes
     if not kernel:
@@ -124,15 +125,16 @@ def wait_for_turns(done: list[int], count: int) -> None:
 
 
 def test_graphs_are_captured_beside_copies_and_registration(torch: Any) -> None:
-    """In the strictest mode, in which a forbidden call ends a capture, whichever thread made it, unless the thread
-    opted out."""
+    """The capture uses the strictest mode, in which a forbidden call of any thread ends the capture, unless that thread
+    opted out.
+    """
     source = torch.arange(1 << 16, dtype=torch.float32, device=f"cuda:{DEVICE}")
     with copies_beside(torch) as done:
         for turn in range(CAPTURES):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="global"):
                 answer = source * 2 + turn
-                wait_for_turns(done, done[0] + 2)  # one whole turn lies inside the capture
+                wait_for_turns(done, done[0] + 2)  # one complete turn lies within the capture
             graph.replay()
             torch.cuda.synchronize(DEVICE)
             assert torch.equal(answer, source * 2 + turn)

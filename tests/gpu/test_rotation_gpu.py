@@ -1,4 +1,6 @@
-"""The rotation's kernel on a GPU: the CPU's bits in every geometry, its order in a stream, and its bandwidth."""
+"""The rotation kernel on a GPU: the same bits as the CPU in every geometry, its order in a stream, and its
+bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,9 @@ def apply(
 @PAIRING
 @DTYPE
 def test_the_cpus_bits_in_every_geometry(torch: Any, device: Any, pairing: str, dtype: str) -> None:
-    """Every alignment, rows and heads in any place, rows that are zeroed, copied or rotated; nothing else is
-    touched."""
+    """Covers every alignment, rows and heads at any place, and rows that are zeroed, copied or rotated; nothing else is
+    touched.
+    """
     random = np.random.default_rng(5)
     for round_number in range(60):
         head_dim = int(random.integers(1, 80)) * 2
@@ -106,7 +109,7 @@ def test_error_against_float64_in_place(torch: Any, device: Any, pairing: str, d
 
 @pytest.mark.parametrize("same_stream", [True, False], ids=["its stream", "control"])
 def test_it_comes_after_what_its_stream_was_given(torch: Any, device: Any, same_stream: bool) -> None:
-    """A copy that waits writes the keys; a rotation in another stream reads the bytes from before."""
+    """A copy that waits in its stream writes the keys; a rotation in another stream reads the bytes before the copy."""
     rotation = rotation_of("neox", "float32", 8, 128, 128)
     rows = 4096
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)
@@ -156,7 +159,7 @@ def test_rows_places_and_tables_that_do_not_fit_are_refused(torch: Any, device: 
 def test_bandwidth(
     torch: Any, device: Any, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Prints the bandwidth beside that of a copy of the same bytes; asserts nothing about time."""
+    """Prints the bandwidth and that of a copy of the same bytes; asserts nothing about time."""
     rotation = rotation_of("neox", dtype, 8, 128, 128)
     rows = BUFFER_BYTES // rotation.row_bytes
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)

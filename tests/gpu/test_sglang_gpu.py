@@ -36,7 +36,7 @@ def test_loaded_tokens_are_those_that_were_computed(tmp_path: Path) -> None:
         computed = [engine.call("generate", requests=[one])[0] for one in asked]
         ends_s = time.monotonic() + STORED_S
         loaded: list[dict[str, int]] = []
-        # Stores end a little after the answers; a page that is not stored yet is computed again, and not loaded.
+        # Stores end a little after the answers; a page that is not stored yet is computed again instead of loaded.
         while not (loaded and all(answer["host"] for answer in loaded)):
             assert time.monotonic() < ends_s, "nothing was loaded"
             assert engine.call("flush")

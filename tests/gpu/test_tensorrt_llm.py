@@ -1,4 +1,6 @@
-"""The connector in the real TensorRT-LLM, if the package and a GPU are there: same tokens cold and loaded."""
+"""The connector in the real TensorRT-LLM, if the package and a GPU are there: the tokens are the same when computed and
+when loaded.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def generate(package: Any, prompts: list[str], with_connector: bool) -> list[lis
     model = package.LLM(os.environ[MODEL_VARIABLE], kv_cache_config=cache, **more)
     greedy = package.SamplingParams(max_tokens=16, temperature=0.0)
     try:
-        # All ranks join within the first iterations.
+        # All ranks register within the first iterations.
         for _ in range(3):
             model.generate("hello", greedy)
         return [

@@ -48,7 +48,7 @@ class GpuWorld:
         self.pool.pin(device)
         assert self.pool.wait_ready(BLOCKS, LONG_S)
         ends_s = time.monotonic() + LONG_S
-        while self.pool.pinned_slots < BLOCKS:  # before that the kernel would copy nothing
+        while self.pool.pinned_slots < BLOCKS:  # earlier, the kernel could copy nothing
             assert time.monotonic() < ends_s, f"{self.pool.pinned_slots} of {BLOCKS} slots are pinned"
             time.sleep(0.01)
         self.engine = TransferEngine(device=device, batch_copies=batch, copy_kernel=kernel)
@@ -66,7 +66,7 @@ class GpuWorld:
         layerwise: bool = False,
         stream: int | None = None,
     ) -> Any:
-        """`stream`: the stream to fence with; None for the engine's."""
+        """`stream` is the stream to fence with; None for the engine's."""
         priority = Priority.LOAD if kind is OpKind.H2D else Priority.STORE
         op = TransferOp(
             OpId(next(self.ids)),
@@ -89,7 +89,7 @@ class GpuWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """Bytes that each path has moved."""
+        """Number of bytes that each path has moved."""
         assert self.engine.cuda_lane is not None
         return {path: moved for path, _, moved, _ in self.engine.cuda_lane.counts() if moved}
 
@@ -148,7 +148,7 @@ def test_every_byte_arrives_and_no_other_is_touched(
         assert "batch" not in paths
 
 
-# A control passes a stream without work: each fence test must then see wrong bytes, or it proves nothing.
+# The controls pass a stream without work: each fence test must then see wrong bytes, or it proves nothing.
 FENCED = pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 KERNEL = pytest.mark.parametrize("kernel", [False, True], ids=["copy engine", "kernel"])
 TURNS = 30
@@ -176,8 +176,10 @@ def fill(world: GpuWorld, value: int) -> None:
 
 
 def warm_up(world: GpuWorld) -> None:
-    """Makes one store and one load, so that the first turn's copies do not begin after the stream's sleep: this loads
-    kernels, starts threads, and creates torch's 32 streams, which come with the first one that is requested."""
+    """Makes one store and one load, so that the copies of the first turn do not begin only after the stream's sleep:
+    this loads kernels, starts threads, and creates torch's 32 streams, which are created together at the first
+    request.
+    """
     world.torch.cuda.Stream(0)
     world.torch.cuda._sleep(1)
     world.run(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS)
@@ -200,7 +202,7 @@ def test_a_store_copies_what_the_forward_before_it_writes(
         value = turn % 200
         fill(world, 255 - value)
         world.torch.cuda._sleep(SLEEP_CYCLES)
-        for last in (value + 1, value):  # the forward writes more than once
+        for last in (value + 1, value):  # the forward pass writes more than once
             world.by_block[: len(FENCE_BLOCKS)].fill_(last)
         end(world, world.submit(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS, stream=fence_of(world, fenced)))
         assert stored(world, value) is fenced, f"turn {turn}"
@@ -290,7 +292,7 @@ def test_two_gpus_of_one_process_move_their_own_bytes(torch: Any) -> None:
     for world in worlds:
         torch.cuda.synchronize(world.device)
     blocks, targets = [0, 1, 2, 5], [9, 7, 6, 8]
-    # Both run at once, submitted by one thread whose current device belongs to neither in particular.
+    # Both run at once, submitted by one thread whose current device need not be that of either.
     for kind, places in ((OpKind.D2H, blocks), (OpKind.H2D, targets)):
         tickets = [world.submit(kind, places, blocks) for world in worlds]
         for world, ticket in zip(worlds, tickets, strict=True):

@@ -1,4 +1,4 @@
-// A forward pass of the engine on the fake device, which runs for as long as a test wants.
+// A forward pass of the engine on the fake device, which runs as long as a test wants.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace flexkv {
 
-// Holds up its stream until let_go(), then does its work.
+// Blocks its stream until let_go(), then does its work.
 class Forward {
  public:
   Forward(CudaWorld& world, std::function<void()> work) : stream_(world.stream) {

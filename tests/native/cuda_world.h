@@ -39,7 +39,7 @@ struct CudaShape {
   bool block_first = false;
   bool digests = false;
   int64_t extent_slots = 4;
-  bool apart = false;        // each layer is an allocation of its own, right behind the one before
+  bool apart = false;        // each layer is a separate allocation, right behind the previous one
   bool exact_slots = false;  // no gap between the pages of two slots; for pages of whole 4 KiB
 };
 
@@ -47,7 +47,7 @@ struct CudaShape {
 inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
 inline constexpr cuda::CopySwitches kSingle{.batch = false, .kernel = false};
 
-// Unit: seconds. For what must not happen; the controls show that it is enough.
+// Unit: seconds. How long to wait for what must not happen; the controls show that it is enough.
 inline constexpr double kAWhileS = 0.2;
 
 struct CudaWorld {
@@ -164,8 +164,8 @@ struct CudaWorld {
   static std::byte value(int seed, int32_t layer, int64_t i) {
     return static_cast<std::byte>(seed * 37 + layer * 101 + i * 7 + (i >> 8));
   }
-  // value() repeats after so many bytes. Whole periods are made once per thread, copied and compared: a loop
-  // over every byte of large runs is slow with a sanitizer.
+  // value() repeats after so many bytes. Whole periods are made once per thread, copied and compared, because
+  // a loop over every byte of large runs is slow with a sanitizer.
   static constexpr int64_t kPeriodBytes = int64_t{1} << 16;
   size_t period_bytes(int64_t at) const {
     return static_cast<size_t>(std::min(kPeriodBytes, shape_.run_bytes - at));

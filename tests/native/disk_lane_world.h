@@ -32,7 +32,7 @@ inline std::vector<IoBackend> disk_backends() {
 }
 
 struct DiskWorld {
-  // `outer` wraps each disk's queue once more, outside of the faults.
+  // `outer` wraps each disk's queue once more, around the faults.
   explicit DiskWorld(IoBackend io, std::vector<IoFaultRule> rules = {}, double stuck_s = 30.0,
                      const WrapQueue& outer = nullptr)
       : faults(std::make_shared<IoFaults>(std::move(rules))) {
@@ -69,7 +69,8 @@ struct DiskWorld {
     const auto* bytes = reinterpret_cast<const uint8_t*>(pool->slot(slot));
     return std::all_of(bytes, bytes + kWorldLayers * kWorldRun, [=](uint8_t byte) { return byte == value; });
   }
-  // Submits pages [first, first + count): places of the same numbers, from or to slots `base` further on.
+  // Submits pages [first, first + count): their places have the same numbers, their slots have numbers `base`
+  // higher.
   int64_t submit(OpKind kind, int32_t first, int32_t count, int32_t base, bool layerwise = false) {
     OpSpec op;
     op.op_id = next_op++;

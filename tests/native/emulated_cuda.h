@@ -1,4 +1,4 @@
-// CUDA's kernel language as C++ for the CPU: the code of csrc/*/*_kernel.cuh compiles after this header and
+// CUDA's kernel language as C++ for the CPU: after this header, the code of csrc/*/*_kernel.cuh compiles and
 // runs. Every thread of every block is a thread of its own, and all run at once, so that ThreadSanitizer sees
 // races between warps, and between lanes of one warp. At a shuffle the warp's 32 threads meet, which orders
 // their memory; CUDA's shuffle does not promise that. Atomics are relaxed, as CUDA's are; the fence affects
@@ -25,7 +25,7 @@
 namespace emulated {
 
 inline constexpr unsigned kLanes = 32;
-// Threads that wait longer for the rest of their warp have lost it: some lanes took another branch.
+// If a thread waits longer for the rest of its warp, some lanes took another branch and will not come.
 inline constexpr std::chrono::seconds kMeetingDeadline{120};
 
 struct Index {
@@ -57,8 +57,8 @@ class Meeting {
 
 struct Warp {
   Meeting meeting;
-  // Two, used in turns, so that a lane that is early at the next shuffle does not overwrite what others have
-  // yet to read.
+  // Two, used in turns, so that a lane that reaches the next shuffle early does not overwrite what others
+  // have yet to read.
   std::array<std::array<uint64_t, kLanes>, 2> given;
 };
 
@@ -70,7 +70,7 @@ struct Faults {
   unsigned blocks_left_out = 0;
   bool shuffles_give_nothing = false;
 };
-inline Faults faults;  // changed only while nothing runs
+inline Faults faults;  // changed only while no kernel runs
 
 struct WithFaults {
   explicit WithFaults(const Faults& wanted) { faults = wanted; }

@@ -1,6 +1,6 @@
 // A FAKE CUDA driver for tests: host memory stands in for device memory, each stream is a thread that works
-// through its queue, and events behave as real ones do (waiting for one that was never recorded waits for
-// nothing; a wait is for what was recorded at the time of the call). Contexts are counted per device and
+// through its queue, and events behave as real ones do (a wait for an event that was never recorded returns
+// at once; a wait covers what was recorded at the time of the call). Contexts are counted per device and
 // current per thread, and graph capture forbids calls by CUDA's rules. It checks the rules of the calls it
 // knows, and fails on request. It shows ordering and bookkeeping, but nothing about speed or about a real
 // driver's bugs.
@@ -22,7 +22,7 @@ struct Settings {
   int version = 13000;
   int devices = 1;
   bool batch_corrupts = false;   // a driver whose batched copies lose a byte
-  bool kernel_corrupts = false;  // a kernel that changes one
+  bool kernel_corrupts = false;  // a kernel that changes a byte
   bool words_refused = false;    // streams that refuse to write a word for a mark
   bool words_lost = false;       // streams that accept such a write and never make it
 };
@@ -32,22 +32,22 @@ struct Calls {
   int64_t largest_batch = 0;
   int64_t bytes = 0;       // enqueued
   int64_t queries = 0;     // looks at a stream or an event, by the driver
-  int64_t words = 0;       // words that streams have written
-  int64_t word_waits = 0;  // kernels that wait for a word
+  int64_t words = 0;       // number of words that streams have written
+  int64_t word_waits = 0;  // number of kernels that wait for a word
   // For loads and for stores: the most bytes under way at once by the copy engine, the longest copy, the
   // largest batch in bytes, the most multiprocessors given to the kernel, and the most kernels under way at
   // once.
   std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
-  // Stores of more than kLongStoreCopy that were under way by the copy engine at once: behind two of them a
-  // small copy of another stream was seen to wait for 10 to 370 ms, and once for 2 s.
+  // The most stores of more than kLongStoreCopy that the copy engine had under way at once: behind two of
+  // them, a small copy of another stream was seen to wait for 10 to 370 ms, and once for 2 s.
   int64_t peak_long_stores = 0;
-  std::vector<int> priorities;      // of the streams that were made, 0 the least
-  std::vector<int32_t> stage_ends;  // in chunks, of the last kernel that counted several stages
+  std::vector<int> priorities;      // of the streams that were created; 0 is the lowest
+  std::vector<int32_t> stage_ends;  // in chunks, for the last kernel that counted several stages
   int64_t records = 0;
   int64_t waits = 0;
-  std::map<int, int64_t> bytes_of_device;  // enqueued, by the device of the stream
+  std::map<int, int64_t> bytes_of_device;  // number enqueued, by the device of the stream
   std::vector<cuda::SourceOrder> orders;
-  std::vector<size_t> registered_bytes;  // by each call that registered, in order
+  std::vector<size_t> registered_bytes;  // of each registering call, in order
   int64_t refused_registrations = 0;
   int64_t unregistered = 0;
 };
@@ -59,14 +59,14 @@ cuda::CopyKernels copy_kernels();
 // Runs the copy kernel on the CPU, thread after thread from last to first.
 void run_on_cpu(const cuda::CopyJob& job, int32_t warps);
 Calls calls();
-// The driver's rules that were broken, in words; empty in a good test.
+// Descriptions of the driver's rules that were broken; empty in a good test.
 std::vector<std::string> violations();
-// Whether a rule that contains `words` was broken; forgets those that were. For controls.
+// For controls: whether a broken rule's description contains `words`; then forgets all broken rules.
 bool take_violation(const std::string& words);
 // The bytes of host memory that are registered now, by address.
 std::map<void*, size_t> registered();
 
-// The device that is current for this thread; -1: none.
+// The current device of this thread; -1: none.
 int current_device();
 // What the runtime's cudaSetDevice does since CUDA 12: creates the device's primary context if there is none,
 // and makes it current. For the engine's threads, and as a control.
@@ -75,7 +75,7 @@ void set_device(int device);
 std::map<int, int64_t> primary_contexts();
 
 // The engine captures a graph on its stream, from this thread, in one of the modes cuda::kCapture...;
-// end_capture() returns whether the graph is whole.
+// end_capture() returns whether the graph is complete.
 void begin_capture(uintptr_t stream, int mode = cuda::kCaptureGlobal);
 bool end_capture(uintptr_t stream);
 // This thread's mode.
@@ -92,9 +92,9 @@ void fail_launches(int64_t count);
 // of "the kernel that waits" for a word.
 inline constexpr cuda::Code kOutOfMemory = 2;
 void refuse(const std::string& function, int64_t count, cuda::Code code = kOutOfMemory);
-// From now on, each free calls this first.
+// From now on, each call that frees memory calls this first.
 void on_free(std::function<void()> call);
-// Declares that these bytes of a test's memory are one allocation: no copy may have bytes of two.
+// Declares that these bytes of a test's memory are one allocation: no copy may span two allocations.
 void add_allocation(void* memory, size_t bytes);
 
 // The n-th copy call from now (0: the next) fails at once; -1: none.
@@ -105,7 +105,7 @@ void break_stream(bool breaks);
 // Holds or releases all streams that exist.
 void hold_all(bool held);
 
-// Limits that the fake enforces, from the sources that the product names for them.
+// Limits that the fake enforces; the product names the sources of these numbers.
 inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kMostMultiprocessors = 2;
 inline constexpr int64_t kLongStoreCopy = 64 << 10;
@@ -114,7 +114,7 @@ inline constexpr int64_t kLongStoreCopy = 64 << 10;
 uintptr_t make_stream(bool held, int device = 0);
 void enqueue(uintptr_t stream, std::function<void()> work);
 void release_stream(uintptr_t stream);
-// Sleeps until the stream has worked through its queue; settle(): until all have.
+// Sleeps until the stream has worked through its queue; settle() sleeps until all streams have.
 void drain(uintptr_t stream);
 void settle();
 void destroy_stream(uintptr_t stream);

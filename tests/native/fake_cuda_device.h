@@ -70,14 +70,14 @@ std::vector<int>& contexts();
 // This thread's capture mode.
 int& own_capture_mode();
 
-// What a potentially unsafe call returns: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED after
-// invalidating captures. Precondition of this and the next five: the lock is held.
+// The result of a potentially unsafe call: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED after
+// invalidating captures. Precondition of this and the next five functions: the lock is held.
 cuda::Code unsafe_call();
-// What a call of this function returns, which a test may refuse.
+// The result of a call of this function, which a test may make fail.
 cuda::Code refusal_of(const std::string& function);
 // The capture that this stream is part of, or null.
 FakeCapture* capture_of(const FakeStream* stream);
-// Notes a broken rule.
+// Records a broken rule.
 void require(bool good, const char* rule);
 FakeStream* new_stream(bool held, int device);
 void push(FakeStream* stream, std::function<void()> work);

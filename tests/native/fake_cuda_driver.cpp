@@ -44,7 +44,7 @@ Code device_get_name(char* name, int bytes, int) {
   return cuda::kSuccess;
 }
 Code device_get_pci(char* pci, int bytes, int) {
-  std::strncpy(pci, "FFFF:00:00.0", static_cast<size_t>(bytes));  // which the machine has not
+  std::strncpy(pci, "FFFF:00:00.0", static_cast<size_t>(bytes));  // a device that the machine does not have
   return cuda::kSuccess;
 }
 Code device_get_uuid(cuda::Uuid* uuid, int device) {
@@ -146,7 +146,7 @@ Code stream_query(StreamHandle handle) {
   if (stream->error != cuda::kSuccess) return stream->error;
   return stream->queue.empty() && !stream->busy ? cuda::kSuccess : cuda::kErrorNotReady;
 }
-// As on a real device, a stream that has failed writes nothing.
+// As on a real device, a failed stream writes nothing.
 Code stream_write_value(StreamHandle handle, cuda::DeviceAddress address, uint32_t value, unsigned) {
   const std::lock_guard lock(world().mutex);
   if (world().settings.words_refused) return kInvalidValue;
@@ -290,7 +290,7 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
   };
 #undef FAKE_ENTRY
   if (std::strcmp(name, "cuMemcpyBatchAsync") == 0) {
-    // As in the real driver, the requested version decides which of the two it is.
+    // As in the real driver, the requested version decides which of the two functions is returned.
     if (version > world().settings.version || version < 12080) return kInvalidValue;
     *function = version >= 13000 ? reinterpret_cast<void*>(&batch) : reinterpret_cast<void*>(&batch_12080);
     return cuda::kSuccess;

@@ -28,7 +28,7 @@ void require_idle_devices() {
   }
 }
 
-// Counts a copy call, and returns whether it is to fail. Precondition: the lock is held.
+// Counts a copy call, and returns whether it must fail. Precondition: the lock is held.
 bool fails_now() {
   World& w = world();
   if (w.fail_in < 0) return false;
@@ -46,8 +46,8 @@ Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   return static_cast<const std::byte*>(memory) < base + next->second ? next : all.end();
 }
 Ranges::const_iterator registration_of(const void* memory) { return range_of(world().registered, memory); }
-// Whether one copy may have all these bytes: they are of one registration or of none (LMCache/LMCache#2413),
-// and of one allocation. Precondition: the lock is held.
+// Whether one copy may span all these bytes: they belong to one registration or to none
+// (LMCache/LMCache#2413), and to one allocation. Precondition: the lock is held.
 bool of_one_range(const void* memory, size_t bytes) {
   if (bytes == 0) return true;
   const auto* last = static_cast<const std::byte*>(memory) + bytes - 1;
@@ -144,7 +144,7 @@ Code mem_alloc(DeviceAddress* address, size_t bytes) {
   if (code == cuda::kSuccess) *address = reinterpret_cast<uintptr_t>(memory);
   return code;
 }
-// As the real driver does, waits for what streams were given before.
+// Like the real driver, waits for all work that streams were given before.
 Code mem_free(DeviceAddress address) {
   {
     std::unique_lock lock(world().mutex);
@@ -279,7 +279,7 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
   return {};
 }
 
-// A kernel that waits until a word has come to a number. The fake ends it with its stream.
+// A kernel that waits until a word has reached a number. The fake ends it with its stream.
 std::string wait(const uint32_t* passed, uint32_t value, void* handle) {
   const std::lock_guard lock(world().mutex);
   auto* stream = static_cast<FakeStream*>(handle);

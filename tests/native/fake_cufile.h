@@ -32,10 +32,10 @@ struct FakeCufile {
   uint32_t feature_flags = 0;
   int32_t p2p_flags = 0;
   int32_t version = 1200;
-  bool counts = true;                 // it has statistics, and they count
+  bool counts = true;                 // it has statistics, and they are counted
   bool all_posix = false;             // compatibility mode, whatever the properties say
   std::set<int> posix;                // descriptors of files in compatibility mode
-  size_t posix_below = 0;             // bytes: smaller calls go by POSIX
+  size_t posix_below = 0;             // bytes: smaller calls use POSIX
   std::function<void()> before_move;  // each call calls this before anything moves
   int32_t level = 0;                  // of its statistics
   bool counting = false;
@@ -50,7 +50,7 @@ struct FakeCufile {
   bool set_while_open = false;
   uint32_t pinned_kib = 32u << 20;  // as the properties say
   int64_t calls = 0;
-  ssize_t next_answer = 0;  // what the next call returns instead of moving anything; 0: it moves
+  ssize_t next_answer = 0;  // what the next call returns without moving anything; 0: it moves the bytes
   int next_errno = 0;
 };
 inline FakeCufile fake;
@@ -80,7 +80,7 @@ inline ssize_t fake_move(CufileHandle handle, void* base, size_t bytes, off_t fi
   return moved;
 }
 
-// Laid out as by cuFile 1.15 to 1.18, or by 1.19 and 1.20: the third GPU has the counts.
+// Has the layout of cuFile 1.15 to 1.18, or that of 1.19 and 1.20; the counts are the third GPU's.
 inline CufileError fake_level3(void* out) {
   const std::lock_guard lock(fake.mutex);
   if (fake.level < 3) return {5022, 0};
@@ -238,7 +238,7 @@ struct CufileWorld {
   std::unique_ptr<GDSManager> manager;
 };
 
-// Gives each file content, so that the first look at it has something to read.
+// Gives each file content, so that the first read of it, which finds out its route, has something to read.
 inline void fill_files(const CufileWorld& c, size_t bytes = 8192) {
   for (int32_t device = 0; device < c.files->devices(); ++device) {
     std::ofstream(c.files->at(device, 0).path) << std::string(bytes, 'x');

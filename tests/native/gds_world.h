@@ -24,7 +24,7 @@ namespace flexkv {
 // Unit: seconds. For waits that are expected to end, under sanitizers and load too.
 inline constexpr double kGdsGenerousS = 60;
 
-// A folder of its own, which is removed with the object.
+// A temporary folder, which is removed with the object.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -71,7 +71,7 @@ struct GdsWorldOf {
     manager = std::make_unique<GDSManager>(files, options, device, io);
   }
 
-  // Block i of the pool and image i / 2 on disk i mod 2.
+  // Block i of the pool, and image i / 2 on disk i mod 2.
   static StagedPage page(int64_t block) {
     return {block, static_cast<int32_t>(block % kDisks), 0, block / kDisks * kImage};
   }

@@ -1,4 +1,4 @@
-// A lane whose items the test itself takes.
+// A lane whose work items the test itself takes.
 #pragma once
 #include <atomic>
 #include <memory>

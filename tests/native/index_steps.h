@@ -18,7 +18,7 @@ inline std::vector<BlockKey> keys(size_t count, uint64_t seed) {
   return made;
 }
 
-// Inserts these blocks and publishes those that were not there before.
+// Inserts these blocks and publishes those that were not cached before.
 inline Inserted insert_and_publish(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
   Inserted done = index.insert(group, offered, offered.size());
   const std::vector<uint8_t> ok(done.entries.size(), 1);

@@ -1,4 +1,4 @@
-// The smallest policy: the block that was used last goes first. docs/contributing/add-an-eviction-policy.md
+// The smallest policy: evicts the block that was used last. docs/contributing/add-an-eviction-policy.md
 // quotes it.
 #pragma once
 #include <memory>

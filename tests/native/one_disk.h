@@ -1,4 +1,4 @@
-// One disk without a lane: the test gives it its pages.
+// One disk without a lane: the test itself gives it pages.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -19,7 +19,7 @@ namespace flexkv {
 
 inline constexpr int64_t kOneDiskPageBytes = 4096;
 
-// Takes nothing by itself: the test gives its pages to the disk.
+// Takes no items by itself: the test gives their pages to the disk.
 class IdleLane final : public Lane {
  public:
   const char* name() const override { return "idle"; }

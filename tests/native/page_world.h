@@ -1,4 +1,4 @@
-// Pages for the tests of lanes over slabs: equal runs, files of their own, tags by number.
+// Pages for the tests of lanes over slabs, with runs of equal length, separate files, and numbered tags.
 #pragma once
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -17,7 +17,7 @@
 namespace flexkv {
 
 inline constexpr int64_t kSlabHeaderBytes = 4096;
-// Unit: seconds. Longer than anything in these tests takes.
+// Unit: seconds. More than any step of these tests takes.
 inline constexpr double kWaitS = 60;
 
 // One rank, one run per layer.

@@ -40,7 +40,7 @@ def main() -> None:
     program = build(Variant(None, asked.sanitizer) if asked.sanitizer else Variant.from_environment())
     command = [str(program)]
     if asked.case is not None:
-        # Here doctest would run nothing, and report success.
+        # Otherwise doctest would run nothing and report success.
         if count_cases(program, asked.case) == 0:
             fail(
                 f"--case {asked.case}: no test case has such a name ({program} --list-test-cases lists them)"

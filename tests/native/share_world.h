@@ -1,4 +1,4 @@
-// A unit that shares its slots with others, for the tests of boards and of those who follow them.
+// A unit that shares its slots with others, for the tests of boards and of the units that read them.
 #pragma once
 #include <algorithm>
 #include <array>

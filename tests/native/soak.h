@@ -1,4 +1,5 @@
-// How many times longer the stress tests run (FLEXKV_SOAK, 1 if it is not set), and where they run shorter.
+// How many times longer the stress tests run (FLEXKV_SOAK, 1 if it is not set), and how much shorter under a
+// sanitizer.
 #pragma once
 #include <cstdlib>
 #include <stdexcept>
@@ -6,8 +7,8 @@
 
 namespace flexkv {
 
-// ThreadSanitizer makes every memory access some ten times slower. Cases that differ only in sizes, or have
-// one thread, are fewer there; threads still meet as often.
+// ThreadSanitizer makes every memory access about ten times slower. Under it there are fewer cases that
+// differ only in sizes or have one thread; the cases with several threads stay.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kThreadSanitizer = true;
 #else

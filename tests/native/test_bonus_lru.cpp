@@ -1,4 +1,5 @@
-// What bonus_lru adds to LRU: when a block that was hit is evicted, and how a chain of both kinds is kept.
+// What bonus_lru adds to LRU: when a block that was hit is evicted, and how a chain of blocks with and
+// without hits is kept.
 #include <doctest/doctest.h>
 
 #include <vector>

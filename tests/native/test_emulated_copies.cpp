@@ -1,5 +1,5 @@
-// The code of the copy kernel and of the rotation kernel, run on the CPU with all warps at once, against what
-// the CPU does by itself; and how many blocks they are launched with.
+// The code of the copy kernel and of the rotation kernel, run on the CPU with all warps at once and compared
+// with the CPU's own code; and how many blocks they are launched with.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -86,7 +86,7 @@ struct CopyWorld {
   std::vector<cuda::CopyPage> where;
 };
 
-// Rows to turn, to keep and to zero, from one pool to another, `skew` bytes off the boundary of vectors.
+// Rows to rotate, to copy and to zero, from one pool to another, `skew` bytes off the alignment of vectors.
 template <typename Kind>
 struct RotationWorld {
   using Element = typename Kind::Element;
@@ -188,14 +188,14 @@ TEST_CASE(
 
 namespace {
 
-// What a forward on another stream saw of a load of two layers, and what the kernel left.
+// What a forward pass on another stream saw of a load of two layers, and the bytes that the kernel left.
 struct LayersSeen {
-  bool early = false;   // a layer's wait had passed, and its bytes were not there
-  bool beside = false;  // the first layer's wait had passed while the kernel still had the second one to copy
+  bool early = false;   // a layer's wait had ended, but its bytes were missing
+  bool beside = false;  // the first layer's wait had ended before the kernel copied the second layer
   bool counted = false;
 };
 
-// `counted_before`: warps that somebody has counted already. `first_is_empty`: the first layer's chunks
+// `counted_before`: number of warps that are counted already. `first_is_empty`: the first layer's chunks
 // belong to the second stage.
 LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   CopyWorld world(73728, 0);
@@ -216,7 +216,8 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
       cuda::wait_kernel(&passed, layer);
       if (layer == 0) seen.beside = cuda::read_word(&passed) == 0;
       const Segment& segment = world.segments[layer];
-      // The race that ThreadSanitizer would report is the fences' part, which the emulation does not have.
+      // Preventing the race that ThreadSanitizer would report is the task of the fences, which the emulation
+      // lacks.
       for (const cuda::CopyPage& page : kThreadSanitizer ? std::vector<cuda::CopyPage>{} : world.where) {
         const auto* from =
             reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
@@ -231,7 +232,7 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   return seen;
 }
 
-// Whether that is so in one of some rounds: it depends on which thread has its turn.
+// Whether that happens in at least one of several rounds: it depends on the order in which threads run.
 template <typename Check>
 bool in_some_round(const Check& check) {
   for (int round = 0; round < 100; ++round) {
@@ -288,7 +289,7 @@ TEST_CASE("a launch takes one full block a multiprocessor, and no more than its 
   CHECK(blocks_for(1, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(32, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(33, kFullBlockThreads, 8) == 2);
-  // Eight multiprocessors get eight blocks of 1,024 threads, however much there is to do.
+  // Eight multiprocessors get eight blocks of 1,024 threads, whatever the amount of work.
   for (const int64_t items : {int64_t{8 * 32}, int64_t{8 * 32 + 1}, int64_t{1} << 40, INT64_MAX}) {
     CHECK(blocks_for(items, kFullBlockThreads, 8) == 8);
   }

@@ -1,4 +1,5 @@
-// The code of the transform kernel, run on the CPU with all warps at once, against the CPU's transform.
+// The code of the transform kernel, run on the CPU with all warps at once and compared with the CPU's
+// transform.
 #include <doctest/doctest.h>
 
 #include "emulated_cuda.h"
@@ -13,7 +14,7 @@ using namespace flexkv;
 
 namespace {
 
-// Few, because each thread is one of the operating system's.
+// Few, because each is a thread of the operating system.
 constexpr unsigned kBlocks = 2, kBlockThreads = 64;
 
 void run_transform(const TransformBatch& batch) {
@@ -32,7 +33,7 @@ std::shared_ptr<TransformDevice> emulated_device() {
   return transform_device_of("host, as a GPU would", &run_transform);
 }
 
-// Whether the kernel puts the same bytes and digests into the slots as the CPU.
+// Whether the kernel writes the same bytes and digests into the slots as the CPU.
 bool stores_alike(TransformWorld& world) {
   put(world.slots, random_bytes(world.slots.size(), 2));
   world.move(*host_transform_device(), false);
@@ -42,7 +43,7 @@ bool stores_alike(TransformWorld& world) {
   return world.slots == expected;
 }
 
-// Whether the kernel brings them back, finds every digest right, and touches nothing else.
+// Whether the kernel copies them back, finds every digest right, and touches nothing else.
 bool loads_alike(TransformWorld& world) {
   const ByteVector before = random_bytes(world.pool.size(), 3);
   put(world.pool, before);

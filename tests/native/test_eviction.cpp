@@ -1,5 +1,4 @@
-// The contract between the block index and its eviction policies, for every policy and for one that is made
-// here.
+// The contract between the block index and its eviction policies, for every policy and for one defined here.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -31,7 +30,7 @@ std::vector<BlockKey> reversed(std::vector<BlockKey> of) {
   return of;
 }
 
-// Everything that happens to a cache, in random order.
+// All operations on a cache, in random order.
 void take_random_steps(const PolicyKind& policy) {
   std::mt19937 random(15);
   BlockIndex index({300, 100}, policy, 7);
@@ -188,7 +187,7 @@ TEST_CASE("a chain is found as one walk after every policy admitted it") {
     const auto chain = keys(64, 2);
     const auto entries = store(index, chain);
     use(index, chain);
-    // The chain is evicted from its end, one by one: it lies in its order in one list.
+    // The chain is evicted from its end, block by block, because it is in order in one list.
     CHECK(index.evict(0, 64) == reversed(chain));
     CHECK(std::is_sorted(entries.begin(), entries.end()));
   }

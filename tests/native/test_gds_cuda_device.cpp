@@ -38,7 +38,7 @@ std::string launch(const TransformBatch& batch, TransformGrid, int multiprocesso
   return {};
 }
 
-// Remembers which device was current when memory was registered, removed and used; refuses on request.
+// Records which device was current when memory was registered, deregistered and used; refuses on request.
 class ContextIo : public FileIo {
  public:
   explicit ContextIo(std::shared_ptr<FileIo> inner) : inner_(std::move(inner)) {}
@@ -135,7 +135,7 @@ TEST_CASE("gds on a fake GPU: every byte arrives, on its device alone, beside a 
   CHECK(world.pool == content);
   CHECK(fake_cuda::end_capture(captured));
   fake_cuda::destroy_stream(captured);
-  // There is no context on device 0, and this thread is as it was.
+  // There is no context on device 0, and this thread's context has not changed.
   CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
   CHECK(fake_cuda::current_device() == -1);
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
@@ -144,7 +144,7 @@ TEST_CASE("gds on a fake GPU: every byte arrives, on its device alone, beside a 
 TEST_CASE("gds on a fake GPU: staging is registered and let go with its device current, whoever calls") {
   GpuWorld world(1);
   std::thread([&] {
-    fake_cuda::set_device(0);  // this engine's thread uses another device
+    fake_cuda::set_device(0);  // this thread of the engine uses another device
     CHECK(fake_cuda::take_violation("nobody asked for"));
     CHECK(world.move(false).ok());
     CHECK(world.io->registered_on == 1);
@@ -163,7 +163,7 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
   }
   GpuWorld refused;
   refused.io->refusal = "cuFileBufRegister: out of BAR space";
-  CHECK(refused.move(false).ok());  // it works even so
+  CHECK(refused.move(false).ok());  // it works nevertheless
   CHECK(refused.manager->describe().find(
             "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
 }
@@ -283,7 +283,7 @@ TEST_CASE("gds on a fake GPU: ranges of layers arrive one by one, each checked b
   world.fill();
   const std::vector<unsigned char> content = world.pool;
   REQUIRE(world.move(false).ok());
-  // The trailers, as whoever seals pages writes them: a range reads them anew.
+  // The trailers as the sealing of pages writes them: a read of a range reads them again.
   std::vector<StagedPage> pages;
   for (int64_t i = 0; i < GpuWorld::kBlocks; ++i) pages.push_back({i, 0, 0, i * GpuWorld::kImage});
   const auto read = [&](LayerRange layers) {

@@ -19,7 +19,7 @@ TEST_CASE("a closed manager keeps no file and no registration") {
   CHECK(fake.files.empty());
   CHECK(fake.buffers.empty());
   CHECK(open_files() < files_before);
-  CHECK(c.manager->devices() == 2);  // the manager still knows which files they were
+  CHECK(c.manager->devices() == 2);  // the manager still knows which files were registered
 }
 
 TEST_CASE("staged transfers make one aligned cuFile call a page, into memory registered once") {
@@ -35,7 +35,7 @@ TEST_CASE("staged transfers make one aligned cuFile call a page, into memory reg
   CHECK(read.ok());
   CHECK(read.bounced_calls == 0);
   CHECK(c.world.pool == content);
-  CHECK(fake.calls == 2 * GdsWorld::kBlocks + 2);  // and a look at each file
+  CHECK(fake.calls == 2 * GdsWorld::kBlocks + 2);  // and one read of each file
   CHECK(fake.buffers.size() == 1);
   CHECK(c.io->name().find("GPUDirect Storage (nvidia-fs 2.0)") != std::string::npos);
 }
@@ -76,7 +76,7 @@ TEST_CASE(
   const TransferReport written = c.manager->transfer(*c.world.map, pages, false);
   CHECK(written.ok());
   CHECK(written.bounced_calls == GdsWorld::kBlocks);
-  CHECK(fake.calls == 2);  // a look at each file, and nothing more
+  CHECK(fake.calls == 2);  // one read of each file, and nothing more
   std::memset(c.world.pool.data(), 0, c.world.pool.size());
   CHECK(c.manager->transfer(*c.world.map, pages, true).ok());
   CHECK(c.world.pool == content);
@@ -101,7 +101,7 @@ TEST_CASE("compatibility mode is said, and never called GPUDirect or direct") {
   const TransferReport report = c.transfer(false);
   CHECK(report.ok());
   CHECK(report.bounced_calls == GdsWorld::kBlocks);
-  CHECK(fake.calls == GdsWorld::kBlocks);  // nothing needs a look
+  CHECK(fake.calls == GdsWorld::kBlocks);  // no file needs a read
 }
 
 TEST_CASE("staging that cuFile does not register works all the same") {
@@ -118,7 +118,7 @@ TEST_CASE("a driver that does not open is an error that says why; without a GPU 
   reset_fake();
   fake.open_error = 5001;
   CHECK_THROWS_WITH_AS(Cufile{fake_table()}, doctest::Contains("5001"), ConfigError);
-  fake.open_error = 5026;  // somebody else in this process has opened it already
+  fake.open_error = 5026;  // another user in this process has opened it already
   {
     const Cufile opened(fake_table());
   }

@@ -1,4 +1,4 @@
-// Which context cuFile's driver is opened in, on a fake GPU and with a fake libcufile.
+// The context in which cuFile's driver is opened, on a fake GPU and with a fake libcufile.
 #include "cuda/device.h"
 #include "fake_cuda.h"
 #include "fake_cufile.h"
@@ -28,7 +28,7 @@ TEST_CASE("cufile context: what a machine promises is asked with the device curr
   CHECK(fake_cuda::current_device() == -1);  // as it was
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
   users.emplace();
-  static_cast<void>(open(nullptr));  // the control: opened alone, it has no context
+  static_cast<void>(open(nullptr));  // the control: opened without one, it has no context
   CHECK(opened.device == -1);
 
   fake.status_flags = 0;

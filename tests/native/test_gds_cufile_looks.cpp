@@ -1,5 +1,5 @@
-// The reads by which a manager learns, before its first transfer, which way cuFile's files go. Their disks
-// may never answer.
+// Before its first transfer a manager reads each file once to learn which route cuFile uses for it. The disks
+// may never answer these reads.
 #include <future>
 #include <thread>
 
@@ -32,7 +32,7 @@ struct SilentDisks {
   }
   ~SilentDisks() {
     disk.release();
-    // The two left are the world's manager and its own: the read has dropped its reference.
+    // The two remaining references are the world's manager and its own: the read has dropped its reference.
     const auto deadline = deadline_in(kGdsGenerousS);
     while (world.io.use_count() > 1 + 1 && seconds_until(deadline) > 0) std::this_thread::yield();
     CHECK(world.io.use_count() <= 1 + 1);

@@ -1,5 +1,5 @@
-// Which way cuFile's calls go, for each file and each call: as cuFile's statistics show, and "not known"
-// without them.
+// The route of cuFile's calls, for each file and each call: from cuFile's statistics, and "not known" without
+// them.
 #include <chrono>
 #include <condition_variable>
 #include <thread>
@@ -55,7 +55,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   CHECK(says(c, "1 of 2 files by GPUDirect Storage"));
   CHECK(says(c, c.files->at(1, 0).path + " by POSIX calls inside cuFile"));
   CHECK(!says(c, "GPUDirect Storage ("));
-  CHECK(c.manager->direct_refusal().empty());  // one file that goes direct is enough
+  CHECK(c.manager->direct_refusal().empty());  // one file with the direct route is enough
 }
 
 TEST_CASE("cufile routes: properties that promise GPUDirect are not believed against the statistics") {
@@ -97,7 +97,7 @@ TEST_CASE("cufile routes: memory that cuFile did not register is bounced") {
     CHECK(c.manager->direct_refusal().find("cuFileBufRegister") != std::string::npos);
   }
   reset_fake();
-  CufileWorld pool;  // an engine's pool, which nobody registers
+  CufileWorld pool;  // an engine's pool, which is never registered
   fill_files(pool);
   alignas(4096) static char memory[4096];
   const IoCall call{false, 0, 0, 0, memory, 4096};
@@ -156,7 +156,7 @@ TEST_CASE("cufile routes: cuFile counts for us while it is open, and for others 
   }
   CHECK(fake.level == 0);
   CHECK(!fake.counting);
-  fake.level = 3;  // somebody else set it
+  fake.level = 3;  // another library set it
   fake.counting = true;
   {
     const Cufile cufile(fake_table());
@@ -196,7 +196,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   CHECK(ops.watch.end(first, one, true) == IoRoute::kDirect);
   ops.now.bounced += 1;
   CHECK(ops.watch.end(second, two, true) == IoRoute::kUnknown);
-  CHECK(two->load() == IoRoute::kDirect);  // the route that was seen last
+  CHECK(two->load() == IoRoute::kDirect);  // the most recent route
   CHECK(ops.watch.calls().unknown == 1);
 
   first = ops.watch.begin();
@@ -206,7 +206,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   CHECK(one->load() == IoRoute::kDirect);
 
   first = ops.watch.begin();
-  ops.now = {};  // somebody has reset the statistics
+  ops.now = {};  // the statistics were reset meanwhile
   CHECK(ops.watch.end(first, one, true) == IoRoute::kUnknown);
   ops.there = false;
   first = ops.watch.begin();
@@ -304,5 +304,5 @@ TEST_CASE("cufile users: the driver is opened once, and stays open after its las
     CHECK(opens == 1);
     CHECK(closes == 0);
   }
-  CHECK(closes == 1);  // the control: closing would be seen. The process's own users are never destroyed
+  CHECK(closes == 1);  // the control: closing would be noticed. The process's own users are never destroyed
 }

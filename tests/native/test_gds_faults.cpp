@@ -1,5 +1,5 @@
 // Transfers with disks and devices that fail: the bad pages are named, the others are good, nothing leaks,
-// and the next transfer goes as if nothing had happened.
+// and the next transfer is not affected.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -242,7 +242,7 @@ TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest 
     world.manager->cancel();
     world.io->release();
     transfer.join();
-    // Its blocks are used again at once, so nothing of the transfer may arrive later.
+    // Its blocks are reused at once, so no bytes of the transfer may arrive later.
     CHECK(world.io->in_flight() == 0);
     std::memset(world.pool.data(), 0x5A, world.pool.size());
     const auto reused = world.pool;

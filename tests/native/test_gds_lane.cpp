@@ -80,7 +80,7 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   std::swap(other.places[0], other.places[1]);
   REQUIRE(world.engine->wait(submit_op(*world.engine, other), kGdsGenerousS));
   CHECK(world.engine->poll(1).front().causes == std::vector<FailureCause>(2, FailureCause::kContent));
-  // Staging that cannot be allocated. It takes a lane of its own, because staging is made once.
+  // Staging that cannot be allocated. This needs a separate lane, because staging is allocated once.
   LaneWorld poor({});
   poor.device->fail_allocation(true);
   const OpResult starved = poor.run(OpKind::kGdsRead, kCount);
@@ -135,13 +135,13 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   both(world.op(OpKind::kGdsRead, 4), std::move(other));
   const auto run_of = [&](const auto& pool, int32_t block) { return pool.data() + block * kLaneRun; };
   CHECK(std::memcmp(run_of(world.pool, 1), run_of(content, 1), kLaneRun) == 0);
-  // Whichever comes last, a block holds one op's page whole.
+  // Whichever op ends last, a block holds the complete page of one op.
   for (const auto& [block, place] : {std::pair{0, 1}, std::pair{3, 0}}) {
     const auto* found = run_of(world.pool, block);
     const bool mine = std::memcmp(found, run_of(content, block), kLaneRun) == 0;
     CHECK((mine || std::memcmp(found, run_of(content, place), kLaneRun) == 0));
   }
-  // Two writes: of the same blocks to other places, then to the same ones.
+  // Two writes of the same blocks: to other places, then to the same places.
   other = world.op(OpKind::kGdsWrite, 2);
   other.places = {9, 8};
   both(world.op(OpKind::kGdsWrite, 2), std::move(other));
@@ -240,13 +240,13 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
     for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
       const LayerWait found = world.engine->wait_layer(ticket, layer, kGdsGenerousS);
       REQUIRE(found.in_time);
-      if (fault == IoFault::kCorrupt) {  // named before any of its layers is read
+      if (fault == IoFault::kCorrupt) {  // reported before any of its layers is read
         REQUIRE(found.failed.size() == 1);
         CHECK(found.failed.front() == std::pair(of_disk, std::vector<int32_t>{2}));
         continue;
       }
       CHECK(found.failed.empty());
-      // All layers have arrived, even at the first one.
+      // All layers have arrived, even at the wait for the first one.
       for (int32_t at = 0; at < kLaneLayers * kLaneBlocks; ++at) {
         if (at % kLaneBlocks >= kCount) continue;
         const auto* run = world.pool.data() + at * kLaneRun;

@@ -14,7 +14,7 @@ using namespace flexkv;
 namespace {
 
 constexpr int32_t kPages = 7;  // more than there are staging slots
-// A byte of an image that only reads of the second range, of layers 1 to 3, bring.
+// A byte of an image that is read only with the second range, of layers 1 to 3.
 constexpr int64_t kInSecond = 3 * kLaneRun + 5;
 
 int64_t in_page(int32_t place, int64_t offset) { return kLaneHeader + place * 16384 + offset; }
@@ -37,7 +37,7 @@ struct LayerWorld : LaneWorld {
     const auto at = static_cast<size_t>((layer * kLaneBlocks + block) * kLaneRun);
     return std::memcmp(pool.data() + at, content.data() + at, kLaneRun) == 0;
   }
-  // Whether the pool has these layers of every page but `without`.
+  // Whether the pool has these layers of every page except `without`.
   bool has_layers(int32_t lo, int32_t hi, int32_t without = -1) const {
     for (int32_t block = 0; block < kPages; ++block) {
       for (int32_t layer = lo; layer < hi; ++layer) {
@@ -66,7 +66,7 @@ TEST_CASE("the first layer of gds pages is there while the last ones are still b
   REQUIRE(first.in_time);
   CHECK(first.failed.empty());
   CHECK(world.has_layers(0, 1));
-  CHECK_FALSE(world.has(4, 1));  // of another page these may be coming right now
+  CHECK_FALSE(world.has(4, 1));  // another page's may be arriving right now
   CHECK_FALSE(world.engine->wait_layer(ticket, 1, 0.05).in_time);
   world.io->release();
   CHECK(world.result(ticket).status == Status::kOk);
@@ -94,7 +94,7 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
   constexpr int64_t kTrailer = 12288;
   struct Place {
     int64_t offset;
-    int32_t good_layers;  // layers of the page that have come
+    int32_t good_layers;  // layers of the page that have arrived
   };
   for (const auto& [what, fault, cause, miss] :
        {Way{"EIO", IoFault::kFail, FailureCause::kSource, PageMiss::kIo},
@@ -119,7 +119,8 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
 }
 
 TEST_CASE("a gds page that is damaged between its ranges is refused by the trailer of the later one") {
-  // Every page's second range is held up, so that no thread reads the last page's before it is damaged.
+  // The reads of every page's second range are held, so that no thread reads the last page's before it is
+  // damaged.
   std::vector<FileFaultRule> stalls;
   for (int32_t place = 0; place < kPages; ++place) {
     stalls.push_back({.fault = IoFault::kStall, .write = false, .offset = in_page(place, kInSecond)});

@@ -1,4 +1,4 @@
-// Transforms and I/O of different pages overlap: a page that a disk holds back holds back no other page.
+// Transforms and I/O of different pages overlap: a page that waits for its disk delays no other page.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -28,7 +28,7 @@ class EndedPages : public PageGate {
 };
 
 constexpr int32_t kStalled = 2;      // image 1 of disk 0: early, and in the first slots
-constexpr double kNeverEndsS = 0.2;  // for what must not happen
+constexpr double kNeverEndsS = 0.2;  // how long to wait for what must not happen
 
 // Whether all other pages end while one page's call is stalled. `serial`: one page after the other, as a
 // transfer without overlap would move them.

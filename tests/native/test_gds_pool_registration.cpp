@@ -1,5 +1,6 @@
-// The engine's pool registered with cuFile: blocks of one piece move straight between disk and pool, and no
-// registration outlives the pool's memory. A fake cuFile counts both; plain memory stands in for a GPU's.
+// The engine's pool is registered with cuFile: blocks of one piece move straight between disk and pool, and
+// no registration outlives the pool's memory. A fake cuFile counts the moves and registrations; plain memory
+// stands in for a GPU's.
 #include <fstream>
 #include <numeric>
 
@@ -14,7 +15,7 @@ using namespace flexkv;
 
 namespace {
 
-// A device of which disks reach `window` bytes.
+// A device with `window` bytes that disks can reach.
 class NarrowDevice : public TransformDeviceAround {
  public:
   explicit NarrowDevice(int64_t window) : TransformDeviceAround(host_transform_device()), window_(window) {}
@@ -34,8 +35,8 @@ struct RegionOptions {
   RegisterPool mode = RegisterPool::kAuto;
   int64_t piece_bytes = 64 << 10;
   int64_t window = 0;
-  int64_t shift = 0;        // bytes of the pool's address off a 4 KiB boundary
-  bool empty_file = false;  // a look finds nothing to read
+  int64_t shift = 0;        // distance of the pool's address from a 4 KiB boundary, in bytes
+  bool empty_file = false;  // the first read finds nothing to read
 };
 
 // A block-first pool of 12 blocks and one file, over the fake.
@@ -202,7 +203,7 @@ TEST_CASE("pool registration: the control, without registration every page passe
     CHECK(off.refusal() == "gds.register_pool is off");
   }
   reset_fake();
-  PoolWorld left_out;  // nobody names the pool
+  PoolWorld left_out;  // the pool is not named
   left_out.manager->reserve_staging(*left_out.map, PoolWorld::pages());
   CHECK(left_out.there_and_back().staged);
 }
@@ -305,7 +306,7 @@ TEST_CASE("pool registration: what cannot be registered passes through staging, 
       options.mode = mode;
       PoolWorld world(options);
       world.start();
-      // `on` also takes what does not show which way its calls go.
+      // `on` also accepts a cuFile that does not show the route of its calls.
       const bool registers = mode == RegisterPool::kOn && world.in_pool() > 0;
       CHECK(registers == (mode == RegisterPool::kOn &&
                           (fake.version == 1140 || (fake.all_posix && fake.status_flags != 0))));

@@ -98,7 +98,7 @@ struct BackendPool {
       pointers.push_back(reinterpret_cast<int64_t*>(bytes.data() + i * tensor_bytes));
     }
   }
-  // By the comments at BackendType, in bytes, and not by the handler's own arithmetic.
+  // In bytes, from the comments at BackendType and not from the handler's own arithmetic.
   unsigned char* run(int64_t layer, int64_t kv, int64_t block) {
     const int64_t index = Type == BackendType::TRTLLM ? (block * kTensorLayers + layer) * 2 + kv
                           : Type == BackendType::VLLM ? (layer * 2 + kv) * kTensorBlocks + block

@@ -1,4 +1,4 @@
-// The layout transform's functions, run lane by lane, against the vectorised path and plain copies.
+// The layout transform's functions, run lane by lane and compared with the vectorised path and plain copies.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -48,7 +48,7 @@ TEST_CASE("lanes and the vectorised path move and digest the same bytes, whateve
         const ByteVector other = world.pool;
         const BatchResult result = world.move(*device, true);
         CHECK(result.bad_run == std::vector<int32_t>(4, kNoBadRun));
-        // Runs hold what they held at first; every byte between them is as it was before.
+        // Runs hold their initial bytes; every byte between them is unchanged.
         ByteVector expected = other;
         for (const Segment& segment : world.map->runs()) {
           for (int64_t block = 0; block < 4; ++block) {
@@ -162,7 +162,7 @@ TEST_CASE("a place of the disk tier is where the rule of raw files has the block
   constexpr int32_t kSlots = 50;
   for (const int32_t disks : {1, 2, 3, 7}) {
     const RawFileRule rule(disks, 1, kSlots);
-    const RawFileRule other(disks, 2, kSlots);  // the control: another rule gives other places
+    const RawFileRule other(disks, 2, kSlots);  // the control: another rule gives different places
     int32_t same = 0;
     for (int32_t place = 0; place < disks * kSlots; ++place) {
       const StripedSlot at = striped_slot(place, disks);

@@ -1,4 +1,4 @@
-// Transfers over rings, with faults below them: what the ring reports, and what follows from it.
+// Transfers over rings with faults below them: what the ring reports, and how the transfer reacts.
 #include <doctest/doctest.h>
 
 #include "base/error.h"
@@ -29,7 +29,7 @@ struct RingWorld {
 
   // `pieces` reads of equal length that together fill `memory`.
   std::vector<IoOutcome> read(std::vector<unsigned char>& memory, int64_t pieces) {
-    // Never aligned: a direct file cannot serve a read of odd length, as a fault leaves one.
+    // Never aligned: a direct file cannot serve a read of odd length, such as a fault leaves behind.
     std::vector<unsigned char> room(static_cast<size_t>(kBytes) + 8192);
     unsigned char* const start = room.data() + (4096 - reinterpret_cast<uintptr_t>(room.data()) % 4096) + 8;
     const int64_t each = kBytes / pieces;
@@ -63,7 +63,7 @@ TEST_CASE("a ring moves more calls than it has places, and finishes what came sh
   }
   CHECK(memory == world.content);
   CHECK(world.faults->acted() == 3);
-  // Odd lengths and addresses go through the page cache.
+  // I/O of odd lengths and addresses uses the page cache.
   IoCall call{false, 0, 0, 4097, memory.data() + 1, 1001};
   CHECK(world.io->route(call) == IoRoute::kBounced);
   CHECK(world.io->transfer(call).bytes == 1001);

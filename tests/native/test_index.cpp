@@ -31,7 +31,7 @@ std::string hash(const std::string& text, Sha256Compress compress) {
   return hex(sha.finish());
 }
 
-// One group, with all of its slots up.
+// One group with all of its slots available.
 struct FullIndex : BlockIndex {
   explicit FullIndex(uint32_t slots) : BlockIndex({slots}, "lru", 42) { grow(0, slots); }
 };
@@ -161,7 +161,7 @@ TEST_CASE("what was found is leased as long as it is the same block, all of it o
   index.unpin(found);
   index.check_integrity(found);
   index.unpin(found);
-  store(index, later);  // evicts the chain's end, and takes its entries
+  store(index, later);  // evicts the chain's end, and reuses its entries
   const auto left = match(index, chain);
   REQUIRE(left.size() == 2);
   CHECK(match(index, later) == std::vector<EntryId>{found[2], found[3]});
@@ -251,7 +251,7 @@ TEST_CASE("all leases but those named end, and what was pending without one leav
   const std::vector<EntryId> never_leased = {kNoEntry};
   CHECK_THROWS_AS(index.keep_leases(never_leased), ContractError);
   const std::vector<EntryId> leased = {named.entries[0], stored.entries[1]};
-  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);  // the removed one, the others that are ready, the lost
+  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);  // the removed entry, the other ready ones, the lost one
   index.check_integrity(leased);
   CHECK(index.free_slots(0) == 5);
   std::vector<EntryId> found(2);

@@ -22,7 +22,7 @@ TEST_CASE("blocks from before are found in their slots, the oldest leave first")
   BlockIndex index({8}, "lru", 42);
   index.grow(0, 8);
   const auto chain = keys(4, 1);
-  // A chain that was used together: its last block was marked first.
+  // A chain of blocks that were used together: the last one was marked first.
   const std::vector<BlockKey> oldest_first(chain.rbegin(), chain.rend());
   const std::vector<int32_t> at = {6, 2, 5, 0};
   std::vector<uint8_t> taken(4);

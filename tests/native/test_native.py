@@ -1,4 +1,4 @@
-"""The C++ tests as users' builds compile them. `make test` has them under the sanitizers instead (`sanitizers/`)."""
+"""The C++ tests, compiled as in users' builds. `make test` runs them under the sanitizers instead (`sanitizers/`)."""
 
 from __future__ import annotations
 

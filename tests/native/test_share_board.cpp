@@ -1,4 +1,4 @@
-// Pages that another unit overwrites while they are copied: a copy is whole, or it does not count.
+// Pages that another unit overwrites while they are copied: a copy counts only if it is consistent.
 #include <doctest/doctest.h>
 
 #include <array>

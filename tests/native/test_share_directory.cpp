@@ -175,7 +175,7 @@ TEST_CASE("share: what changes while a large board is being read is not missed")
   PeerDirectory directory;
   directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {PeerFormat{}});
   REQUIRE(directory.follow() < kSlots);
-  board.publish(0, 0, share_key(1));  // in a row that was read already
+  board.publish(0, 0, share_key(1));  // in a row that has been read already
   while (directory.follow() > 0) {
   }
   CHECK(directory.find(share_key(1), 0).peer == 0);
@@ -195,7 +195,7 @@ TEST_CASE("share: others are found while a large peer is being forgotten, which 
   while (directory.follow() > 0) {
   }
   REQUIRE(directory.pages(large) == kSlots);
-  // As many keys as a long prompt has blocks, of which one is known for as long.
+  // As many keys as a long prompt has blocks; the first of them stays known throughout.
   std::vector<BlockKey> wanted(1000, share_key(kSlots + 2));
   wanted.front() = share_key(kSlots);
   std::vector<PeerPlace> places;

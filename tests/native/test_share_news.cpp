@@ -1,4 +1,4 @@
-// What a directory has to say of its peers' pages: once per page, for all or for those that are asked for.
+// News that a directory reports of its peers' pages: once per page, for all pages or for the requested ones.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ RowFacts page(uint64_t number, uint32_t group = 0) {
   return facts;
 }
 
-// Takes over news as a unit does. Whether each page that went was known, or came meanwhile.
+// Applies news as a unit does. Returns whether each removed page was known, or had been added meanwhile.
 struct KnownPages {
   std::set<uint64_t> pages;
 
@@ -86,12 +86,12 @@ TEST_CASE("share news: whatever is taken in whatever order, what is known in the
   KnownPages known;
   std::set<uint64_t> there;
   std::vector<PeerNews> out;
-  constexpr uint64_t kPages = 3000;  // many enough for records that were passed to be removed
+  constexpr uint64_t kPages = 3000;  // enough that records which have been read are removed
   for (int round = 0; round < 200; ++round) {
     for (uint32_t told = random() % 2000; told > 0; --told) {
       const uint64_t number = random() % kPages;
       const bool came = random() % 2 == 0;
-      if (came == there.contains(number)) continue;  // peers tell of changes
+      if (came == there.contains(number)) continue;  // peers report changes
       news.tell(page(number), came);
       if (came) {
         there.insert(number);

@@ -1,5 +1,5 @@
-// Two KV groups, each with its own image, whose pages lie in the slots of one slab: by the disk lane through
-// host memory, and by the gds lane from a pool in plain memory.
+// Two KV groups, each with its own image, whose pages are in the slots of one slab. The disk lane moves them
+// through host memory, and the gds lane from a pool in plain memory.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -80,7 +80,7 @@ struct SharedWorld {
     REQUIRE(results.size() == 1);
     return std::move(results.front());
   }
-  // Stores a page straight from the group's pool to the slab, trailer and all.
+  // Stores a page, including its trailer, straight from the group's pool to the slab.
   void store(int32_t group, int32_t place, int32_t number) {
     OpResult written = run(OpKind::kGdsWrite, group, place, number);
     REQUIRE(written.status == Status::kOk);
@@ -152,7 +152,7 @@ TEST_CASE("a page of one group in a shared slab is a miss for the other, by eith
       CHECK(result.causes == std::vector<FailureCause>{FailureCause::kContent});
       CHECK(world.run(read, 1 - group, place, number).status == Status::kOk);
     }
-    // Written over a larger image, whose trailer stays whole behind the smaller one.
+    // Written over a larger image, whose trailer stays intact behind the smaller image.
     world.store(1, 2, 7);
     CHECK(world.run(read, 0, 2, 5).failed.size() == 1);
     CHECK(world.missed(PageMiss::kData) == 1);
@@ -166,7 +166,7 @@ TEST_CASE("where images are alike the group in the trailer alone tells two group
     world.fill(1);
     world.store(1, 4, 4);
     for (const OpKind read : {OpKind::kGdsRead, OpKind::kDiskRead}) {
-      // The control: with one number for both, each is served the other's page.
+      // The control: with one number for both groups, each is served the other's page.
       CHECK((world.run(read, 0, 4, 4).status == Status::kOk) == (second == 0));
     }
     CHECK(world.missed(PageMiss::kGroup) == (second == 0 ? 0 : 2));

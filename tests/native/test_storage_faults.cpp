@@ -1,4 +1,4 @@
-// What a disk makes of I/Os that fail, come short, are damaged or hang, page by page.
+// How a disk handles I/Os that fail, come short, are damaged or hang, page by page.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -18,7 +18,7 @@
 namespace flexkv {
 namespace {
 
-// Passes everything on, and calls functions that a test gives it.
+// Forwards all calls, and also calls functions that a test gives it.
 class HookedQueue final : public IoQueue {
  public:
   struct Hooks {
@@ -60,7 +60,7 @@ WrapQueue hooked(std::shared_ptr<HookedQueue::Hooks> hooks, int32_t only_disk) {
   };
 }
 
-// Writes all pages; the slots that they are read into hold something else.
+// Writes all pages; the slots into which they are read hold other bytes.
 void store_all(DiskWorld& world) {
   for (int32_t i = 0; i < kWorldPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
   world.submit(OpKind::kDiskWrite, 0, kWorldPlaces, 0);
@@ -96,7 +96,7 @@ TEST_CASE("a page of a disk fails by name where its read fails, comes short or i
     PageMiss miss;
     FailureCause cause;
   };
-  // A byte of the last run, so that only the last range of layers has it.
+  // A byte of the last run, so that it belongs only to the last range of layers.
   const int64_t last = 2 * kWorldRun + 2000;
   for (const bool layerwise : {false, true}) {
     for (const auto& [action, miss, cause] :
@@ -164,7 +164,8 @@ TEST_CASE("a page read by layers is checked for what it is, like a whole one") {
 TEST_CASE("a later range of layers leaves the layers that are in place alone") {
   DiskWorld world(IoBackend::kThreads);
   store_all(world);
-  // The second range begins in the first layer's last sector. What arrives damaged there does not count.
+  // The second range begins in the first layer's last sector. Damage to the first layer's bytes there does
+  // not count.
   REQUIRE(layer_stages(*world.codec) == std::vector<int32_t>{0, 1});
   IoFaultRule rule;
   rule.action = IoFaultAction::kCorrupt;
@@ -233,7 +234,7 @@ TEST_CASE("a disk without space stays, and is no longer full once a write finds 
   rule.disk = 0;
   rule.error = ENOSPC;
   rule.times = 1;
-  // Every slot has space of its own, so that each write is tried.
+  // Every slot has its own space, so that each write is attempted.
   for (int32_t i = 0; i < 4; ++i) {
     world.faults->add(rule);
     CHECK(write_page(world, 0).status == Status::kFailed);

@@ -1,5 +1,5 @@
-// Trailers and slab files by themselves: what a page on disk has to name, which sectors a range of layers
-// reads, and whom a slab keeps out of its folder.
+// Trailers and slab files by themselves: what a page on disk must name, which sectors the read of a range of
+// layers covers, and which processes a slab keeps out of its folder.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/file.h>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr uint64_t kNow = 1'000;
 
-// A file that is gone at the end.
+// A file that is removed at the end.
 struct NamedSlab {
   explicit NamedSlab(std::string name, const PageCodec& codec, int32_t slots)
       : path(std::move(name)), shape(make_slab(path, codec, slots, 1)) {}
@@ -65,7 +65,7 @@ TEST_CASE("a trailer is accepted for its own place, group and tag alone, and its
   CHECK(with([](PageTag& wanted) { ++wanted.tokens; }) == PageMiss::kTokens);
   CHECK(with([](PageTag& wanted) { ++wanted.expiry; }) == PageMiss::kNone);  // only the page's own counts
   CHECK(page_codec(3, 2304, 1)->check_trailer(image.data(), place, tag, kNow).miss == PageMiss::kGroup);
-  // The trailer's digest covers each byte of it, those of the last run's digest too.
+  // The trailer's digest covers each byte of the trailer, including those of the last run's digest.
   const auto trailer = static_cast<size_t>(codec->image().trailer_offset());
   for (size_t at = 0; at < static_cast<size_t>(codec->image().trailer_bytes()); ++at) {
     image[trailer + at] ^= std::byte{1};
@@ -125,7 +125,7 @@ TEST_CASE("zeros written ahead leave pages as they are") {
   for (const int64_t slot : {0, 3, 40})
     REQUIRE(pwrite(fd, page.data(), page.size(), slab->offset(slot)) == size);
   ZeroFill fill({slab});
-  CHECK(fill.step() == 0);  // nothing was written yet that zeros could be ahead of
+  CHECK(fill.step() == 0);  // no page was written yet, so zeros cannot be ahead of one
   fill.wrote(0, 3);
   int64_t written = 1;
   for (int step = 0; written > 0 && step < 1000; ++step) written = fill.step();

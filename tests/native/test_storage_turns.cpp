@@ -1,5 +1,5 @@
-// Which I/O goes first on one disk: reads go before writes, but a write that has waited for many reads goes
-// too.
+// The order of I/Os on one disk: reads go before writes, but a write that has waited for many reads gets a
+// turn.
 #include <doctest/doctest.h>
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace {
 constexpr int32_t kReads = 40;
 constexpr int32_t kWrites = 4;
 constexpr int32_t kTurnPlaces = 64;
-// As in disk_io.cpp: how many reads go before a write that waits.
+// As in disk_io.cpp: how many reads go before a waiting write.
 constexpr size_t kReadsBeforeWrite = 16;
 
 // Records whether each I/O reads or writes, in the order in which they begin.
@@ -36,10 +36,10 @@ class NotingQueue final : public IoQueue {
 
  private:
   std::unique_ptr<IoQueue> inner_;
-  std::shared_ptr<std::string> order_;  // 'r' or 'w'; only the disk's thread uses it while it runs
+  std::shared_ptr<std::string> order_;  // 'r' or 'w'; only the disk's thread uses it while that runs
 };
 
-// What is wrong with the order of turns if all of them waited from the start; empty if nothing is.
+// What is wrong with the order of turns, given that all I/Os waited from the start; empty if nothing is.
 std::string wrong_turn(const std::string& order) {
   size_t reads_left = kReads;
   size_t writes_left = kWrites;
@@ -67,7 +67,7 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
   };
   // One I/O at a time, so that their order is the order of the choices.
   OneDisk world(kTurnPlaces, DiskOptions{IoBackend::kAuto, 1, 0}, wrap);
-  // All of them wait when the disk begins: the writes came first.
+  // All of them wait when the disk begins; the writes were queued first.
   const std::vector<int64_t> tickets{world.push(OpKind::kDiskWrite, 0, kWrites),
                                      world.push(OpKind::kDiskRead, kWrites, kReads)};
   REQUIRE(world.disk->queued() == kWrites + kReads);

@@ -1,5 +1,5 @@
-// When a disk begins a page that is queued while its thread is on its way to wait, and when its watchdog
-// calls it hung.
+// When a disk begins a page that is queued just before its thread waits, and when its watchdog reports it as
+// hung.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -44,7 +44,7 @@ bool wait_until(const std::function<bool()>& condition) {
   return true;
 }
 
-// Lets I/Os go at the end of a test, however it ends, so that the disk can stop.
+// Releases I/Os at the end of a test, however the test ends, so that the disk can stop.
 struct Release {
   std::shared_ptr<IoFaults> faults;
   ~Release() { faults->release(); }
@@ -100,9 +100,9 @@ TEST_CASE("a disk is hung if the same I/O is its oldest at every look, and not i
     faults->add(hang_once());
     const int64_t before = waits;
     const int64_t ticket = world.push(OpKind::kDiskWrite, place, 1);
-    // The disk has noted its oldest I/O when it waits for it.
+    // When the disk waits for its oldest I/O, it has recorded it.
     REQUIRE(wait_until([&] { return waits != before; }));
-    // The first look only sees which I/O it is.
+    // The first check only sees which I/O it is.
     const int32_t looks = place < 2 ? kLooks : kLooks + 1;
     for (int32_t look = 0; look < looks; ++look) CHECK(world.disk->look(kLooks) == (look == kLooks));
     faults->release();

@@ -39,7 +39,7 @@ std::vector<EntryId> leased_in(const Found& found, int32_t tier) {
   return entries;
 }
 
-// Leases an entry one time less than the limit.
+// Leases an entry one time fewer than the limit.
 void lease_to_the_brim(BlockIndex& index, EntryId entry) {
   const std::vector<EntryId> often(1 << 20, entry);
   std::vector<int32_t> slots(often.size());
@@ -117,7 +117,7 @@ TEST_CASE("tiers that take turns at every block are looked up in windows, across
   disk->check_integrity(leased_in(found, 1));
   lookup.release(found);
 
-  // A hole in the second window, and one that a store fills.
+  // A missing page in the second window, and one that a store fills.
   EntryId hole = kNoEntry;
   disk->find(0, std::span(chain).subspan(701, 1), true, &hole);
   uint8_t removed = 0;

@@ -1,4 +1,4 @@
-// Chains of ops as long as the queues: the consequences of one end must not recurse on the stack.
+// Chains of ops as long as the queues: the end of one op must not be propagated by recursion on the stack.
 #include <doctest/doctest.h>
 
 #include "transfer_world.h"

@@ -1,5 +1,5 @@
 // The engine captures a CUDA graph while flexkv registers memory, allocates and copies: the capture must stay
-// whole, and nothing of ours may fail. It runs over the fake driver; nothing here ran on a GPU.
+// intact, and none of flexkv's calls may fail. It runs over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -92,7 +92,7 @@ TEST_CASE("cuda capture: the calling thread keeps its mode and its context") {
     }
     CHECK(fake_cuda::current_device() == -1);
     CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
-    CHECK(cuda::bind_thread(*world.device).empty());  // for the rest of a thread of our own
+    CHECK(cuda::bind_thread(*world.device).empty());  // for the remaining life of a thread of ours
     CHECK(fake_cuda::current_device() == 0);
     CHECK(fake_cuda::capture_mode() == cuda::kCaptureRelaxed);
   }).join();
@@ -135,7 +135,7 @@ TEST_CASE("cuda contexts: only on the devices that were asked for") {
       CHECK(memory.time_copies(false, 4096, 1) > 0);
     }).join();
     CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
-    // Control: the runtime's way back to "the device before" on a fresh thread.
+    // Control: how the runtime returns to the previous device on a new thread.
     std::thread([] { fake_cuda::set_device(0); }).join();
     CHECK(fake_cuda::take_violation("a context on a device that nobody asked for"));
     CHECK(fake_cuda::primary_contexts().count(0) == 1);

@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-// What one rank's worker has: a pool of its own on its device, and a transfer engine.
+// The parts of one rank's worker: its own pool on its device, and a transfer engine.
 struct DeviceRank {
   static constexpr int32_t kLayers = 3, kBlocks = 8;
   static constexpr int64_t kRunBytes = 4096;

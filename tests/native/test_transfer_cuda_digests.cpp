@@ -56,7 +56,7 @@ bool digests_are_right(const CudaWorld& world, int32_t slot) {
   return true;
 }
 
-// Stores two pages and loads them, whole and with a byte changed.
+// Stores two pages and loads them, first unchanged and then with a byte changed.
 void store_and_load(CudaWorld& world, bool layerwise) {
   for (int32_t block = 0; block < 4; ++block) world.fill(block, block + 1);
   for (const int32_t slot : {3, 0}) digests_of(world, slot)[0] = 1;
@@ -126,7 +126,7 @@ TEST_CASE("cuda digests: without digests there is no thread for them") {
 TEST_CASE("cuda digests: where no thread can be started the lane's own make and check them") {
   const CudaShape shape = odd_pages();
   const auto world = world_with(shape, std::make_unique<DigestCrew>(4));
-  // An op without digests starts everything else.
+  // An op without digests starts all other threads.
   world->engine->detach_view(0);
   world->engine->attach_view(0, world->view, world->pool, 0, kNoDigests);
   REQUIRE(world->run(world->op(OpKind::kD2H, {0}, {0})).status == Status::kOk);

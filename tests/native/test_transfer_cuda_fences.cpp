@@ -13,7 +13,7 @@ using namespace flexkv;
 
 namespace {
 
-// A lane whose points in the engine's stream mean nothing: to wait for one is to wait for an event that was
+// A lane whose points in the engine's stream have no effect: a wait for one is a wait for an event that was
 // never recorded.
 class UnfencedLane : public cuda::CudaLane {
  public:
@@ -54,7 +54,7 @@ std::unique_ptr<CudaWorld> make_world(bool fenced) {
   return world;
 }
 
-// Whether a store saw what the forward before it wrote.
+// Whether a store saw what the forward pass before it wrote.
 bool store_sees_the_forward(bool fenced) {
   auto world = make_world(fenced);
   world->fill(2, 1);
@@ -71,7 +71,7 @@ bool store_sees_the_forward(bool fenced) {
   return world->slot_holds(0, 7);
 }
 
-// Whether a forward that was enqueued before a load still read the block's old content.
+// Whether a forward pass that was enqueued before a load still read the block's old content.
 bool forward_reads_before_the_load(bool fenced) {
   auto world = make_world(fenced);
   world->fill(1, 3);
@@ -92,8 +92,7 @@ bool forward_reads_before_the_load(bool fenced) {
   return read_old;
 }
 
-// Whether work that the engine enqueues after wait_layer() sees that layer, though its copy has not even
-// begun.
+// Whether work that the engine enqueues after wait_layer() sees that layer, although its copy has not begun.
 bool forward_sees_the_layer(bool fenced) {
   auto world = make_world(fenced);
   world->fill(1, 3);
@@ -123,7 +122,7 @@ bool forward_sees_the_layer(bool fenced) {
   return saw;
 }
 
-// Whether a store that is submitted before its forward sees each layer as the forward writes it.
+// Whether a store that is submitted before its forward pass sees each layer as the pass writes it.
 bool gated_store_sees_every_layer(bool fenced) {
   auto world = make_world(fenced);
   world->fill(2, 1);
@@ -207,7 +206,7 @@ TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host 
 }
 
 TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
-  // Without the kernel, whose failure would fail no page.
+  // Runs without the kernel, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   fake_cuda::fail_copy(0);

@@ -1,5 +1,5 @@
-// A copy kernel that cannot be started, or copies wrong: it is found out at start or at its first failure,
-// and no page fails because of it. It runs over the fake driver; nothing here ran on a GPU.
+// A copy kernel that cannot be started, or copies wrong bytes: this is detected at start or at its first
+// failure, and no page fails because of it. It runs over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -157,7 +157,7 @@ TEST_CASE("cuda kernel: copies end where the registration of their memory does")
   for (const cuda::CopySwitches& switches :
        {cuda::CopySwitches{true, false}, cuda::CopySwitches{false, false}}) {
     CudaShape shape;
-    shape.block_first = true;  // neighbouring blocks and slots continue each other at both ends
+    shape.block_first = true;  // neighbouring blocks are contiguous, and so are the slots
     shape.exact_slots = true;
     shape.run_bytes = 4096;
     CudaWorld world(shape, {}, switches);

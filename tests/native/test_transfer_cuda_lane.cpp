@@ -72,7 +72,7 @@ TEST_CASE("cuda lane: batches are bounded, attributed from copy 0, and ordered b
   shape.layers = 40;
   shape.blocks = 256;
   shape.run_bytes = 16;
-  shape.extent_slots = 64;  // each extent is brought up at a low priority: many take long on a busy machine
+  shape.extent_slots = 64;  // extents are prepared at a low priority: many take long on a busy machine
   CudaWorld world(shape, {}, {.batch = true, .kernel = false});
   std::vector<int32_t> all;
   for (int32_t i = 0; i < shape.blocks; ++i) all.push_back(i);
@@ -190,7 +190,7 @@ TEST_CASE("cuda lane: close with copies under way waits for them") {
 namespace {
 
 // Loads 20 pages of 2 MiB with all streams held. `cancels`: cancels those that are not under way. Gives their
-// blocks to the engine at once, releases the copies, and returns whether the engine's bytes stayed.
+// blocks to the engine at once, releases the copies, and returns whether the engine's bytes stayed unchanged.
 bool reused_blocks_stay(bool cancels) {
   CudaShape shape;
   shape.layers = 2;
@@ -248,7 +248,7 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
   fake_cuda::hold_all(true);
   const int64_t launched = fake_cuda::calls().kernel;
-  // Two of one direction, whose stream has the tables of both.
+  // Two ops of one direction; its stream has the tables of both.
   const int64_t first = world.submit(world.op(OpKind::kD2H, {0}, {1}));
   const int64_t second = world.submit(world.op(OpKind::kD2H, {1}, {2}));
   const int64_t load = world.submit(world.op(OpKind::kH2D, {4, 5}, {0, 0}));

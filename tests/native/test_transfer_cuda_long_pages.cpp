@@ -1,5 +1,5 @@
-// Pages that go to the host in several stages, one of which is under way behind a forward when the engine's
-// stream is to go on. They run over a fake driver whose streams stop on request.
+// Pages that are stored in several stages, one of which is under way behind a forward pass when the engine's
+// stream is to continue. They run over a fake driver whose streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -34,8 +34,8 @@ OpResult result_of(CudaWorld& world, int64_t ticket) {
   return {};
 }
 
-// Stores `blocks` behind a forward that writes them. The next forward writes into all of them again, and
-// comes before their copies unless the stream is `ordered` behind these. Returns the store's result.
+// Stores `blocks` behind a forward pass that writes them. The next forward pass overwrites all of them, and
+// runs before their copies unless the stream is `ordered` behind the copies. Returns the store's result.
 OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& blocks, bool layerwise,
                               bool ordered) {
   GraphSpec graph;
@@ -47,10 +47,10 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
     });
     ticket = world.engine->submit(std::move(graph), world.stream);
     REQUIRE(ticket);
-    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // what the direction has under way waits
+    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // the copies that the direction has under way wait
     if (ordered) {
       REQUIRE(world.engine->order_after(*ticket, CudaWorld::kLongS, world.stream));
-      CHECK_FALSE(world.engine->wait(*ticket, 0));  // the forward still runs
+      CHECK_FALSE(world.engine->wait(*ticket, 0));  // the forward pass still runs
     } else {
       fake_cuda::hold_all(true);
       fake_cuda::release_stream(world.stream);
@@ -193,7 +193,7 @@ TEST_CASE("cuda long pages: a store that was cancelled with one under way is ord
   }
   REQUIRE(world->engine->wait(*second, CudaWorld::kLongS));
   const auto results = world->engine->poll(2);
-  // The first page too, of which a range was on its way.
+  // This includes the first page, of which a range was under way.
   CHECK(results.back().failed == std::vector<int32_t>{0, 1, 2, 3});
 }
 
@@ -206,7 +206,7 @@ TEST_CASE("cuda long pages: a later range that the driver refuses fails the page
     ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
     CHECK_FALSE(world->engine->wait(*ticket, kAWhileS));
     fake_cuda::fail_copy(0);
-    // What was enqueued of it may still move until the stream gets there.
+    // Its enqueued copies may still move until the stream gets there.
     CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));
     forward.let_go();
     CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
@@ -224,7 +224,7 @@ TEST_CASE("cuda long pages: whenever the order comes, each page is whole or name
       std::fill_n(world->pool->slot_address(slot), world->pool->geometry().slot_bytes, std::byte{0});
     }
     const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}, true));
-    // A moment somewhere between its first stage and its end.
+    // Some time between its first stage and its end.
     const auto until = deadline_in(0.00002 * round);
     while (seconds_until(until) > 0) std::this_thread::yield();
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));

@@ -1,5 +1,5 @@
-// What the engine's stream is ordered behind, and what need not wait for all that the stream has been given.
-// It runs over a fake driver whose streams stop on request.
+// Which copies the engine's stream is ordered behind, and which copies need not wait for all work of the
+// stream. It runs over a fake driver whose streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -16,10 +16,10 @@ using namespace flexkv;
 
 namespace {
 
-constexpr int kManyStores = 5;  // more than a direction has under way in turn
+constexpr int kManyStores = 5;  // more than a direction has under way at a time
 
-// Stores blocks 0 ... 4, which a running forward writes; the next forward writes into all of them again.
-// Returns whether every store has the first forward's bytes.
+// Stores blocks 0 ... 4, which a running forward pass writes; the next one overwrites all of them. Returns
+// whether every store has the bytes of the first forward pass.
 bool stores_are_whole(CudaWorld& world, bool ordered) {
   std::array<int64_t, kManyStores> tickets{};
   {
@@ -29,13 +29,13 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
     for (int32_t i = 0; i < kManyStores; ++i) {
       tickets[static_cast<size_t>(i)] = world.submit(world.op(OpKind::kD2H, {i}, {i}));
     }
-    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // behind the forward
+    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // behind the forward pass
     for (const int64_t ticket : tickets) {
       if (ordered) REQUIRE(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
     }
     // The first one still runs: nothing has waited for it.
     REQUIRE_FALSE(world.engine->wait(tickets.front(), 0));
-    if (!ordered) {  // the copies are as slow as can be, so that the next forward always comes first
+    if (!ordered) {  // the copies wait, so that the next forward pass always comes first
       fake_cuda::hold_all(true);
       fake_cuda::release_stream(world.stream);
     }
@@ -52,7 +52,7 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
   return whole;
 }
 
-// Whether a load into block 1 ends while a forward runs that does `work` and was given to the stream after
+// Whether a load into block 1 ends while a forward pass runs that does `work` and was enqueued after
 // `before`.
 bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void()> work, OpResult& result) {
   world.fill(1, 3);
@@ -75,7 +75,7 @@ bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void
   return ended;
 }
 
-// Stores to disk that end when they may.
+// Stores to disk that end when the test lets them.
 class DiskStores : public Lane {
  public:
   explicit DiskStores(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}
@@ -88,7 +88,7 @@ class DiskStores : public Lane {
     thread_ = std::thread([source = std::move(source), lane, may_end = may_end_.get_future()] {
       while (const auto item = source->take(lane)) {
         may_end.wait();
-        // As in the real lane, which finishes nothing before the engine has come that far.
+        // As in the real lane, which ends no store before the engine's stream has reached its point.
         static_cast<cuda::Event&>(*item->fence()).wait();
         source->finish(item, std::vector<MoveResult>(item->positions().size()));
       }
@@ -158,7 +158,7 @@ TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueu
       world->fill(7, 1);
       world->fill(8, 2);
     });
-    // These two fill the direction, so that nothing of the third is taken in its turn.
+    // These two fill the direction, so that no item of the third is taken.
     world->submit(world->op(OpKind::kD2H, {0}, {0}));
     world->submit(world->op(OpKind::kD2H, {1}, {1}));
     ticket = world->engine->submit(std::move(graph), world->stream);
@@ -201,7 +201,7 @@ TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and n
     ticket = world->submit(world->op(OpKind::kD2H, {3}, {3}));
     CHECK_FALSE(world->engine->wait(ticket, kAWhileS));
     fake_cuda::fail_copy(0);
-    // Some of it may be under way even so, until the stream gets there.
+    // Part of it may still be under way, until the stream gets there.
     CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));
     forward.let_go();
     CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
@@ -267,7 +267,7 @@ TEST_CASE("cuda order: stores out of turn that hang take their own direction dow
     CHECK(world->engine->poll(1).front().status == Status::kOk);
   }
   for (const int64_t ticket : tickets) REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
-  CHECK(lane(OpKind::kD2H).up);  // nothing stuck keeps it down any more
+  CHECK(lane(OpKind::kD2H).up);  // no stuck copy keeps the lane down any more
 }
 
 TEST_CASE("cuda order: a load behind a point before the forward does not wait for it") {
@@ -276,7 +276,7 @@ TEST_CASE("cuda order: a load behind a point before the forward does not wait fo
   CHECK(load_ends_beside(*world, true, [] {}, result));
   CHECK(result.status == Status::kOk);
   CHECK(world->holds(1, 3));
-  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // submitted behind it, as without the point
+  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // submitted after it, as without the point
 }
 
 TEST_CASE("cuda order: control: a forward that touches what is loaded must be waited for") {
@@ -340,7 +340,7 @@ TEST_CASE(
   }
   CHECK(took(kAWhileS, false) >= kAWhileS);
   {
-    // A later store waits behind a forward, but this one's bytes have the lane to themselves.
+    // A later store waits behind a forward pass; this one already has the lane.
     Forward forward(*world, [] {});
     const int64_t later = store(3);
     CHECK(took(kAWhileS, false) >= kAWhileS);
@@ -348,7 +348,7 @@ TEST_CASE(
     CHECK(engine.order_after(ticket, CudaWorld::kLongS, world->stream));
     ticket = later;
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
-    // This one could run, if that later one did not occupy the lane.
+    // This one could run if that later one did not occupy the lane.
     ticket = store(4, before);
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
   }

@@ -1,4 +1,4 @@
-// Which path a view's runs take, and how copies are grouped. No driver, fake or real.
+// Which path a view's runs take, and how copies are grouped. Needs no driver, fake or real.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -41,7 +41,8 @@ TEST_CASE("cuda plan: the way of a run follows from its own length and from what
         "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
   CHECK(describe_ways({false, false}, Direction::kToHost) == "one by one");
 
-  // MLA with an indexer: by their mean of 36 KiB the short runs would go with the long ones.
+  // MLA with an indexer: judged by their mean length of 36 KiB, the short runs would take the path of the
+  // long ones.
   const Segment segments[] = {
       {1 << 20, 1, 31 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
   const SplitRuns split = split_runs(segments, 32 << 10);
@@ -109,12 +110,12 @@ TEST_CASE("cuda plan: copies that continue each other are one, empty ones none")
 TEST_CASE("cuda plan: no copy has bytes of two layers that were allocated apart") {
   std::byte host[4096];
   constexpr uintptr_t kBase = 1 << 20;
-  // Layers of one block, right behind each other.
+  // Layers of one block are contiguous.
   const Segment single[] = {{kBase, 100, 100, 0, 0}, {kBase + 100, 100, 100, 100, 1}};
   const PageEnds pages[] = {{1, host}};
   const PageEnds first[] = {{0, host}};
   CHECK(list_copies(single, first).size() == 2);
-  // Control, with all layers in a block: one region, whose layers continue each other.
+  // Control with all layers in a block: one region, whose layers are contiguous.
   const Segment together[] = {{kBase, 200, 100, 0, 0}, {kBase + 100, 200, 100, 100, 1}};
   CHECK(list_copies(together, pages).size() == 1);
 }
@@ -122,7 +123,7 @@ TEST_CASE("cuda plan: no copy has bytes of two layers that were allocated apart"
 TEST_CASE("cuda plan: no copy has bytes of two pieces of registered memory") {
   std::byte host[4096];
   const Segment segment{1 << 20, 300, 300, 0, 0};
-  // Neighbours at both ends; the third page's slot was registered separately.
+  // Contiguous blocks and slots; the third page's slot was registered separately.
   PageEnds pages[] = {{0, host, 4}, {1, host + 300, 4}, {2, host + 600, 5}, {3, host + 900, 5}};
   const auto copies = list_copies(std::span(&segment, 1), pages);
   REQUIRE(copies.size() == 2);

@@ -82,7 +82,7 @@ TEST_CASE("cuda portions: two launches are under way in a direction, and further
       Forward forward(world, [] {});
       for (int32_t i = 0; i < 5; ++i) tickets.push_back(world.submit(world.op(kind, {i}, {i})));
       CHECK(comes_true([&] { return fake_cuda::calls().kernel - before >= most; }));
-      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // in which there was time for more
+      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // long enough for more
       CHECK(fake_cuda::calls().kernel - before == most);
     }
     for (const int64_t ticket : tickets) CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
@@ -127,7 +127,7 @@ TEST_CASE("cuda portions: without batches neighbours to the host are not joined 
   CudaWorld world(shape, {}, kSingle);
   CHECK(world.run(world.op(OpKind::kD2H, all_of(shape), all_of(shape))).status == Status::kOk);
   CHECK(fake_cuda::calls().longest_copy[kStores] == cuda::kStoreCopyBytes);
-  // Control: they continue each other, and those of loads are joined.
+  // Control: the blocks are contiguous, and the copies of loads are joined.
   CHECK(world.run(world.op(OpKind::kH2D, all_of(shape), all_of(shape))).status == Status::kOk);
   CHECK(fake_cuda::calls().longest_copy[kLoads] > cuda::kStoreCopyBytes);
 }
@@ -257,7 +257,7 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     const int64_t kernels = fake_cuda::calls().kernel, waits = fake_cuda::calls().word_waits;
     std::vector<int> right;
     {
-      // The forward before holds up the kernels, of which two are enqueued at once.
+      // The previous forward pass delays the kernels, of which two are enqueued at once.
       std::optional<Forward> forward;
       if (words) forward.emplace(world, [] {});
       const int64_t ticket =
@@ -315,7 +315,7 @@ TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forw
     if (fails) fake_cuda::refuse("the kernel that waits", fake_cuda::kAlways);
     fake_cuda::hold_all(true);
     const int64_t ticket = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
-    // A wait on the host ends with its deadline; one of the stream is enqueued beside a kernel that stands.
+    // A wait on the host ends with its deadline; a wait of the stream is enqueued while a kernel is stuck.
     const double wait_s = fails ? 0.1 : CudaWorld::kLongS;
     for (int32_t layer = 0; layer < shape.layers; ++layer) {
       CHECK(world.engine->wait_layer_on(ticket, layer, wait_s, world.stream).in_time == !fails);
@@ -327,11 +327,11 @@ TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forw
       for (int32_t block = 8; block < 16; ++block) CHECK(world.layer_holds(layer, block, block - 7));
     }
     CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
-    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // it is not tried again
+    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // the kernel is not tried again
     CHECK((copier.notes().find("the kernel that waits for a layer is not used any more") !=
            std::string::npos) == fails);
     CHECK(copier.capabilities().kernel);
-    // The next load has kernels of a layer or two each, with an event behind each.
+    // The next load has kernels of one or two layers each, with an event behind each kernel.
     const int64_t kernels = fake_cuda::calls().kernel;
     const int64_t next = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
     CHECK(world.engine->wait_layer_on(next, 7, CudaWorld::kLongS, world.stream).in_time);
@@ -398,9 +398,9 @@ TEST_CASE("cuda portions: a cancelled store's kernel is told to stop, and its pa
     CHECK(comes_true([&] { return fake_cuda::calls().kernel > kernels; }));
     const int64_t words = fake_cuda::calls().words;
     world.engine->cancel(ticket);
-    // A stream of its own writes the stop word, before the kernel begins.
+    // A separate stream writes the stop word before the kernel begins.
     CHECK(comes_true([&] { return fake_cuda::calls().words > words; }));
-    CHECK_FALSE(world.engine->wait(ticket, 0.05));  // it may still write its slots
+    CHECK_FALSE(world.engine->wait(ticket, 0.05));  // the kernel may still write its slots
   }
   REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
   const OpResult result = world.engine->poll(1).front();
@@ -426,7 +426,7 @@ TEST_CASE("cuda portions: nothing is polled when nothing is under way") {
   const double idle_s = cpu_s() - before;
   CHECK(fake_cuda::calls().queries == queries);
   CHECK(idle_s < 0.05);
-  // Control: behind a running forward, the lane looks now and then.
+  // Control: behind a running forward pass, the lane polls from time to time.
   {
     Forward forward(world, [] {});
     const int64_t ticket = world.submit(world.op(OpKind::kD2H, {0}, {0}));

@@ -1,5 +1,5 @@
-// Calls that the driver refuses: no exception ends a thread, items fail by name, and what can go another way
-// does. It runs over the fake driver; nothing here ran on a GPU.
+// Calls that the driver refuses: no exception ends a thread, failed items are named, and copies that can take
+// another path do. It runs over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>

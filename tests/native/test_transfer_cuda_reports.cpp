@@ -1,4 +1,4 @@
-// What the CUDA lane reports of an item's stages: only what holds for all of its pages.
+// What the CUDA lane reports of an item's stages is true for all pages of the item.
 #include <doctest/doctest.h>
 
 #include <mutex>
@@ -14,7 +14,7 @@ struct Reports {
   std::vector<int32_t> issued, passed;
 };
 
-// Passes all calls on, and keeps the stages that were reported.
+// Forwards all calls, and records the reported stages.
 class Recorder : public WorkSource {
  public:
   Recorder(std::shared_ptr<WorkSource> source, std::shared_ptr<Reports> reports)

@@ -1,5 +1,5 @@
-// Several threads make and check digests of pages: they are the same as by one thread, whichever takes which
-// share.
+// Several threads make and check digests of pages: the result is that of one thread, whichever thread takes
+// which share.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -30,7 +30,8 @@ const char* const kCrewThread = "flexkv-digest";
 // Bytes of the runs of each layer.
 using Shape = std::vector<std::vector<int64_t>>;
 
-// Pages in a host pool, each with other bytes. The engine's side is only addresses: nothing reads it.
+// Pages in a host pool, each with different bytes. The engine's side consists only of addresses, which are
+// never read.
 struct Pages {
   Pages(const Shape& shape, int32_t slot_count) : shape_(shape) {
     std::vector<Segment> runs;
@@ -116,7 +117,7 @@ bool all_ok(const std::vector<MoveResult>& results) {
   return true;
 }
 
-// A page of short and long runs, several per layer, that are cut in every way.
+// A page of short and long runs, several per layer, which are cut in different ways.
 const Shape kMixed = {{5, 300 * kKiB, 4097},       {700 * kKiB + 13},       {1, 512 * kKiB, 512 * kKiB - 1},
                       {100'003, 100'003, 100'003}, {2048 * kKiB + 4096, 7}, {9}};
 
@@ -128,11 +129,11 @@ struct Case {
 const std::vector<Case> kCases = {
     {same_runs(1, 8192 * kKiB), 1},         // one piece of one run
     {same_runs(1, 8192 * kKiB + 4099), 1},  // and one of odd length
-    {same_runs(1, 512 * kKiB), 1},          // the least that is shared out
+    {same_runs(1, 512 * kKiB), 1},          // the least that is divided among threads
     {same_runs(1, 512 * kKiB - 1), 1},      // a byte less: the caller works alone
     {same_runs(1, 512 * kKiB - 1), 3},      // no run is cut
     {same_runs(7, 100'003), 2},             // runs that fill a share unevenly
-    {same_runs(3, 1), 300},                 // next to nothing
+    {same_runs(3, 1), 300},                 // hardly any bytes
     {same_runs(1, 1), 1},
     {same_runs(900, 1000), 2},  // many short runs
     {same_runs(2, 2049), 400},  // small pages, several of which make up a share
@@ -302,7 +303,7 @@ TEST_CASE("digest crew: one that makes and one that checks share it") {
 
 namespace {
 
-// Holds each thread at each of its shares until let_go().
+// Stops each thread at each of its shares until let_go().
 class Turnstile {
  public:
   void pass(DigestWork work) {
@@ -371,7 +372,7 @@ TEST_CASE("digest crew: a check goes before shares of a write, and a third calle
   turnstile.await(writing, 1);
   const std::thread::id helper = turnstile.await_stranger({writing});
   CHECK(turnstile.await(helper, 1) == DigestWork::kWrite);
-  third.write(crew);  // it would be held if it took a share
+  third.write(crew);  // it would be stopped if it took a share
   CHECK(third.digests_are_right());
   std::vector<MoveResult> results;
   std::thread checker([&] { results = checked.check(crew); });

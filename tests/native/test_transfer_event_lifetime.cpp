@@ -1,5 +1,5 @@
-// Dropping the last reference to an event calls the driver, which may wait for the device. That must never
-// happen under the scheduler's lock, for which every other call would wait too.
+// Dropping the last reference to an event calls the driver, which may wait for the device. So it must never
+// happen under the scheduler's lock, because every other call would wait for the lock.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -55,7 +55,7 @@ struct HandWorld {
     GraphSpec graph;
     graph.ops.push_back(op);
     graph.fence = std::move(fence);
-    // Each page is an item of its own.
+    // Each page is a separate item.
     const auto ticket = scheduler.submit(std::move(graph), {nullptr}, {{.bytes = kSubBatchBytes}});
     REQUIRE(ticket);
     return *ticket;

@@ -71,7 +71,7 @@ TEST_CASE("a refused extent is named and works; the others are registered, and l
   // The second and the third extent are refused twice each: at first, and at the one retry.
   const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{1, 2, 4, 5});
   auto pool = ready_pool();
-  CHECK(pool->pinned_slots() == 0);  // nobody called pin(): a process that does not copy pins nothing
+  CHECK(pool->pinned_slots() == 0);  // pin() was not called: a process that does not copy pins nothing
   CHECK(registrar->held().empty());
   pool->pin(registrar, {.tries = 1, .first_pause_s = 0.001});
   REQUIRE(comes_true([&] { return !pool->registration_error().empty(); }));
@@ -97,7 +97,7 @@ TEST_CASE("memory that is refused for a while is registered in the end") {
   REQUIRE(comes_true([&] { return pool->registered(0); }));
   for (int64_t slot = 0; slot < 16; ++slot) CHECK(pool->registered(slot));
   CHECK(pool->registration_error().empty());
-  // The pause before a retry does not hold up a close.
+  // The pause before a retry does not delay a close.
   const auto refusing = std::make_shared<FakeRegistrar>(std::set<int>{0});
   auto closed = ready_pool();
   closed->pin(refusing, {.tries = 1, .first_pause_s = 1e6});
@@ -152,7 +152,7 @@ TEST_CASE("pieces of every geometry cover each slot once, within one extent, and
 }
 
 TEST_CASE("bring-up stops, with a reason, before it takes the last free memory") {
-  // A machine whose memory others fill: after the third look too little is left.
+  // A machine whose memory other programs fill: at the third check too little is left.
   auto looks = std::make_shared<std::atomic<int>>(0);
   PoolOptions options;
   options.memory = [looks]() -> MemoryLimit {
@@ -160,7 +160,7 @@ TEST_CASE("bring-up stops, with a reason, before it takes the last free memory")
   };
   auto pool = HostPool::create({kSlotBytes, 256, kMaxExtentBytes}, options);  // creation is the first look
   CHECK_FALSE(pool->wait_ready(256, kGenerousS));
-  CHECK(pool->ready_slots() == 128);  // 64 MiB per look
+  CHECK(pool->ready_slots() == 128);  // 64 MiB per check
   CHECK(pool->stopped_reason().find("left by a full machine") != std::string::npos);
   CHECK_NOTHROW(pool->slot(127));
   CHECK_THROWS_AS(pool->slot(128), BlockRangeError);
@@ -174,7 +174,7 @@ TEST_CASE("memory is asked for on a node, and where it lies is told") {
   options.numa_node = 0;
   auto pool = HostPool::create({kSlotBytes, 4, kExtentBytes}, options);
   if (!pool->wait_ready(4, kGenerousS)) {
-    // A kernel without NUMA, or a container that forbids the call, says so.
+    // A kernel without NUMA support, or a container that forbids the call, returns an error.
     CHECK(pool->stopped_reason().find("mbind to node 0") != std::string::npos);
     return;
   }

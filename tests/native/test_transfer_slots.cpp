@@ -1,4 +1,5 @@
-// Loads that wait for slots which another engine's reads fill: each page starts when its own bytes are there.
+// Loads that wait for slots which another transfer engine's reads fill: each page starts when its own bytes
+// are there.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@ namespace {
 constexpr EngineOptions kOptions{.queue_ops = 64, .copy_threads = 2, .op_stuck_s = 0};
 
 struct SlotWorld : TransferWorld {
-  // Slot i holds what block i should hold; all blocks hold other bytes.
+  // Slot i holds the bytes that block i should get; all blocks hold other bytes.
   explicit SlotWorld(int32_t blocks, std::vector<FaultRule> rules = {})
       : TransferWorld(blocks, kOptions, std::move(rules)) {
     OpSpec store = op(OpKind::kD2H, blocks);

@@ -1,5 +1,5 @@
-// What ends a wait wakes whoever waits. These waits have deadlines that no test lives to see: a waiter that
-// nobody wakes is found asleep, where a shorter deadline would hide it behind a slow answer.
+// Every event that ends a wait wakes the waiting thread. The deadlines of these waits are longer than any
+// test, so a thread that is not woken is found asleep; with a shorter deadline it would only seem slow.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using namespace flexkv;
 
 namespace {
 
-// Unit: seconds. Longer than any test, and for what must not happen.
+// Unit: seconds. Longer than any test; and how long to wait for what must not happen.
 constexpr double kForeverS = 1e6, kNotYetS = 0.2;
 constexpr int32_t kStages = 4;
 
@@ -29,7 +29,7 @@ struct NamedPoint : StreamEvent {
   bool reached() override { return true; }
 };
 
-// An op of `pages` pages, each of which is an item of its own unless its lane takes all stages. A stage is a
+// An op of `pages` pages, each of which is a separate item unless its lane takes all stages. A stage is a
 // layer.
 struct WaiterWorld {
   explicit WaiterWorld(bool all_stages) : lane(std::make_shared<HandLane>(all_stages)) {
@@ -69,7 +69,7 @@ struct WaiterWorld {
 };
 
 // Whether `wait` ends once `end` is called, and not before. A wait that does not end keeps its thread and the
-// world.
+// test's objects alive.
 bool is_woken(const std::shared_ptr<WaiterWorld>& world, std::function<void(Scheduler&)> wait,
               const std::function<void()>& end) {
   const auto ended = std::make_shared<std::atomic<bool>>(false);
@@ -149,7 +149,7 @@ TEST_CASE("transfer waiters: a lane is woken for what it may take, enqueue, add 
     call();
     return world.lane->wakes - before;
   };
-  CHECK(world.lane->wakes.load() == 0);  // nothing of it may move
+  CHECK(world.lane->wakes.load() == 0);  // no byte of it may move
   CHECK(wakes_of([&] { world.scheduler.open_layers({ticket}, 1, nullptr); }) > 0);
   const auto item = world.take();
   CHECK(wakes_of([&] { world.scheduler.open_layers({ticket}, 2, nullptr); }) > 0);

@@ -1,4 +1,5 @@
-// Helpers for tests of threads: how many have a name, a machine that starts none, a place where they meet.
+// Helpers for tests of threads: the number of threads with a name, a machine that can start none, and a
+// barrier.
 #pragma once
 #include <pthread.h>
 
@@ -18,7 +19,7 @@ namespace flexkv {
 inline int threads_named(const std::string& name) {
   int count = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-    std::ifstream file(task.path() / "comm");  // a thread that ends meanwhile has none
+    std::ifstream file(task.path() / "comm");  // a thread that ends meanwhile has no name
     std::string comm;
     count += std::getline(file, comm) && comm == name ? 1 : 0;
   }
@@ -40,8 +41,8 @@ inline bool come_to(int count, const std::string& name, double seconds = 60) {
   return threads_named(name) == count;
 }
 
-// While it lives, the system starts no thread for this process, because no address space holds the default
-// stack.
+// While this object lives, the system starts no thread for this process, because the default stack exceeds
+// its address space.
 class NoMoreThreads {
  public:
   NoMoreThreads() {
@@ -72,7 +73,8 @@ class NoMoreThreads {
   pthread_attr_t before_;
 };
 
-// Lets no thread go on before `threads` have come, so that which of them take part does not depend on timing.
+// A barrier: holds each thread until `threads` have come, so that it does not depend on timing which threads
+// take part.
 class Meeting {
  public:
   explicit Meeting(size_t threads, double seconds = 60)

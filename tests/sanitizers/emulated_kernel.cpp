@@ -1,7 +1,7 @@
 // One launch of the transform kernel on the CPU, which copies and digests two runs of four leaves each. With
 // an argument its last leaf is taken from where the pool has ended.
 #include "../native/emulated_cuda.h"
-// After the words that it is written in.
+// Must follow the header that defines the kernel language.
 #include "gds/transform/kernel.cuh"
 
 using namespace flexkv;
@@ -9,7 +9,7 @@ using namespace flexkv;
 int main(int count, char**) {
   constexpr int32_t kRuns = 2, kLeaves = 4;
   constexpr size_t kBytes = kRuns * kLeaves * kLeafBytes;
-  // The pool ends where its memory does.
+  // The pool ends at the end of its memory.
   std::vector<Vector16> pool(kBytes / 16), slot(kBytes / 16 + kRuns);
   std::vector<TransformRun> runs;
   std::vector<TransformLeaf> leaves;

@@ -85,8 +85,9 @@ def test_the_sanitizer_would_have_spoken(sanitizer: str, tmp_path: Path) -> None
 def test_control_a_kernel_that_is_wrong_is_reported(
     sanitizer: str, define: str, arguments: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    """Faults in an emulated kernel: two warps race if adding is not atomic, and an access is past the end of memory.
-    Without a fault nothing is reported."""
+    """Faults in an emulated kernel: two warps race because an addition is not atomic, and an access is past the end of
+    memory. Without a fault nothing is reported.
+    """
     program = tmp_path / "kernel"
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined", "-g", "-O1", "-pthread"]
     command = [*(compiler() or "g++").split(), "-std=c++20", *flags, f"-I{ROOT / 'csrc'}", *define.split()]

@@ -85,7 +85,7 @@ class Server:
 
 
 class Master(Server):
-    """Knows which owner has which value. After a restart it knows nothing."""
+    """The master, which knows the owner of each value. After a restart it knows nothing."""
 
     def __init__(self, namespace: Namespace, log: Path, port: int = PORT) -> None:
         super().__init__(log)

@@ -119,7 +119,9 @@ def redis_server(
 
 
 def program(folder: Path) -> str:
-    """Debian's tools for Redis contain the server too: the program acts by the name that it is called by."""
+    """Debian's package of Redis tools contains the server too: the program acts as the name under which it is
+    called.
+    """
     found = shutil.which("redis-server")
     if found is not None:
         return found
@@ -132,7 +134,9 @@ def program(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """A port below the kernel's ephemeral range would be safer; a server that finds this one taken says so."""
+    """A free port. One below the kernel's ephemeral range would be safer; a server reports an error if the port is
+    taken.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

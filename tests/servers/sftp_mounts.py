@@ -1,7 +1,7 @@
 """One folder, mounted several times through OpenSSH's SFTP server: a network file system without a network.
 
 Each mount has a client and a server process of its own, joined by a pipe, as two machines have. sshfs caches names and
-attributes by time, and nothing tells one mount of what another has written; mappings are not coherent.
+attributes for a time, a mount is not notified of what another has written, and mappings are not coherent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SftpMount:
         self.path = path
         told = path.with_name(f"{path.name}.server")
         started = path.with_name(f"{path.name}.ssh")
-        # sshfs runs it instead of ssh, and talks to it by its standard input and output.
+        # sshfs runs this instead of ssh, and uses its standard input and output.
         started.write_text(f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec {server}\n")
         started.chmod(0o700)
         self._log = path.with_name(f"{path.name}.log")
@@ -55,7 +55,7 @@ class SftpMount:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # A test that is killed leaves no mount: sshfs ends it at this signal.
+                # If the test is killed, sshfs gets this signal and ends the mount.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
         self.client = self._client.pid

@@ -12,8 +12,8 @@ STOPPED_WITHIN_S = 30.0
 def stop_all_threads(pid: int) -> None:
     """Stops a child of this process, and returns once none of its threads runs any more.
 
-    On a busy machine that is later than the signal: until the signalled thread is scheduled, the others go on, and a
-    server answers.
+    On a busy machine the other threads continue until the signalled thread is scheduled, so a server may still answer
+    after the signal was sent.
     """
     os.kill(pid, signal.SIGSTOP)
     ends_s = time.monotonic() + STOPPED_WITHIN_S

@@ -1,5 +1,5 @@
-"""Notes which attributes of vLLM's objects the adapter reads while it runs. The adapter's modules are compiled so that
-each read of an attribute, and each `getattr` or `hasattr` with a literal name, calls a function of this module.
+"""Records which attributes of vLLM's objects the adapter reads while it runs. The adapter's modules are compiled so
+that each read of an attribute, and each `getattr` or `hasattr` with a literal name, calls a function of this module.
 
 As a plugin of pytest (`-p tests.unit.adapters.attribute_reads`) it fails a run that reads a name which
 `build_support/vllm_names.py` does not list.
@@ -56,7 +56,7 @@ def _note(owner: Any, name: str) -> None:
         if is_ours and name in (*vars(base), *get_annotations(base), *_own):
             return
         if name in vars(base) and _package(base.__module__) != "vllm":
-            return  # Python's own, of an enum for instance
+            return  # Python's own attributes, such as those of an enum
     _reads.add((kind, name))
 
 
@@ -65,7 +65,7 @@ def _package(module: str) -> str:
 
 
 class _Noting(ast.NodeTransformer):
-    """Rewrites reads; annotations and patterns of `match` are none."""
+    """Rewrites reads of attributes; annotations and patterns of `match` are not reads."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
@@ -126,7 +126,7 @@ class _Finder(MetaPathFinder):
 
 
 def start() -> None:
-    """Notes reads from now on. Call it before the adapter is imported."""
+    """Records reads from now on. Call it before the adapter is imported."""
     early = [name for name in sys.modules if any(f"{name}.".startswith(f"{one}.") for one in PACKAGES)]
     assert not early, f"imported before: {early}"
     sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""Mini engines that are closed after their test."""
+"""Mini engines, which are closed after their test."""
 
 from __future__ import annotations
 

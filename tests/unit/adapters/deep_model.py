@@ -26,7 +26,7 @@ PART = 8
 
 @dataclass(frozen=True)
 class Context:
-    """What layers find while they run."""
+    """The context that layers use while they run."""
 
     attn_metadata: dict[str, Any]
     slot_mapping: dict[str, Any]
@@ -104,10 +104,10 @@ class Layer(torch.nn.Module):
 
 
 class DeepModel:
-    """A model whose layers add up, so that a rounding in one of them is in all later ones.
+    """A model whose layers add to a residual, so that a rounding in one layer affects all later ones.
 
     Args:
-        gain: of the layers' weights: how much of a row each layer makes anew.
+        gain: scale of the layers' weights: how much each layer changes a row.
     """
 
     def __init__(self, layers: int, dtype: Any, gain: float) -> None:

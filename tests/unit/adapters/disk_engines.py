@@ -1,4 +1,4 @@
-"""Engines over one disk folder, one after the other, as an engine is restarted."""
+"""Engines over one disk folder, one after the other, like an engine that is restarted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ SLAB_BYTES = 4 << 20
 
 
 def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
-    """Makes engines with a disk tier in `folder`, which recompute unless `settings` or a call's own say otherwise; each
-    call closes the engine before it."""
+    """Makes engines with a disk tier in `folder`. Failed loads are recomputed unless `settings` or those of a call say
+    otherwise; each call closes the previous engine.
+    """
     engines: list[MiniEngine] = []
     fixed = {
         "disk.folders": str(folder),
@@ -53,7 +54,7 @@ def spoil(folder: Path, places: Sequence[int] | None = None) -> None:
 
 
 def fails_and_is_computed(engine: MiniEngine, name: str, blocks: int) -> None:
-    """Ends the load that the request waits for, with so many blocks failed; the engine computes them."""
+    """Ends the load that the request waits for; so many of its blocks failed, and the engine computes them."""
     engine.end_load(name)
     assert len(engine.invalid) == blocks
     engine.step()

@@ -1,5 +1,6 @@
-"""An engine whose KV memory lies on a FAKE GPU: plain memory behind the product's CUDA lane over the fake driver. A
-thread per stream runs the work that the engine gives to the stream, and stops while a test holds a forward."""
+"""An engine whose KV memory is on a FAKE GPU: plain memory behind the product's CUDA lane over the fake driver. A
+thread per stream runs the work that the engine enqueues on the stream, and stops while a test holds a forward pass.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class FakeGpuWorld:
 
     Attributes:
         worker_class: class of the engine's worker.
-        held: whether work given to the stream waits.
+        held: whether work on the stream waits.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +78,12 @@ class FakeGpuWorld:
         return engine
 
     def give(self, work: Callable[[], None]) -> None:
-        """Enqueues work on the engine's stream; it waits while forwards are held."""
+        """Enqueues work on the engine's stream; the work waits while forward passes are held."""
         may_run = list(self._may_run[-1:]) if self.held else []
         self.gpu.enqueue(partial(_run, may_run, work))
 
     def hold(self) -> None:
-        """Work given from now on waits until `let_go`, as behind a forward that runs."""
+        """Makes work that is enqueued from now on wait until `let_go`, as behind a running forward pass."""
         self._may_run.append(threading.Event())
         self.held = True
 

@@ -1,4 +1,4 @@
-"""A worker whose copies fail where a test says so."""
+"""A worker whose copies fail as a test's rules say."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def faulty_worker(*faults: Any) -> type[FaultyWorker]:
 
 
 def release_when_given_up(worker: WorkerSide, mover: Any) -> Thread:
-    """A thread that releases stalled copies once the worker has given up a load, however late that is."""
+    """A thread that releases stalled copies once the worker has given up a load, however late this happens."""
 
     def watch() -> None:
         ends_s = time.monotonic() + LONG_S

@@ -1,4 +1,4 @@
-"""Loads that wait for room: the queue of copies takes one op, and the first one hangs."""
+"""Loads that wait for room: the queue of copies holds one op, and the first op hangs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A very small engine around the connector's two sides: vLLM's requests, block pool and order of calls, and a "forward"
-that writes the expected numbers into its pools. A test can check every value exactly."""
+"""A very small engine around the connector's two sides: it has vLLM's requests, block pool and order of calls, and a
+"forward" that writes the expected numbers into its pools, so that a test can check every value exactly.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +37,17 @@ NAMESPACE = namespace_digest({"model": "mini"})
 
 
 class MiniEngine:
-    """`ranks` workers; `remote` keeps the sides apart as different processes would be.
+    """An engine with `ranks` workers; `remote` separates the two sides as if they were in different processes.
 
     Args:
         head_replicas: number of adjacent ranks that have the same KV head.
         early_handshake: False leaves the handshakes to the report of the first step, as a MultiConnector does.
-        names: names of images and other inputs; names that are digests are always valid, without it too.
+        names: names of images and other inputs; names that are digests are valid even if they are not listed.
 
     Attributes:
-        failed_by_another: blocks that another connector beside flexkv's failed to load, named in the next report.
-        takes_back: the model runner takes a running request's computed tokens back where the scheduler does, as V1 does
-            and V2 does not.
+        failed_by_another: blocks that another connector beside flexkv's failed to load; the next report names them.
+        takes_back: whether the model runner takes a running request's computed tokens back when the scheduler does; V1
+            does, V2 does not.
         events: KV cache events of the steps so far; see `take_events`.
         after_layer: called in the forward with the number of each layer that it has written, if the step's stores go
             by layer.
@@ -121,7 +122,9 @@ class MiniEngine:
     # --- what the scheduler does ---
 
     def add(self, request: Request) -> int:
-        """Admits a request: looks it up and takes blocks for all of its tokens. Returns the external tokens it gets."""
+        """Admits a request: looks it up and allocates blocks for all of its tokens. Returns the external tokens that it
+        gets.
+        """
         live = self.live[request.request_id] = Live(request)
         tokens, is_async = self._ask(request)
         count = -(-request.num_tokens // BLOCK_TOKENS)
@@ -179,8 +182,7 @@ class MiniEngine:
         self._take(reports)
 
     def hold_reports(self) -> Callable[[], None]:
-        """From now on withholds the reports of steps from the scheduler, until the returned function delivers them
-        all."""
+        """Withholds the reports of steps from the scheduler, until the returned function delivers all of them."""
         take, held = self._take, self._held
 
         def tell() -> None:
@@ -217,13 +219,14 @@ class MiniEngine:
         self.until(lambda: not live.waiting_for_load)
 
     def preempt(self, name: str) -> None:
-        """Takes a running request's blocks away, and names it as preempted in the next step."""
+        """Takes a running request's blocks away, and reports it as preempted in the next step."""
         self._lose_blocks(name)
         self._step_naming_preempted(name)
 
     def preempt_and_resume(self, name: str) -> int:
-        """A reset with running requests: the step that names a request as preempted has also looked it up again and
-        given it other blocks. Returns the external tokens it gets."""
+        """A reset with running requests: the step that reports a request as preempted has also looked it up again and
+        given it other blocks. Returns the external tokens that it gets.
+        """
         request = self._lose_blocks(name).request
         tokens = self.add(request)
         self._step_naming_preempted(name)
@@ -281,7 +284,7 @@ class MiniEngine:
         return chain.keys
 
     def wrong(self, name: str, end: int | None = None) -> list[int]:
-        """Positions before `end`, or among all computed ones, whose KV is wrong on some layer of some rank."""
+        """Positions (all computed ones, or those before `end`) whose KV is wrong in some layer on some rank."""
         live = self.live[name]
         return self.pools.wrong(live, live.request.num_computed_tokens if end is None else end)
 
@@ -320,7 +323,7 @@ class MiniEngine:
         scheduled: dict[str, int],
         before_forward: Callable[[], None] | None,
     ) -> tuple[set[str], set[int], WorkerMetadata | None]:
-        # The order of either model runner: loads that the forward does not read begin after it.
+        # The order of both model runners: loads that the forward pass does not read begin after it.
         sync = any(job.sync for job in orders.loads)
         worker.before_forward(orders)
         if sync:
@@ -348,12 +351,12 @@ class MiniEngine:
             self.after_layer(number)
 
     def _computed_parts(self, scheduled: dict[str, int]) -> list[tuple[Live, int, int]]:
-        """Each request of the step, with the first position that it computes and the one after the last."""
+        """Each request of the step, with the first position that it computes and the position after the last."""
         parts = []
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens + live.ahead
-            # Values that a runner writes past its request's blocks do not concern flexkv.
+            # Values that a runner writes past its request's blocks do not matter to flexkv.
             parts.append((live, end - tokens, min(end, len(live.blocks) * BLOCK_TOKENS)))
         return parts
 

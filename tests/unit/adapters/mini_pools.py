@@ -58,7 +58,7 @@ class Live:
     """A request in the engine: its blocks, and how many tokens it has computed.
 
     Attributes:
-        ahead: tokens that the model runner counts as computed beyond those that the scheduler has taken back.
+        ahead: tokens that the scheduler has taken back and the model runner still counts as computed.
     """
 
     request: Request
@@ -101,8 +101,9 @@ class MiniPools:
                     cache[live.blocks[block].block_id, :, slot, :] = value + spoiled
 
     def write_by_layer(self, rank: int, parts: Sequence[Part]) -> Iterator[str]:
-        """The same, layer by layer; yields the name of each layer once its numbers are written, and none of a later
-        layer's."""
+        """Does the same layer by layer; yields the name of each layer once its numbers are written, and before those of
+        later layers are.
+        """
         blocks: set[int] = set()
         for live, first, end in parts:
             part = live.blocks[first // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
@@ -118,7 +119,7 @@ class MiniPools:
             yield name
 
     def wrong(self, live: Live, end: int, ranks: Sequence[int] | None = None) -> list[int]:
-        """Positions before `end` whose KV is wrong on any layer of any of these ranks."""
+        """Positions before `end` whose KV is wrong in any layer on any of these ranks."""
         bad = set()
         for rank in range(len(self.caches)) if ranks is None else ranks:
             for layer, cache in enumerate(self.caches[rank].values()):

@@ -1,6 +1,7 @@
-"""vLLM's two model runners from the view of a connector's worker: vLLM's own code (`KVConnectorModelRunnerMixin` of
-Model Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks, at the places that they have in `execute_model`
-and `sample_tokens`. A function of the test replaces the rest of these two."""
+"""vLLM's two model runners as a connector's worker sees them: vLLM's own code (`KVConnectorModelRunnerMixin` of Model
+Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks, in the order of `execute_model` and `sample_tokens`.
+Functions of the test replace the rest of these two methods.
+"""
 
 from __future__ import annotations
 
@@ -141,4 +142,4 @@ RUNNERS: dict[str, type[ModelRunner]] = {"V1": RunnerV1, "V2": RunnerV2}
 
 
 def nothing(*_: Any) -> None:
-    """For a part of a step that a test does not use."""
+    """Does nothing, for a part of a step that a test does not use."""

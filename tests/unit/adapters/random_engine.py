@@ -1,5 +1,7 @@
-"""An engine that treats a connector at random as engines do: asks without allocating, ends requests at any moment,
-takes their blocks away, reuses their names, computes in chunks, resets. The content of its blocks is exact."""
+"""An engine that calls a connector in random order, as engines may: it asks without allocating, ends requests at any
+moment, takes their blocks away, reuses their names, computes in chunks, and resets. The content of its blocks is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ LENGTHS = (1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOK
 
 
 class RandomEngine(MiniEngine):
-    """An engine driven by `act`.
+    """An engine that takes one random action per call of `act`.
 
     Attributes:
-        waiting: requests that hold no block: new ones, and those that lost theirs.
+        waiting: requests that hold no blocks: new ones, and those that lost theirs.
         acts: how often each action was taken.
     """
 
@@ -45,7 +47,7 @@ class RandomEngine(MiniEngine):
             self._spoil_after(worker)
 
     def _spoil_after(self, worker: WorkerSide) -> None:
-        """Makes fresh blocks hold garbage from the moment when the worker lets the engine write them."""
+        """Fills new blocks with garbage as soon as the worker lets the engine write them."""
         before_forward = worker.before_forward
 
         def then_spoil(orders: Any) -> None:
@@ -79,14 +81,14 @@ class RandomEngine(MiniEngine):
         }
 
     def verify(self) -> None:
-        """Checks that the blocks of every running request hold all that it counts as computed."""
+        """Checks that the blocks of every running request hold all KV that it counts as computed."""
         self.unit.manager.check_integrity()
         for name, live in self.live.items():
             if not live.waiting_for_load:
                 assert self.wrong(name) == [], f"{name}: {live.request.num_computed_tokens} tokens"
 
     def settle(self) -> None:
-        """Ends everything and checks that nothing is left on either side."""
+        """Ends all requests and checks that nothing is left on either side."""
         for name in [*self.waiting, *self.live]:
             self._end(name)
         self.drain()
@@ -117,7 +119,7 @@ class RandomEngine(MiniEngine):
         return name in self.waiting or name in self.live or name in self._pending or name in self._late
 
     def _only_ask(self) -> None:
-        """The engine asks, and then has no memory for the request."""
+        """The engine looks a request up, and then has no memory for it."""
         if self.waiting:
             self.side.match(self._pick(self.waiting), 0)
 
@@ -145,7 +147,7 @@ class RandomEngine(MiniEngine):
             self.step({})
             return
         self._cache_blocks(live, request.num_tokens)
-        # A load inside a step belongs to the step that it was ordered in.
+        # A load within a step belongs to the step in which it was ordered.
         self._compute_one(name)
 
     def _compute(self) -> None:
@@ -157,7 +159,7 @@ class RandomEngine(MiniEngine):
         self.step({name: self._chunk(name)})
 
     def _chunk(self, name: str) -> int:
-        """How many tokens the request computes next: a part of its prompt, or one more after it."""
+        """How many tokens the request computes next: a part of its prompt, or one generated token."""
         live = self.live[name]
         left = live.request.num_tokens - live.request.num_computed_tokens
         if left:

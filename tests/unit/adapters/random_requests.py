@@ -55,7 +55,7 @@ class RandomRequests:
         engine.check()
 
     def reset_under_requests(self) -> bool:
-        """Resets vLLM's cache, and half the time flexkv's, unless vLLM would refuse; returns whether it has."""
+        """Resets vLLM's cache, and half the time flexkv's, unless vLLM would refuse; returns whether it did."""
         engine = self.engine
         # vLLM also refuses during a step that may still write blocks of a request that the reset preempts.
         if engine.waiting_hold_blocks or engine.steps_under_way:
@@ -75,7 +75,7 @@ class RandomRequests:
         return tokens
 
     def settle(self) -> None:
-        """Ends everything and checks that nothing is left on either side."""
+        """Ends all requests and checks that nothing is left on either side."""
         engine = self.engine
         engine.settle()
         for _ in range(3):

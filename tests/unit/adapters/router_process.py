@@ -1,4 +1,6 @@
-"""Processes that serve requests at one folder, one after the other; the router of each hears that process alone."""
+"""Processes that serve requests over one folder, one after the other. Each has its own router, which hears only that
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Served:
 
     Attributes:
         found: blocks that the router knew before the first request.
-        hits: requests of which something was served.
+        hits: requests of which at least one block was served.
         over, under: requests of which the router predicted more than was served, or less.
         removals: events of removed blocks.
     """
@@ -70,7 +72,7 @@ def _serve(
     served.removals = world.router.removals
     told.send(served)
     if killed:
-        # Records that still wait would be lost, and routers would learn what they say from later events only.
+        # Records that are not written yet would be lost, and routers would learn their content only from later events.
         events = world.engine.side.events
         assert events is not None
         assert events._book is not None

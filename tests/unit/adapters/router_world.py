@@ -1,4 +1,4 @@
-"""A router that knows nothing but an engine's KV events, and drawn requests to the engine."""
+"""A router that knows only an engine's KV events, and randomly drawn requests to the engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LONGEST = 5
 
 
 class Router:
-    """What it was told of, by medium, as the routers of Dynamo and llm-d keep it.
+    """The blocks that were announced to it, by medium, kept as the routers of Dynamo and llm-d keep them.
 
-    These count announcements, and act on a removal once there were as many. So a block that is announced twice, or
-    removed without having been announced, is an error here.
+    Those count announcements, and remove a block after as many removals. So a block that is announced twice, or removed
+    without having been announced, is an error here.
 
     Args:
-        misses_one: does not hear that one prompt's first block leaves its last medium, and hears of all else. If the
-            block is announced again before anybody asks for it, it misses another one instead.
+        misses_one: a control: it misses one event, the removal of a prompt's first block from its last medium. If the
+            block is announced again before a request asks for it, it misses another such event instead.
     """
 
     def __init__(self, misses_one: bool = False) -> None:
@@ -70,7 +70,7 @@ class Router:
             self.has[medium].remove(block)
 
     def predicted(self, request: Request) -> int:
-        """Tokens of the request that will be served."""
+        """Tokens of the request that it predicts will be served."""
         known = self.has["CPU"] | self.has["STORAGE"]
         hashes = [maybe_convert_block_hash(each) for each in request.block_hashes]
         leading = next((at for at, each in enumerate(hashes) if each not in known), len(hashes))
@@ -78,10 +78,10 @@ class Router:
 
 
 class World:
-    """An engine whose events a router hears, and drawn requests.
+    """An engine whose events a router hears, and randomly drawn requests.
 
     Args:
-        folder: of its disk tier; a second world at the same folder finds what the first left.
+        folder: folder of its disk tier; a second world with the same folder finds what the first one left.
     """
 
     def __init__(self, folder: Path, router: Router, seed: int = 0, **settings: Any) -> None:
@@ -97,7 +97,7 @@ class World:
         self._made = 0
 
     def request(self) -> Request:
-        """A prompt of some whole blocks and a token more; prompts share their first blocks."""
+        """A prompt of some whole blocks and one more token; prompts share their first blocks."""
         blocks = self._random.randint(1, LONGEST)
         prefix = self._random.randrange(PREFIXES)
         parted = self._random.randint(0, blocks)
@@ -110,7 +110,7 @@ class World:
         return make_request([*tokens, 7], f"r{self._made}")
 
     def settle(self) -> None:
-        """Lets the disk end what it has to write, and the router hear of it."""
+        """Waits until the disk has written all pages and the router has heard of them."""
         self.engine.drain()
         self.engine.until(lambda: not self.engine.unit.driver.busy)
         self.router.hear(self.engine.take_events())
@@ -125,7 +125,7 @@ class World:
         return predicted, served
 
     def disturb(self) -> None:
-        """Forgets pages, or all of them, now and then."""
+        """Sometimes drops some pages, or all of them."""
         drawn = self._random.random()
         if drawn < 0.05:
             self.engine.unit.manager.forget(0, self.engine.keys_of(self.request()))

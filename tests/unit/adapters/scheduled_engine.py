@@ -1,5 +1,6 @@
-"""vLLM's own scheduler and block pools around both sides of the connector, and a "forward" that checks all that it
-reads and writes the expected numbers into every KV group. No model is run."""
+"""vLLM's own scheduler and block pools around both sides of the connector, and a "forward" that checks everything it
+reads and writes the expected numbers into every KV group. No model is run.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +68,9 @@ class ScheduledEngine:
     Args:
         match_unit: vLLM's `prefix_match_unit`.
         step_tokens: the most tokens that a step computes.
-        overlap: whether a step is scheduled before the result of the step before is known.
+        overlap: whether a step is scheduled before the result of the previous step is known.
         runner: the model runner whose order of calls the worker's hooks get, one of `RUNNERS`.
-        give: enqueues work on the memory's stream, for an engine on a device; by default it is done at once.
+        give: enqueues work on the memory's stream, for an engine on a device; by default work is done at once.
 
     Attributes:
         specs: specifications of the KV groups.
@@ -79,8 +80,8 @@ class ScheduledEngine:
         memory: memory of all blocks; each block belongs to one group at a time.
         hits: tokens of the last load of each request.
         trouble: wrong values that a forward has read.
-        sample: called in each step after the forward.
-        fresh: blocks handed out since the last step.
+        sample: called in each step after the forward pass.
+        fresh: blocks allocated since the last step.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class ScheduledEngine:
                 | settings,
             ),
         ).create_engine_config()
-        # vLLM turns it off on a CPU, which this schedule does not depend on.
+        # vLLM turns it off on a CPU, but this engine's schedule does not depend on the device.
         config.scheduler_config.async_scheduling = overlap
         self.pool_config = pool_of(specs, blocks)
         cache = config.cache_config
@@ -220,8 +221,9 @@ class ScheduledEngine:
 
     @property
     def waiting_hold_blocks(self) -> bool:
-        """Whether a request that is in no batch holds blocks: for a load under way, which a request that was aborted
-        still waits for, or for KV that was loaded. vLLM then refuses a reset under running requests."""
+        """Whether a request that is in no batch holds blocks: for a load under way (even if the request was aborted),
+        or for KV that was loaded. vLLM then refuses a reset under running requests.
+        """
         return any(
             any(table)
             for name, request in self.scheduler.requests.items()
@@ -244,7 +246,7 @@ class ScheduledEngine:
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
         """Args:
-        between: called after the step's forward, before the scheduler knows the step's result.
+        between: called after the step's forward pass, before the scheduler knows the step's result.
         """
         output = self.scheduler.schedule()
         self._under_way.append((output, self._run(output)))
@@ -257,7 +259,7 @@ class ScheduledEngine:
         early = bool(copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers)
         names = list(output.num_scheduled_tokens)
 
-        # The load writes the blocks handed out for it first, and in an async load's step nothing else does.
+        # The load is the first to write its blocks, and in the step of an async load nothing else writes them.
         orders: Any = output.kv_connector_metadata
         graphs = [job.graph for job in orders.loads]
         loaded = {block for graph in graphs for op in graph.ops for block in op.blocks.tolist()}
@@ -301,7 +303,7 @@ class ScheduledEngine:
 
     @staticmethod
     def _tokens(request: Request, count: int) -> list[int]:
-        """Its first tokens, including those that the scheduler does not know yet."""
+        """The request's first tokens, including those that the scheduler does not know yet."""
         tokens = list(request.all_token_ids[:count])
         while len(tokens) < count:
             tokens.append(3 + zlib.crc32(str(tokens).encode()) % 5)

@@ -1,4 +1,4 @@
-"""KV groups of an engine with vLLM's own scheduler: of every kind, one layer each."""
+"""KV groups of every kind, one layer each, for an engine with vLLM's own scheduler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A stand-in for vLLM 0.33 around a sleep, whose copies can be made to hang. tests/engines_vllm33 has that engine's own
-Python sleep."""
+"""A stand-in for vLLM 0.33 around a sleep, whose copies can be made to hang. tests/engines_vllm33 tests the sleep of
+that engine's own Python code.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ POISON = -7.0
 
 
 class SleepingEngine(MiniEngine):
-    """A mini engine that can sleep, in 0.33's order of calls."""
+    """A mini engine that can sleep, with the order of calls of vLLM 0.33."""
 
     def sleep(self) -> None:
-        """Pause, reset of engine and connector, then in each worker the hook and the loss of the memory."""
+        """Pauses, resets engine and connector, and then in each worker calls the hook and drops the memory."""
         assert self.pool.reset_prefix_cache(), "requests hold blocks: vLLM does not sleep"
         assert self.side.reset(), "vLLM does not sleep when the connector's reset fails"
         self.lose_memory()
@@ -27,12 +28,11 @@ class SleepingEngine(MiniEngine):
 
     @property
     def was_touched(self) -> bool:
-        """Whether anything was written to the former KV memory."""
+        """Whether any byte was written to the former KV memory."""
         return any(bool((cache != POISON).any()) for caches in self.pools.caches for cache in caches.values())
 
     def wake_up(self) -> None:
-        """The memory is mapped again with other content, then the hook is called, then come the handshakes once
-        more."""
+        """Maps the memory again with other content, calls the hook, and then makes the handshakes once more."""
         self.pools.spoil()
         for worker in self.workers:
             worker.restore_kv_caches()

@@ -1,4 +1,4 @@
-"""Which rows two ranks keep: those that differ most over the heads of both, and the same on both."""
+"""Two ranks keep the same rows: those that differ most over the heads of both."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Layer:
 
 
 class Rows:
-    """One rank's cached rows: a source and its layers. Each row's key has the length that is given."""
+    """One rank's cached rows: a source and its layers. Each row's key has the given norm."""
 
     def __init__(self, lengths: tuple[float, ...]) -> None:
         self._keys = torch.zeros(len(lengths), 1, WIDTH)

@@ -1,4 +1,4 @@
-"""A blended forward over a model of a few lines: what it keeps alive."""
+"""The memory that a blended forward pass keeps alive, with a minimal model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS, ROWS = 6, 5
 
 
 class Attention(torch.nn.Module):
-    """Takes keys and values, and notes that they were made."""
+    """Takes keys and values, and records that they were made."""
 
     num_kv_heads, head_size = 2, 4
 
@@ -62,7 +62,7 @@ def blending(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> BlendForward:
 
 
 def most_alive(blending: BlendForward, made: list[Any]) -> int:
-    """The most keys and values of layers that are alive while rows of a layer are taken."""
+    """The largest number of layers whose keys and values are alive while the rows of a layer are taken."""
     alive = []
 
     def take(layer: int, planes: Any) -> None:
@@ -78,7 +78,7 @@ def most_alive(blending: BlendForward, made: list[Any]) -> int:
 
 
 def test_no_more_than_one_layers_keys_and_values_are_kept(blending: BlendForward, made: list[Any]) -> None:
-    """On a GPU they are views of all that a layer has projected, of every row of the batch."""
+    """On a GPU the keys and values are views of a layer's whole projection, for every row of the batch."""
     assert most_alive(blending, made) == 2
 
 

@@ -1,4 +1,4 @@
-"""What becomes of captured segments and of loads on a rank, errors that are not flexkv's own included."""
+"""The outcomes of captured segments and of loads on a rank, including after errors that are not flexkv's own."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_segment_without_room_beside_others_is_not_stored(
 
 
 def test_a_segment_without_room_in_host_memory_is_not_stored(pages: BlendPages) -> None:
-    """Another request holds the pages of the segment before it."""
+    """Another request holds the pages of the segment before this one."""
     capture(pages, "first", FIRST, number=1)
     first = outcome(pages)
     pages.begin_load(SegmentOrder("r", 1, (FIRST,), ""))
@@ -167,7 +167,7 @@ def test_a_capture_that_breaks_off_is_lost_with_its_last_token(
     assert not pages.begin_capture("s", asks, end), "no rank captures a chunk that one of them does not"
     assert pages.take_stored() == ({6: BlendResult.LOST} if end == len(SEGMENT) else {})
     if end < len(SEGMENT):
-        pages.lose_capture("s", asks)  # as its last chunk, which is not captured, does
+        pages.lose_capture("s", asks)  # as its last chunk does, which is not captured
         assert pages.take_stored() == {6: BlendResult.LOST}
     (record,) = caplog.records
     assert record.getMessage() == f"a segment of {len(SEGMENT)} tokens is not kept: MemoryError: no memory"

@@ -1,4 +1,4 @@
-"""The cached rows of a blended forward come through the layerwise pipeline, while the model's layers run."""
+"""The cached rows of a blended forward pass come through the layerwise pipeline while the model's layers run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class Attention(torch.nn.Module):
-    """Keys of all rows are zeros; what is written to its slots is kept."""
+    """The keys of all rows are zeros; what is written to the slots is recorded."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Layer:
 
 
 class Copies(TurnedRows):
-    """Notes which layers' copies have begun.
+    """Records which layers' copies have begun.
 
     Attributes:
         shown: the layer whose rows are given as another layer's.
-        before: called in the stream that copies, before a layer's copy.
+        before: called in the copying stream, before a layer's copy.
     """
 
     shown: Callable[[int], int] = staticmethod(lambda layer: layer)
@@ -133,7 +133,7 @@ def host() -> Iterator[RowDevice]:
 
 @pytest.fixture
 def blending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], BlendForward]:
-    """Makes a forward. Its model calls the argument in each layer, once the layer's attention has run."""
+    """Makes a forward pass. Its model calls the argument in each layer, after the layer's attention."""
     slots = torch.arange(ROWS)
     context = SimpleNamespace(slot_mapping={"layer0": slots})
     monkeypatch.setattr(forward, "get_forward_context", lambda: context)
@@ -172,7 +172,7 @@ def nothing(layer: int) -> None:
 
 
 def off_by(blended: BlendForward, rows: TurnedRows, skipped: Any) -> float:
-    """How far what was written to the pool is from what the skipped rows' keys and values are."""
+    """Distance of what was written to the pool from the keys and values of the skipped rows."""
     worst = 0.0
     for layer in range(CHECK + 1, SHAPE.layers):
         slots = rows.in_buffer[skipped] + 40
@@ -214,7 +214,7 @@ def test_control_a_pipeline_that_gives_another_layers_rows_is_seen(
 def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
     blending: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its buffer gets the rows of a later layer meanwhile."""
+    """The buffer gets the rows of a later layer meanwhile."""
 
     def too_early(self: LoadedLayers, layer: int) -> Any:
         buffer = self._tensor(self._layers.layer(layer))
@@ -239,7 +239,7 @@ def seen_in(layer: int) -> list[int]:
 def test_the_next_layers_are_copied_while_a_layer_of_the_model_runs(
     blending: Any, copies: Copies, host: RowDevice
 ) -> None:
-    """No layer of the model ends before the copies of the two layers after it have begun, for which nobody waits."""
+    """When a layer of the model ends, the copies of the next two layers have begun, and nothing has waited for them."""
 
     def runs(layer: int) -> None:
         if layer > CHECK:
@@ -276,7 +276,7 @@ def test_control_a_device_that_works_only_when_awaited_copies_nothing_ahead(
 def test_a_source_that_fails_at_the_check_layer_has_all_rows_computed(
     blending: Any, copies: Copies, host: RowDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until then every layer has computed all of them."""
+    """Up to that layer, every layer has computed all rows."""
 
     def fail(layer: int) -> None:
         raise OSError("gone")
@@ -316,7 +316,7 @@ def test_a_source_that_fails_ends_the_forward_and_leaves_nothing_open(
 
 
 def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
-    """Notes how long each close waits at most."""
+    """Records the longest time that each close waits."""
     of_pipeline = LoadPipeline.precede_caller
 
     def precede_caller(self: LoadPipeline, deadline_s: float) -> bool:
@@ -329,7 +329,9 @@ def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
 def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
     blending: Any, copies: Copies, cache: SegmentCache, host: RowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for the layer, and one for the close of all pipelines: the second one's does not wait again."""
+    """There is one wait for the layer and one for the close of all pipelines: closing the second pipeline does not wait
+    again.
+    """
     go_on = threading.Event()
     waits: list[float] = []
 
@@ -347,10 +349,10 @@ def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
 
 
 class BusyGpu(HostDevice):
-    """A device with streams: nobody on the host waits for it, and the caller's own work on it does not end.
+    """A device with streams: the host does not wait for it, and the caller's own work on it does not end.
 
     Attributes:
-        before_caller: what the caller's next work waits for.
+        before_caller: the events that the caller's next work waits for.
     """
 
     def __init__(self) -> None:
@@ -370,7 +372,7 @@ class BusyGpu(HostDevice):
 def test_the_engines_own_work_on_a_gpu_does_not_count_as_a_late_copy(
     blending: Any, copies: Copies, cache: SegmentCache, monkeypatch: pytest.MonkeyPatch, on_the_host: bool
 ) -> None:
-    """The last copies wait for buffers that the engine's layers, which it has only enqueued, still read."""
+    """The last copies wait for buffers that layers of the engine, which are only enqueued so far, still read."""
     device = BusyGpu()
     monkeypatch.setattr(cache, "deadline_s", 0.05)
     if on_the_host:

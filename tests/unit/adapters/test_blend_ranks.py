@@ -1,4 +1,4 @@
-"""A rank that fails alone in a blended forward: the other one does not wait for it in a collective."""
+"""If one rank fails in a blended forward pass, the other one does not wait for it in a collective."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Attention(torch.nn.Module):
 
 
 class Layer:
-    """Its ranks add up their parts, as those of a tensor-parallel model do."""
+    """The ranks add up their parts, as those of a tensor-parallel model do."""
 
     def __init__(self, number: int, group: Group) -> None:
         self.self_attn = SimpleNamespace(attn=Attention(number))
@@ -113,10 +113,10 @@ class Rows:
 
 
 class World:
-    """One forward on two ranks, of which one fails.
+    """One forward pass on two ranks, of which one fails.
 
     Attributes:
-        may_lose: whether the forward goes on without rows that are taken.
+        may_lose: whether the forward pass can go on without rows that are taken.
         lost: what each rank's taken rows failed with.
     """
 
@@ -161,7 +161,7 @@ class World:
             self.ended[rank] = error
 
     def run(self, fault: Fault, rank: int = 1) -> list[Any]:
-        """What each rank's forward returned or raised.
+        """What the forward pass of each rank returned or raised.
 
         Args:
             rank: the one that fails.
@@ -223,7 +223,7 @@ def test_rows_are_those_of_the_first_rank_and_all_if_it_cannot_choose(
 
 @pytest.mark.parametrize("layer", [0, CHECK + 1, LAYERS - 1])
 def test_rows_that_may_be_lost_are_lost_on_the_rank_that_cannot_take_them(world: World, layer: int) -> None:
-    """The control are those that may not, below."""
+    """The control, below, has forward passes that may not lose rows."""
     world.may_lose = True
     for _, keep in world.run(failing(("taken", layer), error=MemoryError)):
         assert np.flatnonzero(~keep).tolist() == REUSED.tolist()

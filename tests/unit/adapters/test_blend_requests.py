@@ -1,4 +1,6 @@
-"""The scheduler's side of blending: which requests are blended, how they wait, and what is ordered when."""
+"""The scheduler's side of blending: which requests are blended, how they wait, and when loads and stores are
+ordered.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SEPARATOR = np.array([9, 9])
 
 
 class World:
-    """A scheduler's side with a clock of its own, and requests as vLLM has them."""
+    """A scheduler's side with its own clock, and requests like those of vLLM."""
 
     def __init__(self, ranks: int = 1, most_pages: int = 8) -> None:
         self.now_s = 0.0
@@ -48,7 +50,7 @@ class World:
         ttl_s: int | None = None,
         **fields: Any,
     ) -> Any:
-        """A request that enters the queue; `salt` "" gives it one of its own."""
+        """A request that enters the queue; `salt` "" gives it a salt of its own."""
         self._made += 1
         request = SimpleNamespace(
             request_id=f"r{self._made}",
@@ -336,7 +338,7 @@ def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None
 
 
 def test_a_hit_after_its_segments_came_is_not_used(world: World) -> None:
-    """Another answer under the same salt has started meanwhile."""
+    """Another request with the same salt has started meanwhile."""
     tracker = world.blended()
     make_ready(world, tracker)
     assert world.match(tracker, computed=16) is None

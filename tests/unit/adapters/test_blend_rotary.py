@@ -41,7 +41,7 @@ def rotary(dtype: Any = torch.float32, is_neox_style: bool = True, **changed: An
 
 
 def turn(described: str, module: Any, dtype: Any = torch.float32) -> Any:
-    """The rotation of a model whose configuration has one scaling and whose layers have this module."""
+    """The rotation for a model whose configuration has this scaling and whose layers have this module."""
     attention = SimpleNamespace(num_kv_heads=HEADS, head_size=HEAD_DIM, kv_cache=torch.empty(0, dtype=dtype))
     layer = SimpleNamespace(self_attn=SimpleNamespace(attn=attention, rotary_emb=module))
     text = LlamaConfig(

@@ -1,4 +1,4 @@
-"""What blending's test at the start compares: each row by itself."""
+"""Blending's test at the start compares each row by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 256
 
 
 def rounded(dtype: Any) -> tuple[Any, Any]:
-    """Rows, and the same with a rounding of the dtype."""
+    """Rows, and the same rows with a rounding of the dtype."""
     exact = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     wanted = exact.to(dtype)
     noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2)) * torch.finfo(dtype).eps
@@ -106,7 +106,7 @@ def one_row_of_one_layer(blended: BlendForward) -> None:
 
 
 def lengths_one_too_long(blended: BlendForward) -> None:
-    """Rows of all runs but the one at position 0 see the row behind them."""
+    """In all runs except the one at position 0, rows attend to the row behind them."""
 
     def runs(batch: Any, kept: Any) -> Runs:
         right = Runs.of(batch, kept)
@@ -117,7 +117,7 @@ def lengths_one_too_long(blended: BlendForward) -> None:
 
 
 def a_neighbours_cached_row(blended: BlendForward) -> None:
-    """One row has that of the next position, in all layers."""
+    """One row has the key and value of the next position, in all layers."""
 
     def shifted(layer: int, cached: Any, slots: Any) -> None:
         attention, (keys, values) = blended.attentions[layer], cached.take(layer)
@@ -160,7 +160,7 @@ def test_control_a_larger_limit_passes_over_a_late_fault(monkeypatch: pytest.Mon
 
 
 def test_layers_that_compute_all_rows_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the same bits in the oracle's run: only what differs there is measured."""
+    """Both have the same bits in the oracle's run, and only differences there are measured."""
     moved: list[float] = []
 
     def of(dtype: Any, keys: Any, output: float) -> Limits:
@@ -186,7 +186,9 @@ def test_no_depth_explains_a_row_that_is_off_by_a_quarter() -> None:
 def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
     monkeypatch: pytest.MonkeyPatch, test: int, scaled: bool
 ) -> None:
-    """Outputs that are off by more than the limit of any model, and by less than that of a deep one's oracle."""
+    """Outputs that are off by more than the limit for any model, and by less than the limit for a deep model's
+    oracle.
+    """
     off = 3 * LIMITS[torch.bfloat16]
     blended = make_test(monkeypatch, DeepModel(DEEP, torch.bfloat16, GAIN), torch.bfloat16)
     if scaled:
@@ -195,7 +197,7 @@ def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
 
     def moved(reused: Any, taken: Any = ()) -> Any:
         calls.append(reused)
-        # The first call is layer by layer, the second measures roundings, the third is the ratio of 1.
+        # The first call goes layer by layer, the second measures roundings, the third has a ratio of 1.
         return run(reused, taken) * (1 + off * (len(calls) == 1 + 2 * test))
 
     monkeypatch.setattr(blended, "_run", moved)

@@ -1,4 +1,6 @@
-"""A rank's start and steps with blending: all ranks begin it or none does, and no step goes by unnoticed."""
+"""A rank's start and steps with blending: either all ranks begin blending or none does, and every step is accounted
+for.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,11 @@ class Cache:
 
 
 class Ranks:
-    """Starts of ranks, with everything that is vLLM's and the segments' replaced.
+    """Starts ranks, with stand-ins for vLLM and for the segments.
 
     Attributes:
-        fails: called with each rank's number where it makes its rotation.
-        turns: the same where it turns rows on the pool's device.
+        fails: called with each rank's number when the rank makes its rotation.
+        turns: called likewise when the rank rotates rows on the pool's device.
         started: each rank's worker, or what its start raised.
     """
 
@@ -95,7 +97,7 @@ class Ranks:
         return self.caches[-1]
 
     def _compute(self) -> str:
-        """As a layer does: waits for all ranks."""
+        """Waits for all ranks, as a layer does."""
         self.group.all_reduce(torch.zeros(1))
         return ""
 
@@ -200,7 +202,7 @@ def unplaced(ranks: Ranks) -> dict[str, float]:
 
 
 def run_steps(ranks: Ranks, calls_forward: bool) -> dict[str, float]:
-    """Two blended steps; returns the rows that were counted without a forward of the model."""
+    """Runs two blended steps; returns the rows that were counted without a forward pass of the model."""
     ranks.start()
     worker = ranks.started[0]
     for _ in range(2):

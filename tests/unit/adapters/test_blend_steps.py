@@ -1,5 +1,6 @@
-"""One step's plan: one forward of the model takes it, however late vLLM ends the step, and chunks that not every rank
-finds in its batch are computed fully on all of them."""
+"""One step's plan: one forward pass of the model takes it, however late vLLM ends the step. Chunks that are missing
+from any rank's batch are computed fully on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Plain:
 
 
 class Blending(BlendingModel, Plain):
-    """As the class of each architecture is made."""
+    """Built like the blending class of each architecture."""
 
 
 class Keeping(Blending):
@@ -96,8 +97,9 @@ class PlannedStep:
 def forwards_of(
     engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
 ) -> list[list[str]]:
-    """Runs one step per plan ("" for none); returns what computed the target's, the draft's and another forward, which
-    comes after the step, as that of an idle rank does."""
+    """Runs one step per plan ("" for none); returns which plan the forward passes of the target and of the draft used,
+    and that of another forward pass after the step, as an idle rank makes one.
+    """
     pages = SimpleNamespace(
         take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None
     )
@@ -190,7 +192,7 @@ class Pages:
 
     Attributes:
         lost: numbers of the segments whose rows were not found.
-        gone: requests whose segments are lost once somebody waits for them.
+        gone: requests whose segments are lost when the rank waits for them.
     """
 
     def __init__(self, *held: str) -> None:
@@ -215,7 +217,7 @@ class Pages:
 
 
 class Forward:
-    """The model's layers; notes the requests that each call reuses rows of, and the first row that it takes.
+    """The model's layers; records the requests whose rows each call reuses, and the first row that it takes.
 
     Attributes:
         loses: number of calls that lose rows.
@@ -256,7 +258,7 @@ class Rank:
 
 
 def compute(patch: pytest.MonkeyPatch, chunks: list[ChunkOrder], *ranks: Rank) -> None:
-    """The step's forward on all ranks at once."""
+    """Runs the step's forward pass on all ranks at once."""
     group = Group(len(ranks), WAIT_S)
     patch.setattr(module, "get_tp_group", lambda: group)
     threads = [threading.Thread(target=rank.compute, args=(chunks,)) for rank in ranks]
@@ -303,7 +305,7 @@ def test_the_model_computes_a_step_without_any_of_its_chunks(monkeypatch: pytest
 def test_a_chunk_that_one_rank_alone_lacks_is_computed_fully_on_both(
     monkeypatch: pytest.MonkeyPatch, other: Rank, agrees: bool
 ) -> None:
-    """Without the agreement, one rank computes fewer rows than the other one."""
+    """The control: without the agreement, one rank computes fewer rows than the other."""
     rank = Rank(BOTH, "a", "b")
     other.forward.ran.clear()
     if not agrees:
@@ -366,7 +368,7 @@ def test_the_model_computes_a_step_that_loses_rows_again_and_again(monkeypatch: 
 def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_both(
     monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
-    """Without the guard the other rank waits for it."""
+    """The control: without the guard, the other rank waits for it."""
     ranks = Rank(BOTH, "a", "b"), Rank(BOTH, "a", "b")
     monkeypatch.setattr(ranks[1].forward, "batch", no_memory)
     if not guarded:
@@ -397,7 +399,7 @@ def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_bot
 
 
 class Computing(Forward):
-    """Rows of every layer are zeros."""
+    """The rows of every layer are zeros."""
 
     def run(self, input_ids: Any, positions: Any, batch: BatchRows, reused: Any, taken: Any) -> Any:
         for each in taken:

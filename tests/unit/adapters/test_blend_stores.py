@@ -1,4 +1,4 @@
-"""A rank's captured segments on their way to host memory: no step waits for them, and loads behind them find them."""
+"""A rank's captured segments on their way to host memory: no step waits for them, and later loads find them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pages() -> Iterator[BlendPages]:
 
 
 class Held:
-    """While it is entered, the engine has ended no transfer, and nobody waits for one."""
+    """Within the block, no transfer of the engine ends, and nothing waits for one."""
 
     def __init__(self, pages: BlendPages, patch: pytest.MonkeyPatch) -> None:
         self._engine, self._patch = pages.cache.engine, patch
@@ -52,7 +52,7 @@ class Held:
 
 
 def capture(pages: BlendPages, request: str = "s", segment: np.ndarray = SEGMENT, number: int = 1) -> None:
-    """The segment's rows in all layers, as one forward gives them."""
+    """The segment's rows in all layers, as one forward pass gives them."""
     asks = NewSegment(segment, "", number)
     assert pages.begin_capture(request, asks, 0)
     rows = torch.from_numpy(planes_of(segment)).transpose(2, 3)
@@ -78,7 +78,7 @@ def arrival(pages: BlendPages, request: str) -> Any:
 
 
 def kept_planes(pages: BlendPages) -> np.ndarray:
-    """What is cached of the segment, as a request at position 0 gets it: [layers, 2, heads, tokens, head_dim]."""
+    """What is cached of the segment, as a request gets it at position 0: [layers, 2, heads, tokens, head_dim]."""
     pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
     assert arrival(pages, "r").tokens == (len(SEGMENT),)
     layers = pages.rows("r", [(0, len(SEGMENT))], 0, len(SEGMENT)).open(0)
@@ -92,8 +92,9 @@ def kept_planes(pages: BlendPages) -> np.ndarray:
 def test_what_is_captured_in_chunks_comes_back_in_each_layer(
     pages: BlendPages, ends: tuple[int, ...], wrong: str
 ) -> None:
-    """The last chunk has a row more than the segment: the engine computes its first answered token with it. The others
-    are the controls: rows of each chunk at the first one's place, and layers that are exchanged."""
+    """The last chunk has one row more than the segment, with which the engine computes its first generated token. The
+    other cases are controls: rows of each chunk at the first one's place, and exchanged layers.
+    """
     asks = NewSegment(SEGMENT, "", 1)
     wanted = planes_of(SEGMENT)
     rows = torch.from_numpy(wanted).transpose(2, 3)
@@ -140,7 +141,7 @@ def test_a_load_behind_a_store_finds_its_segment(
 
 
 class HeldStores(Held):
-    """While it is entered, stores do not end; loads do."""
+    """Within the block, loads end but stores do not."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -209,7 +210,7 @@ def test_new_weights_make_a_store_under_way_a_miss(
 
 
 def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for tiers to confirm that they have forgotten comes later, in polls."""
+    """Later polls wait until the tiers confirm that they have forgotten the pages."""
     capture(pages)
     end_stores(pages)
     waited: list[float] = []
@@ -236,7 +237,7 @@ CLOSE_S = 0.4
 
 @pytest.mark.parametrize("each", [False, True], ids=["one for all", "control"])
 def test_a_close_has_one_deadline_for_all_that_hangs(monkeypatch: pytest.MonkeyPatch, each: bool) -> None:
-    """Three threads of the device, two stores, and transfers of which none ends in time."""
+    """Three threads of the device, two stores, and transfers none of which ends in time."""
     pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
     pages.cache.unit.close_s = CLOSE_S
     device, go_on = HostDevice(one_thread=False), threading.Event()
@@ -292,7 +293,7 @@ def test_what_hangs_before_leaves_the_disks_their_time(monkeypatch: pytest.Monke
     pages.cache.close()
 
 
-# --- two documents, for which together the staging pool has no room ---
+# --- two documents that do not both fit the staging pool ---
 
 FIRST, SECOND = np.arange(60), np.arange(200, 260)
 
@@ -361,7 +362,7 @@ LATER = np.arange(300, 360)
 def test_stores_that_begin_later_keep_no_load_waiting(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch, bounded: bool
 ) -> None:
-    """One takes the room of another, so that there is a store under way at any time."""
+    """Each store takes the room of another, so that a store is always under way."""
     capture(pages, "second", SECOND)
     end_stores(pages)
     advance, going = SegmentStore.advance, list[SegmentStore]()
@@ -387,7 +388,7 @@ def test_stores_that_begin_later_keep_no_load_waiting(
 def test_a_load_that_waits_for_staging_room_asks_again_for_what_comes(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By asking, it keeps its place in the line for room in host memory."""
+    """Repeated asking keeps its place in the queue for room in host memory."""
     capture(pages, "second", SECOND)
     end_stores(pages)
     advance, asked = SegmentFetch.advance, []

@@ -1,5 +1,6 @@
-"""A blended forward whose segments come from disk range by range: it begins with their first layers, and begins again
-without a segment of which a later range is damaged or does not come."""
+"""A blended forward pass whose segments come from disk range by range: it begins once their first layers are there, and
+begins again without a segment of which a later range is damaged or missing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ MISSED = "flexkv_blend_missed_pages_total"
 
 
 class Attention(torch.nn.Module):
-    """Keeps what its slots hold: zeros from a row that the layer computes, or what was written to it."""
+    """Records what its slots hold: zeros from a row that the layer computes, or what was written to the slot."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class World:
         return found["r"]
 
     def blend(self, tokens: tuple[int, ...]) -> np.ndarray:
-        """Runs the step's forward. Returns what all layers' slots hold, [layers, 2, rows, heads, head_dim]."""
+        """Runs the step's forward pass. Returns what all layers' slots hold, [layers, 2, rows, heads, head_dim]."""
         self.ran.clear()
         decoder = SimpleNamespace(
             embed_input_ids=lambda ids: ids[:, None].expand(-1, 8).float(),
@@ -168,7 +169,7 @@ BOTH = len(FIRST), len(SECOND)
 def wanted(
     tmp_path: Path, at: object, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """What a forward leaves whose segments, or what is named of them, have all come before it began."""
+    """What a forward pass leaves if all its segments, or the named ones, came before it began."""
 
     def compute(tokens: tuple[int, ...] = BOTH) -> np.ndarray:
         alone = World(monkeypatch)
@@ -239,7 +240,7 @@ def test_a_damaged_range_loses_its_segment_alone_and_leaves_no_wrong_row(
     assert world.count(LOST) == 1
     assert world.count(MISSED, "unreadable") == 3
     assert world.count("flexkv_blend_rows_total", "lost") == (len(SECOND) if layer >= LAST else 0)
-    # The request's next chunk, or step, goes on without it.
+    # The request's next chunk, or step, goes on without the segment.
     assert np.array_equal(world.blend(found.tokens), without)
     assert world.ran == list(range(SHAPE.layers))
 

@@ -1,5 +1,6 @@
-"""Before the first request, rows are turned where the engine's pool lies: what cannot be turned there, or comes out
-wrong, turns blending off."""
+"""Before the first request, rows are rotated on the device of the engine's pool. If they cannot be rotated there, or
+the result is wrong, blending is turned off.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_a_device_without_streams_is_refused(make: Pages) -> None:
 def test_a_core_without_kernels_for_the_device_is_refused(
     make: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that was built without CUDA, for an engine on a GPU."""
+    """A core that was built without CUDA, for an engine on a GPU."""
     apply = KeyRotation.apply
 
     def on_the_cpu_alone(self: KeyRotation, source: Any, *given: Any, **more: Any) -> None:

@@ -45,7 +45,7 @@ def test_a_block_handed_out_again_is_named_by_its_position() -> None:
 
 
 def test_steps_that_hand_out_no_block_look_at_none() -> None:
-    """The control shows that the count would see a look."""
+    """The control shows that the count would include a look at a block."""
 
     class Counted(dict):  # type: ignore[type-arg]
         looks = 0
@@ -119,7 +119,7 @@ def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
 
 
 def test_held_blocks_say_which_of_them_were_handed_out() -> None:
-    """Each hold on a block is notified; a store that begins meanwhile does not move the blocks in the queue."""
+    """Each watch of a block is notified; a store that begins meanwhile does not move the blocks in the queue."""
     pool = make_pool(8)
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(3)
@@ -205,7 +205,7 @@ def test_closing_leaves_the_pool_as_it_was() -> None:
 
 
 def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() -> None:
-    """From then on flexkv would not learn that the block is handed out."""
+    """From then on flexkv would not learn that the block is reused."""
     pool = make_pool(8)
     blocks = pool.get_new_blocks(3)
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)

@@ -96,7 +96,7 @@ def test_states_are_stored_where_a_hit_is_likely_to_end() -> None:
     for end in range(16, 400, 16):
         if some.wants_states(end, after, prompt_tokens=210, shared_tokens=96):
             stored.append(after := end)
-    # Checkpoints, the end of the shared beginning, the checkpoint after that, the prompt's end, and all of the answer.
+    # Checkpoints, the end of the shared beginning, the checkpoint after that, the prompt's end, and the whole answer.
     assert stored == [64, 96, 160, *range(208, 400, 16)]
     assert not some.wants_states(208, 208, 210, 0), "stored before"
 
@@ -111,7 +111,7 @@ def test_states_are_taken_where_the_engine_hands_all_of_them_over() -> None:
     assert some.has_states
     assert some.handed_over
     offers = [(2, 9, 64), (1, 7, 32), (1, 8, 64), (2, 5, 48), (1, 6, 48), (0, 4, 32)]
-    # At 32 one group hands nothing over, no hit ends at 48, and group 0 has no states.
+    # At 32 one group has no pages, no hit ends at 48, and group 0 has no states.
     assert some.among(offers) == [(64, {1: 8, 2: 9})]
     assert some.among([]) == []
     assert not boundaries(window(4)).has_states
@@ -136,7 +136,7 @@ def test_pages_that_a_hit_needs(group: BlockGeometry, boundary: int, pages: tupl
 
 
 def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]:
-    """Lengths of the hits of up to `tokens` that a lookup finds if host memory has exactly these pages of the group."""
+    """Lengths of hits, up to `tokens`, that a lookup finds if host memory has exactly these pages of the group."""
     blocks = tokens // group.block_tokens
     keys = np.random.default_rng(1).integers(0, 256, (blocks, 16), np.uint8)
     index = BlockIndex([blocks + 1])

@@ -19,7 +19,7 @@ from flexkv.errors import ConfigError, KeySchemeError
 
 
 def engine(**changes: Any) -> Any:
-    """The parts of an engine's configuration that the connector reads; changes are `section__field`."""
+    """The parts of an engine's configuration that the connector reads; changes are named `section__field`."""
     sections: dict[str, dict[str, Any]] = {
         "kv_transfer_config": {
             "kv_connector_extra_config": {},
@@ -79,7 +79,9 @@ def test_what_it_cannot_do_safely_is_refused(
 
 @pytest.mark.parametrize(("policy", "refused"), [("recompute", True), ("fail", False)])
 def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str, refused: bool) -> None:
-    """Loads are within the step here, and V2 does not take one back. With "fail", the control, the request ends."""
+    """Loads are within the step here, and Model Runner V2 does not take tokens back after a failed load. With "fail",
+    the control, the request ends.
+    """
     asked = engine(kv_transfer_config__kv_load_failure_policy=policy)
     asked.use_v2_model_runner = True
     if refused:
@@ -90,7 +92,9 @@ def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str,
 
 
 def test_a_refused_connector_leaves_its_engine_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the exception, and with it the connector, is kept. The control: a working connector takes the place."""
+    """The place is free even if the exception, and with it the connector, is kept. The control: a working connector
+    occupies the place.
+    """
     asked = engine()
     with monkeypatch.context() as refused:
         refused.setattr(builtin, "check_agent", fails)

@@ -60,7 +60,7 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
     assert "less than one prompt of max_model_len (512 tokens)" in warning
     found = re.search(rf"set {re.escape(key)} to (\d+) \(", warning)
     assert found is not None, warning
-    # The size that the warning names suffices, and one block less does not.
+    # The size that the warning names is enough, and one block less is not.
     engine.close()
     for spare, warned in ((0, 0), (SLOT_BYTES, 1)):
         log.clear()
@@ -71,7 +71,7 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
 def test_the_prompt_that_the_warning_is_about_is_no_full_hit(
     make_engine: Make, log: pytest.LogCaptureFixture
 ) -> None:
-    """Without a warning, a prompt of the greatest length is a full hit."""
+    """If there is no warning, a prompt of the greatest length is a full hit."""
     tokens = 16 * BLOCK_TOKENS
     for blocks, warned in ((12, True), (16, False)):
         log.clear()

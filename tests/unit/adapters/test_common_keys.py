@@ -1,4 +1,6 @@
-"""The common key scheme: every engine has the same keys for the same KV, and none if the tokens do not determine it."""
+"""The common key scheme: every engine has the same keys for the same KV, and no key if the tokens do not determine the
+KV.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,7 @@ def test_lazy_stores_that_become_eager_for_want_of_hashes_have_common_keys(
     described.parallel_config = SimpleNamespace(data_parallel_index=0, tensor_parallel_size=1)
     asked = load_config(COMMON | {"store.mode": "lazy"}, {})
     settings = with_possible_modes(asked, described)
-    if hashes:  # the control: the stores stay lazy, and their keys cannot be made
+    if hashes:  # the control: stores that stay lazy, whose keys cannot be made
         with pytest.raises(ConfigError, match="needs store"):
             EngineSpec.of(described, GEOMETRY, settings, EngineRole())
         return

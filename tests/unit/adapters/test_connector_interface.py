@@ -51,7 +51,7 @@ def test_control_a_hook_with_other_parameters_is_found() -> None:
             """Lacks the blocks."""
 
         def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:  # type: ignore[override]
-            """Has another name for the last parameter."""
+            """A hook with another name for the last parameter."""
 
         restore_kv_caches = None  # type: ignore[assignment]
 
@@ -65,7 +65,7 @@ def test_control_a_hook_with_other_parameters_is_found() -> None:
 
 
 def test_the_table_is_what_the_installed_engine_calls() -> None:
-    """The table is right for the version that can be compared; a new version that adds a hook fails here."""
+    """The table is right for the installed version; a new version that adds a hook fails here."""
     assert public_hooks(KVConnectorBase_V1) == INTERFACES[MAJOR, MINOR]
     assert sorted(KVConnectorBase_V1.__abstractmethods__) == sorted(ABSTRACT)
     names = dir(KVConnectorBase_V1)

@@ -27,7 +27,7 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with a disk tier in the test's folder; each call closes the engine before it."""
+    """Makes engines with a disk tier in the test's folder; each call closes the previous engine."""
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
@@ -83,7 +83,7 @@ def test_every_mode_keeps_everything_over_an_orderly_end(
 
 @pytest.mark.parametrize("mode", ["through", "back", "evict"])
 def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mode: str) -> None:
-    # Bursts of stores must find slots that were freed before them: one in 16 is kept free.
+    # Bursts of stores need slots that were freed before them: one in 16 is kept free.
     size = "1MiB" if mode == "evict" else "128KiB"
     engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
     slots = engine.unit.slots

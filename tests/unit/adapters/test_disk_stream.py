@@ -19,7 +19,7 @@ MODES = ("async", "sync", "layerwise")
 
 @pytest.fixture
 def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines that stream from the test's folder; each call closes the engine before it."""
+    """Makes engines that stream from the test's folder; each call closes the previous engine."""
     return in_turn(make_engine, tmp_path, **{"disk.stream": True})
 
 
@@ -153,7 +153,7 @@ def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pyte
 
 
 def test_pages_of_another_units_folder_are_streamed_too(make_streaming: Make, tmp_path: Path) -> None:
-    """With the common key scheme; a damaged page is reported to the engine, which computes it."""
+    """Under the common key scheme, a damaged page is reported to the engine, which computes it."""
     common = {"keys.scheme": "common", "host.verify": True}
     make_streaming(**common).run(make_request(PROMPT, "one"))
     make_streaming(**common, **{"disk.folders": str(tmp_path / "elsewhere")})

@@ -54,7 +54,7 @@ def model(
     attention: str = "decoder", pooling: tuple[str | None, str | None] | None = None, **config: Any
 ) -> Any:
     """Args:
-    pooling: for sequences and for tokens; None for a model that generates.
+    pooling: the poolers for sequences and for tokens; None for a model that generates.
     """
     pooler = pooling and SimpleNamespace(seq_pooling_type=pooling[0], tok_pooling_type=pooling[1])
     hf_config = SimpleNamespace(**config)
@@ -154,7 +154,8 @@ def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
     """The names are those that vLLM's own condition compares. The control: without the mode, or with another backend,
-    nothing is refused."""
+    the engine is not refused.
+    """
     condition = inspect.getsource(attention), inspect.getsource(mla_attention)
     assert all(
         ('"TRITON_MLA"' in source and "enable_prefix_caching = False" in source) for source in condition

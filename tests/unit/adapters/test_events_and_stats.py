@@ -186,7 +186,7 @@ def test_every_series_is_exported_at_zero_before_anything_happens() -> None:
             for values in itertools.product(*(values for _, values in metric.labels)):
                 labels = {"model": "m", "engine": engine, **dict(zip(names, values, strict=True))}
                 assert (f"vllm:{metric.name}", frozenset(labels.items())) in exported
-    # And no series twice: later counts go to the same series.
+    # No series appears twice: later counts go to the same series.
     counters = Counters()
     counters.add("flexkv_failed_pages_total", 2, direction="store", reason="deadline")
     metrics.observe(counters.data, 1)

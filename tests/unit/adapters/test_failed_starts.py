@@ -23,7 +23,7 @@ PROMPT = list(range(10, 40))
 
 
 class KeptRunner(model_runners.RunnerV1):
-    """The process keeps its connector, as vLLM does, from before the connector registers the KV cache."""
+    """The process keeps its connector, as vLLM does, even before the connector registers the KV cache."""
 
     def __init__(self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, Any]) -> None:
         assert not has_kv_transfer_group(), "vLLM would go on with the connector of another engine"
@@ -53,7 +53,7 @@ class Misshaped(WorkerSide):
 
 
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
-    """The error of this kind, and the arguments with which a start fails by it."""
+    """The error of this kind, and arguments with which a start fails with it."""
     (folder / "file").write_text("")
     starts: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),

@@ -125,7 +125,7 @@ def test_what_changes_the_kv_changes_the_namespace(folder: Path, changes: dict) 
 
 
 def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
-    """Some have pages of the same size, so only the key tells them apart."""
+    """Some engines have pages of the same size, so only the key tells them apart."""
     ways: list[dict[str, Any]] = [
         {"cache_dtype": dtype, "skipped": skipped}
         for dtype in (
@@ -156,7 +156,7 @@ def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
     ],
 )
 def test_the_longest_request_decides_the_factors_of_long_rope(folder: Path, rope: dict[str, Any]) -> None:
-    """vLLM takes the long factors for all positions if requests may exceed the length of the original training."""
+    """vLLM uses the long factors for all positions if requests may exceed the length of the original training."""
     text = TextConfig(**rope)
     short, long = (namespace(folder, text=text, max_tokens=tokens) for tokens in (4096, 4097))
     assert short != long

@@ -1,5 +1,6 @@
-"""Copies that wait for a running forward, and copies that do not: on a fake GPU, whose stream stops while a test holds
-it, under both of vLLM's model runners."""
+"""Copies that wait for a running forward pass, and copies that do not: on a fake GPU, whose stream stops while a test
+holds it, under both of vLLM's model runners.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class GpuEngine(ScheduledEngine):
     world: FakeGpuWorld
 
     def copies_end(self, wait_s: float) -> bool:
-        """Whether all submitted copies have ended, or end within that time."""
+        """Whether all submitted copies end within that time."""
         ops = self.worker.worker._ops
         return all(ops.engine.wait(op.ticket, wait_s) for op in ops._ops.values())
 
@@ -62,7 +63,7 @@ def make_engine(
 
 
 def load_beside_a_forward(engine: GpuEngine) -> None:
-    """Orders an async load in a step whose forward, for another request, is then held."""
+    """Orders an async load in a step whose forward pass, for another request, is then held."""
     engine.run("one", PROMPT)
     engine.forget()
     engine.add("busy", OTHER, output=20)
@@ -104,8 +105,10 @@ def test_control_behind_all_that_the_stream_was_given_it_waits(
 def test_loads_wait_where_the_runner_touches_new_blocks(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, spared: bool
 ) -> None:
-    """The runner clears the blocks of a load. vLLM's own promises not to; with `spared`, the control, flexkv believes
-    the promise anyway. V2 clears before its first hook, so for V2 believing it is harmless."""
+    """The runner clears the blocks of a load. vLLM's own runner promises not to; with `spared`, the control, flexkv
+    trusts that promise although this runner breaks it. V2 clears before its first hook, so for V2 trusting it is
+    harmless.
+    """
     engine = make_engine()
     scheduler: Any = engine.scheduler
     scheduler._get_new_block_ids_to_zero = lambda: list(engine.fresh) or None
@@ -129,10 +132,11 @@ def reuse_under_a_forward(engine: GpuEngine, late_copies: bool = False) -> bool:
     """Aborts requests while their forward runs; the next step writes their blocks.
 
     Args:
-        late_copies: no copy runs before that step's forward has; if the forward waits for the copies, this never ends.
+        late_copies: no copy runs before that step's forward pass has run; if the forward pass waits for the copies,
+            this never ends.
 
     Returns:
-        Whether the worker's thread came back while the first forward still ran.
+        Whether the worker's thread returned while the first forward pass still ran.
     """
     world = engine.world
     world.hold()
@@ -166,7 +170,7 @@ SMALL: dict[str, Any] = {"blocks": 20, "step_tokens": 128, "store.max_reference_
 def test_a_long_forward_neither_stalls_the_worker_nor_loses_a_page(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A wait for the forward would now last until it ends.
+    # A wait for the forward pass would now last until it ends.
     monkeypatch.setattr(worker, "REUSE_WAIT_S", LONG_S)
     engine = make_engine(**SMALL)
     assert reuse_under_a_forward(engine)
@@ -191,7 +195,9 @@ def test_control_a_wait_for_the_copies_stalls_the_worker(
 
 
 def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stops after the step that stores a block filled by earlier forwards, with the step's own forward held."""
+    """Stops after the step that stores a block filled by earlier forward passes, with the step's own forward pass
+    held.
+    """
     engine.add("one", PROMPT, output=40)
     manager: Any = engine.connector.scheduler.unit.manager
     for _ in range(4):

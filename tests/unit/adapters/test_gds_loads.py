@@ -1,4 +1,4 @@
-"""Gds loads from real slabs, under the connector's two sides, in plain memory."""
+"""GDS loads from real slabs, under the connector's two sides, in plain memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with gds loads from the test's folder; each call closes the engine before it."""
+    """Makes engines with GDS loads from the test's folder; each call closes the previous engine."""
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on"})
 
 
@@ -54,7 +54,7 @@ def test_every_rank_loads_its_own_stripe(
 
 
 def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
-    """The prefix's pages in host memory are loaded from there, in one job with the following pages on disk."""
+    """The prefix's pages in host memory are loaded from there, in one job with the pages that follow on disk."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
@@ -120,7 +120,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
 def test_by_layer_host_pages_and_those_on_disk_in_one_load(
     make_gds: Make, tmp_path: Path, damaged: bool
 ) -> None:
-    """Each layer is waited for, of the host's pages and of those on disk."""
+    """Each layer is waited for, both for pages in host memory and for pages on disk."""
     layerwise = {"load.mode": "layerwise"}
     engine = make_gds(**layerwise)
     engine.run(make_request(PROMPT, "one"))
@@ -156,7 +156,7 @@ def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
 
 
 def refuse_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Makes opening the slabs fail on one rank."""
+    """Makes the opening of the slabs fail on one rank."""
 
     def open_or_refuse(slabs: SlabMap, stripe: int, *args: object, **kwargs: object) -> c_ext.GdsLane:
         if stripe == rank:
@@ -233,7 +233,7 @@ def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: P
     (row,) = engine.unit.slabs.disks[0]
     engine = make_gds()
     assert engine.add(make_request(PROMPT, "two")) == 20
-    # Truncated only now: a slab that is too short at the start is made anew.
+    # Truncated only now, because a slab that is too short at the start is made anew.
     os.truncate(row.path, row.header_bytes + 2 * row.slot_bytes)
     engine.end_load("two")
     assert 0 < len(engine.invalid) <= 3

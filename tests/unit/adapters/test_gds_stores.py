@@ -1,4 +1,4 @@
-"""Gds stores to real slabs, under the connector's two sides, in plain memory."""
+"""GDS stores to real slabs, under the connector's two sides, in plain memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with gds stores to the test's folder; each call closes the engine before it."""
+    """Makes engines with GDS stores to the test's folder; each call closes the previous engine."""
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on", "disk.gds_stores": True})
 
 
@@ -55,7 +55,7 @@ def test_every_rank_stores_its_own_stripe(
     engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 20
-    # Also by the next process, and by one that reads through host memory.
+    # They are also served by the next process, and by one that reads through host memory.
     engine = make_gds(**settings)
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert gds_pages(engine, "read") == 5

@@ -1,5 +1,6 @@
-"""Generated blocks go some at a time, and a request without a block to offer is passed over: what it offers next is
-noted, and the note is dropped whenever blocks are offered again."""
+"""Generated blocks are offered some at a time. A request without a block to offer is skipped: the length at which it
+next has one is recorded, and the record is dropped when blocks are offered again.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_kind_of_kv_cache_is_served(spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", [FULL, LATENT], ids=lambda spec: type(spec).__name__)
 def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any) -> None:
-    """As with vLLM's --disable-hybrid-kv-cache-manager."""
+    """The configuration with vLLM's --disable-hybrid-kv-cache-manager."""
     config = config_of(replace(spec, sliding_window=8))
     assert not one_group_geometry(config).is_hybrid
 
@@ -157,8 +157,9 @@ def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
     ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (2, 0, 1), (1, 1, 1)]
 )
 def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
-    """vLLM frees the blocks that lie wholly before the next token's window, and a hit of whole blocks leaves the
-    others."""
+    """vLLM frees the blocks that are wholly before the next token's window, and a hit of whole blocks needs the
+    others.
+    """
     (group,) = pool_geometry(config_of(window(tokens, extra=extra))).groups
     assert group.reach == pages
     manager = SlidingWindowManager.__new__(SlidingWindowManager)
@@ -354,7 +355,7 @@ def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, *layers: str, named: str | None = None) -> str | None:
-    """The layout required on a GPU, with these attention backends in layers of this process, or with a named one."""
+    """The layout required on a GPU, with these attention backends in this process's layers, or with a named backend."""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     found = [SimpleNamespace(get_attn_backend=AttentionBackendEnum[backend].get_class) for backend in layers]
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: dict(enumerate(found)))

@@ -1,5 +1,6 @@
-"""Messages between a scheduler's side and its workers are checked: orders, reports and grants of another unit are
-refused, and so are those for a pool that the engine has replaced."""
+"""Messages between a scheduler's side and its workers are checked: orders, reports and grants of another unit, or for a
+pool that the engine has replaced, are refused.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_on
 def test_a_report_of_another_unit_frees_and_publishes_nothing(
     make_engine: Make, own: bool, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `own`, the control: the same report from this unit does both."""
+    """With `own`, the control, the same report comes from this unit and has both effects."""
     engine = make_engine(remote=True)
     worker = engine.workers[0]
     with monkeypatch.context() as silent:
@@ -197,7 +198,7 @@ def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     joined = WorkerMetadata(unit, ready={0: 5}).aggregate(WorkerMetadata(other, results=[(1, strange)]))
     assert (joined.unit, joined.ready, joined.results) == (unit, {0: 5}, [])
     assert [(part.unit, len(part.results)) for part in joined.others] == [(other, 1)]
-    # Nothing is in flight here: from this unit the report would be an error.
+    # No op is in flight here, so from this unit the report would be an error.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=joined))
     assert WorkerMetadata(unit, others=[joined])
 
@@ -255,7 +256,7 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
 
 
 def test_a_worker_is_attached_once(make_engine: Make) -> None:
-    """New lanes would orphan the ops in flight on the old ones: nothing would report their ends."""
+    """New lanes would orphan the ops in flight on the old ones: their ends would not be reported."""
     engine = make_engine()
     worker, unit = engine.workers[0], engine.unit
     lanes = worker._ops.engine
@@ -284,8 +285,9 @@ def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make
 
 
 def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
-    """Sides are paired by identity of the object that both were made with: an equal object belongs to another
-    engine."""
+    """Sides are paired by the identity of the object that both were made with: an equal but different object belongs to
+    another engine.
+    """
     engine = make_engine()
     mine, equal = ["cache config"], ["cache config"]
     local_engines.announce(engine.workers[0], mine)
@@ -363,8 +365,9 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
 def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    """A step that breaks off is never reported: its remains must not be reported to the unit of the next one. The
-    control: within one unit's steps nothing is dropped."""
+    """A step that is interrupted is never reported: its results must not be reported to the unit of the next step. The
+    control: between steps of the same unit, no result is dropped.
+    """
     own, one, two = (UnitId(random_id()) for _ in range(3))
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())
     left = 0

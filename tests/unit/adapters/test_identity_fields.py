@@ -128,7 +128,7 @@ def namespace(config: Any, **settings: Any) -> bytes:
 
 
 def of_adapter(config: Any) -> bytes:
-    """The namespace of a request with an adapter; the engine's own is always the same here."""
+    """The namespace of a request with an adapter; the engine's own namespace is always the same here."""
     names = RequestNamespaces(bytes(32), adapter_settings(config))
     names._loras = SimpleNamespace(name=lambda path: path)  # type: ignore[assignment]
     return names.of(make_request([1, 2, 3], lora_request=lora("x")))
@@ -178,7 +178,7 @@ def test_every_object_of_the_engine_has_a_table_or_a_reason() -> None:
 
 
 def another(value: Any) -> Any:
-    """Another value of the same kind."""
+    """A different value of the same kind."""
     if isinstance(value, str) and value in CRYPTOGRAPHIC_HASHES:
         return next(name for name in CRYPTOGRAPHIC_HASHES if name != value)
     if isinstance(value, bool):
@@ -215,7 +215,7 @@ def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[An
 
 
 def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Fields on the taken list that change no key, and left-out fields that change one."""
+    """Fields on the list of those that enter keys that change no key, and left-out fields that change one."""
     config, keys = whose(table, engines)
     assert object_at(config, table.path) is not None
     usual = keys(config)
@@ -264,7 +264,7 @@ def test_control_a_field_that_is_put_into_the_key_is_noticed(
     assert wrong_fields(MODEL, engines) == ([], ["tokenizer"])
 
 
-# --- what enters by code of its own, by the engine's own arguments ---
+# --- fields that enter keys by separate code, by the engine's own arguments ---
 
 
 def test_one_configuration_has_one_namespace(image_folder: Path) -> None:
@@ -307,7 +307,7 @@ def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme
     usual = keys("auto")
     same = ["hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor"]
     assert [name for name in same if keys(name) != usual] == []
-    # The first reads *.pt, the second *.bin, the third those with Mistral's names.
+    # The first reads *.pt, the second *.bin, the third the files with Mistral's names.
     others = [keys(name) for name in ("pt", "npcache", "mistral", "sharded_state")]
     assert len({usual, *others}) == 5
 

@@ -42,8 +42,9 @@ RUN = bytes(16)
 
 
 def asks(engine: MiniEngine, name: str, identifier: str) -> int:
-    """Tokens that a prompt with this image gets from the cache. Afterwards other prompts push it out of the engine, so
-    that lazy stores offer it."""
+    """Number of tokens that a prompt with this image gets from the cache. Afterwards other prompts evict it from the
+    engine's pool, so that lazy stores offer it.
+    """
     hit = engine.run(make_request(PROMPT, name, mm_features=[image(identifier, IMAGE_AT, 3)]))
     for number in range(4):
         engine.run(make_request(range(1000 + 50 * number, 1020 + 50 * number), f"{name} {number}"))
@@ -52,7 +53,7 @@ def asks(engine: MiniEngine, name: str, identifier: str) -> int:
 
 
 def makes(make_engine: Make, folder: Path, mode: str = "eager", **settings: Any) -> Make:
-    """Makes engines over one disk folder; each call closes the engine before it."""
+    """Makes engines over one disk folder; each call closes the previous engine."""
     return in_turn(
         make_engine, folder, blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0} | settings
     )
@@ -71,7 +72,7 @@ PLAIN = MultiModalHasher.__dict__["hash_kwargs"]
 
 @pytest.fixture(autouse=True)
 def of_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's hasher as flexkv's plugin leaves it; restored when the test ends."""
+    """vLLM's hasher, as replaced by flexkv's plugin; restored when the test ends."""
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
     register()
 

@@ -77,7 +77,7 @@ def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
-    """An engine over the pages of the one before it. If `reset`, it is reset before a rank has shaken hands."""
+    """An engine over the pages of the previous one. If `reset`, it is reset before a rank has shaken hands."""
     make_disk_engine().run(make_request(PROMPT, "before"))
     engine = make_disk_engine(**LATE)
     if reset:
@@ -94,8 +94,8 @@ def test_a_reset_before_the_handshake_makes_what_is_on_disk_a_miss(
     engine = restarted(make_disk_engine, reset)
     assert engine.run(make_request(PROMPT, "after")) == tokens
     assert engine.counters.data.get("flexkv_resets_total", {}) == ({"": 1.0} if reset else {})
-    # Pages computed with the new weights are for this run alone: a later run starts with the weights of the model's
-    # files.
+    # Pages computed with the new weights are valid only for this run: a later run starts with the weights of the
+    # model's files.
     engine.forget()
     assert engine.run(make_request(PROMPT, "again")) == 20
     assert make_disk_engine().run(make_request(PROMPT, "later")) == tokens
@@ -126,8 +126,9 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
 def test_a_rank_shakes_hands_for_one_pool(
     make_engine: Make, said: pytest.LogCaptureFixture, same: bool
 ) -> None:
-    """Two engines have one name: the other's worker must not take a rank's place. The control: the same handshake
-    again, from a rank that was asked at the start and reports with the first step, is accepted."""
+    """Two engines have the same name: the other engine's worker must not take a rank's place. The control: a repeated
+    handshake of a rank, once at the start and once with the first step's report, is accepted.
+    """
     engine = make_engine(ranks=2, remote=True, **LATE)
     other = engine if same else make_engine(ranks=2, remote=True, **LATE)
     first, second = engine.workers[0].handshake(), other.workers[0].handshake()
@@ -157,7 +158,7 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
     for report in reports[1:]:
         assert report is not None
         first = first.aggregate(report)
-    # The first handshake keeps the rank's place: here that is the other engine's.
+    # The first handshake keeps the rank's place; here it came from the other engine.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=first))
     assert said.text.count("a rank has one pool") == 1
     assert "rank 1 has shaken hands for KV pool" in said.text

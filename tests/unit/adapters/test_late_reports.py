@@ -25,7 +25,7 @@ LONG_S = 60.0
 def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
     """A step whose sync load fails under two requests that share its target, and a function that reports it to the
     scheduler."""
-    # The first store is that of "one"; the next ends after the step has made its report.
+    # The first store is that of "one"; the next store ends after the step has made its report.
     late_store = testing_ext.FaultRule(STALL, kind=D2H, nth_op=1)
     worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=1, times=1), late_store)
     engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
@@ -36,7 +36,7 @@ def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None
     hear = engine.hold_reports()
     engine.step()
     worker.movers[0].release()
-    # The store has ended, and the end has not been reported.
+    # The store has ended, but its end has not been reported.
     ends_s = time.monotonic() + LONG_S
     while any(lane.open_ops for lane in engine.workers[0]._ops.engine.lanes()):
         assert time.monotonic() < ends_s

@@ -1,4 +1,6 @@
-"""MLA: every tensor-parallel rank holds the same latent, so a slot has one stripe, which rank 0 writes and all read."""
+"""MLA: every tensor-parallel rank holds the same latent, so a slot has one stripe, which rank 0 writes and all ranks
+read.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,7 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
 def test_partial_blocks_are_a_choice_with_one_latent_too(
     make_engine: Make, partial_blocks: bool, served: int
 ) -> None:
-    """A latent's pages do not require the tail that fills no block: it is computed, or stored if the setting says
-    so."""
+    """Tokens after the last whole block are computed again, or stored if the setting says so, as for other models."""
     engine = make_engine(ranks=2, latent=True, **{"store.partial_blocks": partial_blocks})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

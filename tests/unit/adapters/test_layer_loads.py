@@ -1,4 +1,4 @@
-"""Loads within the forward: each layer arrives when the forward reaches it."""
+"""Loads within the forward pass: each layer has arrived when the forward pass reaches it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_layer_is_there_while_the_next_is_still_coming(make_engine: Make) -> N
 
 
 class ForgetfulWorker(WorkerSide):
-    """Stands for an engine that does not wait for every layer."""
+    """A stand-in for an engine that does not wait for every layer."""
 
     def wait_for_layer(self, name: str) -> None:
         if name != "layer.1":
@@ -57,8 +57,9 @@ class ForgetfulWorker(WorkerSide):
 
 
 class EarlyWorker(ForgetfulWorker):
-    """Like `ForgetfulWorker`, and by then it has taken the results of all its copies, as for a load that is late beside
-    them."""
+    """Like `ForgetfulWorker`, but it has by then taken the results of all its copies, as happens beside another load
+    that is late.
+    """
 
     def wait_for_layer(self, name: str) -> None:
         super().wait_for_layer(name)

@@ -1,5 +1,6 @@
-"""Stores within the forward: each layer is copied once it has been written, and nothing is published unless all of them
-arrived."""
+"""Stores within the forward pass: each layer is copied once it has been written, and a page is published only if all
+layers arrived.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def wait_calls(worker: type[FaultyWorker], calls: int, rank: int = 0) -> None:
 
 
 def found(engine: MiniEngine, name: str = "again") -> int:
-    """External tokens that a request gets for the prompt. Checks every byte of them."""
+    """Number of external tokens that a request gets for the prompt. Checks every byte of them."""
     engine.forget()
     return engine.run(make_request(PROMPT, name))
 
@@ -53,7 +54,7 @@ def found(engine: MiniEngine, name: str = "again") -> int:
 def test_what_is_stored_by_layer_is_what_was_written(
     make_engine: Make, ranks: int, remote: bool, latent: bool
 ) -> None:
-    """Including digests, which stores write layer by layer and loads check."""
+    """Includes digests, which stores write layer by layer and loads check."""
     engine = make_engine(ranks=ranks, remote=remote, latent=latent, **{"host.verify": True}, **BY_LAYER)
     engine.run(make_request(PROMPT, "one"))
     assert engine.stored_pages == WHOLE // 4
@@ -81,8 +82,9 @@ def test_a_layer_is_copied_while_the_forward_computes_the_next(make_engine: Make
 
 @pytest.mark.parametrize("again", [True, False], ids=["", "control"])
 def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make, again: bool) -> None:
-    """The first try's layers hold other rows than the second's. The control has no second one, as a forward without
-    blending."""
+    """The layers of the first try hold other rows than those of the second. The control has no second try, like a
+    forward pass without blending.
+    """
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
     blend: Any = SimpleNamespace(
@@ -108,7 +110,7 @@ def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make,
 
 
 class HastyWorker(WorkerSide):
-    """Copies all layers before the forward has written them: the control for tests of that fault."""
+    """Control for tests of this fault: copies all layers before the forward pass has written them."""
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
@@ -162,7 +164,9 @@ class OpsSpy:
 
 
 def test_a_layer_waits_for_those_before_it() -> None:
-    """Ops take their layers in order, so a later layer that is written first opens together with those before it."""
+    """Ops take their layers in order, so a later layer that is written first is opened together with those before
+    it.
+    """
     op = TransferOp(
         OpId(1), OpKind.D2H, 0, Priority.STORE, np.zeros(1, np.int32), np.zeros(1, np.int32), layerwise=True
     )
@@ -208,12 +212,12 @@ def test_all_pages_fail_in_a_layer_and_nothing_is_found(make_engine: Make, layer
 
 
 class BrokenForwardError(Exception):
-    """The error that a forward raises in these tests."""
+    """The error that a forward pass raises in these tests."""
 
 
 @pytest.mark.parametrize("hooks_run", [False, True])
 def test_a_forward_that_breaks_off_publishes_nothing(make_engine: Make, hooks_run: bool) -> None:
-    """vLLM calls the hook after the forward in this case too; the step's report reaches nobody."""
+    """vLLM calls the hook after the forward pass in this case too; the step's report is lost."""
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))
@@ -260,7 +264,7 @@ def test_the_step_after_one_that_broke_off_gives_its_stores_up(make_engine: Make
 def test_nothing_computed_from_a_load_that_failed_is_published(
     make_engine: Make, mode: str, layer: int
 ) -> None:
-    """Its layers were copied before the failure was known; the step's report bars them."""
+    """Its layers were copied before the failure was known; the step's report keeps them from being published."""
     fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored_engine(make_engine, PROMPT[:16], worker_class=fails, **{"load.mode": mode}, **BY_LAYER)
     assert engine.add(make_request(PROMPT, "two")) == 16
@@ -288,7 +292,7 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
     engine.finish("one")
     engine.pool.reset_prefix_cache()
     engine.add(make_request(range(300, 323), "two"))
-    # Its store in the same step goes by layer as well.
+    # Its store in the same step is also made layer by layer.
     engine.step({"two": 23})
     slow.movers[0].release()
     engine.drain()
@@ -299,7 +303,7 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
 
 
 def test_blocks_that_earlier_chunks_began_and_tails_are_stored(make_engine: Make) -> None:
-    """Blocks that earlier chunks began, and a tail that goes as a whole page at the request's end."""
+    """Blocks that earlier chunks began, and a tail that is stored as a whole page at the request's end."""
     engine = make_engine(**{"store.partial_blocks": True}, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))
     for tokens in (3, 6, 14):

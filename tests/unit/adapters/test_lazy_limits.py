@@ -25,7 +25,7 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
 def stored_after_pressure(engine: MiniEngine) -> int:
-    """Pages stored once the engine's free queue begins with the blocks of earlier requests."""
+    """Number of pages stored once the engine's free queue begins with the blocks of earlier requests."""
     filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
     engine.add(filler)
     engine.step()
@@ -82,7 +82,7 @@ def test_what_the_host_tier_has_lost_is_offered_again(make_engine: Make) -> None
 
 
 def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Make) -> None:
-    """The engine's queue is longer than the tier: a step without a change may not plan anything."""
+    """The engine's free queue is longer than the tier: a step without a change must not plan anything."""
     slot = make_engine(blocks=13, **LAZY).unit.pool.slot_bytes
     engine = make_engine(blocks=13, **LAZY | {"host.bytes": 4 * slot})
     assert engine.unit.slots == 4
@@ -128,9 +128,10 @@ def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
 
 
 def _pages_in_neither(make_engine: Make) -> list[int]:
-    """In the step after a request's end the engine hands out as many blocks as a step computes, before the connector
-    has looked at the queue. Returns the request's pages that are neither in the engine's own prefix cache nor
-    stored."""
+    """In the step after a request's end the engine allocates as many blocks as a step computes, before the connector
+    has looked at the queue. Returns the number of the request's pages that are neither in the engine's own prefix cache
+    nor stored.
+    """
     engine = make_engine(blocks=7, **LAZY | {"store.max_reference_share": 0.2})
     request = make_request(PROMPT, "one")
     engine.add(request)
@@ -173,8 +174,9 @@ def test_what_a_preempted_request_loses_is_counted(make_engine: Make, taken: int
 
 
 def _offers_to_a_full_queue(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How many stores are begun for blocks in many steps while a rank's queue is full, and the pages stored once a
-    store has ended."""
+    """The number of stores that are begun in many steps while a rank's queue is full, and the number of pages stored
+    once a store has ended.
+    """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=12, worker_class=worker, **LAZY, **{"transfer.queue_ops": 1})
     for number in range(6):
@@ -224,8 +226,9 @@ SHORT = [list(range(100 * number, 100 * number + 23)) for number in range(20, 24
 
 
 def _before_a_long_load(make_engine: Make, **options: Any) -> MiniEngine:
-    """An engine of 29 blocks that has stored LONG, and no page of SHORT: SHORT's blocks lie in its free queue, behind
-    the nine that two steps may compute. A load of LONG takes all nine and 12 of SHORT's."""
+    """An engine of 29 blocks that has stored LONG, and no page of SHORT: SHORT's blocks are in its free queue, behind
+    the nine that two steps may compute. A load of LONG takes all nine and 12 of SHORT's.
+    """
     engine = make_engine(blocks=30, **LAZY | options)
     stores = engine.side._stores
     assert isinstance(stores, LazyStores)
@@ -243,7 +246,7 @@ def _before_a_long_load(make_engine: Make, **options: Any) -> MiniEngine:
 
 
 def _in_neither(engine: MiniEngine) -> int:
-    """Pages of SHORT that are neither in the engine's own prefix cache nor in flexkv's."""
+    """Number of SHORT's pages that are neither in the engine's own prefix cache nor in flexkv's cache."""
     engine.drain()
     count = 0
     for number, prompt in enumerate(SHORT):
@@ -283,7 +286,8 @@ def test_control_what_nobody_looked_at_before_a_load_is_lost(
 
 def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Make) -> None:
     """Four blocks may have a store in flight, and the copy of the first four hangs until it is given up: this is the
-    sixth store, after the five of LONG."""
+    sixth store, after five of LONG.
+    """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=5))
     engine = _before_a_long_load(make_engine, worker_class=worker, **{"store.max_reference_share": 0.14})
     engine.add(make_request(LONG, "two"))
@@ -299,7 +303,7 @@ def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Ma
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_finds_no_slot_beside_what_is_cached_is_counted(make_engine: Make, refused: bool) -> None:
-    """The cache has two of a request's five blocks; `refused`: it has no room for the three others."""
+    """The cache has two of a request's five blocks; with `refused`, it has no room for the other three."""
     engine = make_engine(blocks=13, **LAZY)
     engine.run(make_request(PROMPT, "one"))
     manager = engine.unit.manager

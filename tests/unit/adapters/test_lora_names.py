@@ -1,4 +1,4 @@
-"""An adapter's content has a name that path, copy and time do not change, and that training does."""
+"""The name of an adapter's content changes with training, and not with its path, a copy or file times."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_other_weights_or_another_configuration_is_another_adapter(
 
 
 def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> None:
-    """The engine may hold the old content, the new one, or each for some requests."""
+    """The engine may hold the old content, the new content, or each for some requests."""
     folder = write(tmp_path / "a")
     old = os.stat(folder / "adapter_model.safetensors")
     start_ns = time.time_ns() + 1
@@ -98,7 +98,7 @@ def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_read_is_of_this_run_alone_and_one_warning(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request in the engine's scheduler asks for the name: no error may reach it."""
+    """A request in the engine's scheduler asks for the name, and no error may reach the scheduler."""
 
     def fail(*_: Any) -> str:
         raise error
@@ -266,7 +266,9 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
 
 
 def push_out(engine: MiniEngine) -> None:
-    """Other requests take all blocks of the engine, so that lazy stores offer its former content."""
+    """Other requests take all blocks of the engine, so that lazy stores offer what was computed with the former
+    content.
+    """
     for number in range(4):
         tokens = [1000 + 50 * number + i for i in range(20)]
         engine.run(make_request(tokens, f"other-{number}-{time.monotonic_ns()}"))

@@ -1,4 +1,4 @@
-"""Facts from files beside the weights: read from a folder, and from nowhere else."""
+"""Facts from files beside the weights: they are read only from a folder."""
 
 from __future__ import annotations
 

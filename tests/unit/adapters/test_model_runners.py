@@ -1,5 +1,6 @@
 """One KV group under both of vLLM's model runners, whose own code calls the hooks, on plain memory and on a fake GPU: a
-forward reads only expected values, and cached KV comes back."""
+forward pass reads only expected values, and cached KV is loaded again.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ def test_nothing_wrong_is_read_whatever_clients_do(make_engine: Make, soak_round
     give = engine._give
 
     def give_late(work: Callable[[], None]) -> None:
-        """The stream lags behind the host, as a GPU's does."""
+        """The stream lags behind the host, as that of a GPU does."""
 
         def late() -> None:
             time.sleep(rng.choice((0, 0, 0.001)))

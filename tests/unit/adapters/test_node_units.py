@@ -1,4 +1,4 @@
-"""Data-parallel ranks on a node: each is a unit, and takes its part of memory and disks."""
+"""Data-parallel ranks on a node: each is a unit and takes its share of memory and disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
 
 
 def ranks(rank: int, local: int = 1, engine_id: str = "e_dp{}", size: int = 1, external: bool = False) -> Any:
-    """The configuration of a data-parallel rank. A rank of a model without experts appears to be alone in it."""
+    """The configuration of a data-parallel rank. In it, a rank of a model without experts appears to be alone."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             data_parallel_size=size,

@@ -16,14 +16,14 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
 def quiet(engine: MiniEngine) -> None:
-    """Waits until the worker's copies have ended, and everything that needs no report is published."""
+    """Waits until the worker's copies have ended and all pages that need no report are published."""
     while engine.workers[0]._ops._ops:
         engine.workers[0].poll(idle=True)
     assert engine.side.match(make_request(range(9), "probe"), 0) == (0, False)
 
 
 def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) -> None:
-    """Computes a request whose blocks 1 and up were loaded, or computed, from another connector's failed load."""
+    """Computes a request whose blocks from 1 on come from another connector's failed load, or were computed from it."""
     request = make_request(PROMPT, "one")
     engine.add(request)
     request.num_computed_tokens = 8  # the other connector's tokens
@@ -40,7 +40,7 @@ def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) 
 
 
 def served(engine: MiniEngine) -> int:
-    """Blocks of the prompt that a lookup would promise."""
+    """Number of the prompt's blocks that a lookup would promise."""
     keys = engine.keys_of(make_request(PROMPT, "probe"))
     return int(engine.unit.manager.match("probe", [keys], 0).blocks)
 
@@ -104,7 +104,9 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
 
 
 def test_the_lost_table_of_a_request_resumed_in_the_same_step_is_remembered(make_engine: Make) -> None:
-    """A reset with running requests preempts and looks up again before the engine's next step names the preemption."""
+    """A reset with running requests preempts and looks up again before the engine's next step reports the
+    preemption.
+    """
     engine = make_engine(blocks=64)
     engine.run(make_request(PROMPT[:8], "short"))
     engine.forget()

@@ -38,7 +38,7 @@ def two_in_flight(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[F
 
 
 def dropped(engine: MiniEngine) -> dict[str, int]:
-    """Pages that were computed and not stored, by reason."""
+    """Number of pages that were computed and not stored, by reason."""
     counted = {
         reason: int(engine.counters.value("flexkv_dropped_store_pages_total", reason=reason))
         for reason in reasons_of(NOT_STORED)
@@ -64,7 +64,7 @@ def hold_three(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[Faul
 
 
 def stores_whole(engine: MiniEngine) -> bool:
-    """Whether the request's whole blocks are all served, with the right KV."""
+    """Whether all whole blocks of the request are served with the right KV."""
     engine.drain()
     engine.forget()
     found = engine.run(make_request(PROMPT, "again"))
@@ -85,7 +85,7 @@ def test_a_live_requests_blocks_need_no_room_by_share(make_engine: Make) -> None
 
 
 def _wait_and_store(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Two pages find room, and the others find none for longer than any store ever waited; then the copies end."""
+    """Two pages find room; the others wait longer than any store did before; then the copies end."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -122,7 +122,7 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many pages of however many requests are pending."""
+    """The number of pending pages and of their requests makes no difference."""
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
     for name in range(4):
@@ -345,7 +345,7 @@ def test_control_a_hold_that_does_not_hear_of_it_stores_another_requests_kv(
 
 def test_a_part_that_the_engine_needs_leaves_the_blocks_before_it(make_engine: Make) -> None:
     engine, worker = hold_three(make_engine)
-    # The engine frees a request's last block first, and so hands it out first.
+    # The engine frees a request's last block first, so it reuses that block first.
     free = engine.pool.get_num_free_blocks()
     held = {block for hold in holds_of(engine) for part in hold.blocks if part for block in part.block_ids}
     taken: list[KVCacheBlock] = []
@@ -376,7 +376,7 @@ def test_another_watcher_in_our_place_ends_what_is_held(make_engine: Make) -> No
 
 @pytest.mark.parametrize("engine_only", [True, False])
 def test_a_reset_ends_what_is_held(make_engine: Make, engine_only: bool) -> None:
-    """It succeeds, because nothing is referenced; and no held page is stored after it."""
+    """The reset succeeds, because no block is referenced; and no held page is stored after it."""
     engine, worker = hold_three(make_engine)
     assert engine.pool.reset_prefix_cache()
     if not engine_only:
@@ -451,7 +451,7 @@ def test_control_stores_beyond_the_share_are_seen(make_engine: Make, monkeypatch
 
 
 def test_an_engine_at_rest_gives_up_what_nothing_will_make_room_for(make_engine: Make) -> None:
-    """Another request's lease keeps the only slots: no copy ends, and no step is due."""
+    """Another request's lease holds the only slots: no copy ends, and no step is due."""
     slot = make_engine().unit.pool.slot_bytes
     engine = make_engine(blocks=17, **{"host.bytes": 5 * slot})
     engine.run(make_request(range(23), "kept"))
@@ -493,7 +493,7 @@ def test_a_name_that_is_used_again_ends_the_hold(make_engine: Make) -> None:
 
 
 def test_where_nothing_says_what_becomes_of_blocks_they_are_counted(make_engine: Make) -> None:
-    """As under vLLM's built-in connector class: stores end within the step."""
+    """Stores end within the step, as under vLLM's built-in connector class."""
     engine, worker = two_in_flight(make_engine, role=EngineRole(stores_end_in_step=True))
     engine.add(make_request(PROMPT, "one"))
     engine.step()

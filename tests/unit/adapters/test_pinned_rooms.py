@@ -1,4 +1,4 @@
-"""Rows on their way from host memory to a device pass through memory of a few layers, which is used again."""
+"""Rows on their way from host memory to a device pass through pinned memory for a few layers, which is reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT_S, GENEROUS_S = 0.05, 60.0
 
 
 class Source:
-    """Rows that hold a number. Notes the memory that it fills."""
+    """Rows that hold one number. Records the memory that they fill."""
 
     def __init__(self, value: float, seen: list[torch.Tensor], before: Callable[[], None]) -> None:
         self._value, self._seen, self._before = value, seen, before
@@ -30,7 +30,7 @@ class Source:
 
 
 class Copy:
-    """The end of a copy, which the device has reached once somebody has asked for it twice."""
+    """The end of a copy, which counts as reached at the second query."""
 
     def __init__(self, never: bool) -> None:
         self._never, self._asked = never, 0
@@ -48,7 +48,7 @@ class Copy:
 
 
 class Events:
-    """Stands for the device's module.
+    """A stand-in for the device's module.
 
     Args:
         never: no copy ends.
@@ -91,7 +91,7 @@ def test_memory_is_that_of_so_many_layers(layers: int, rooms_used: int) -> None:
 
 
 def early_fills(rooms: PinnedRooms) -> int:
-    """How many rooms are filled while the copy out of them is under way."""
+    """The number of rooms that are filled while the copy out of them is under way."""
     events, early, seen = Events(), [], list[torch.Tensor]()
     rooms._module = events
 
@@ -141,7 +141,7 @@ def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
 def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
     caplog: pytest.LogCaptureFixture, memories: int
 ) -> None:
-    """Two loads; the control's do not share what was found out."""
+    """Two loads; in the control they do not share what was found out."""
     made = [PinnedMemory(CPU, pins=True) for _ in range(memories)]
     for memory in (made[0], made[-1]):
         seen: list[torch.Tensor] = []
@@ -152,7 +152,7 @@ def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
 
 
 def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
-    """And fewer than the layers that it loads."""
+    """There are fewer rooms than layers to load."""
     cache = make_cache()
     store_all(cache)
     made: list[PinnedRooms] = []

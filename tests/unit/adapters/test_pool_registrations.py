@@ -1,5 +1,7 @@
 """No registration of an engine's pool with cuFile outlives the pool's memory: it ends before a sleep, and is made again
-on waking. The lane only counts here, because plain memory needs no registration; tests/native has a fake cuFile."""
+when the engine wakes. The lane only counts here, because plain memory needs no registration; tests/native has a fake
+cuFile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Make = Callable[..., SleepingEngine]
 
 
 class Registration:
-    """Whether a pool is registered, as the calls of its lane have it."""
+    """Whether a pool is registered, according to the calls of its lane."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = True
@@ -62,7 +64,7 @@ def make_sleeping(tmp_path: Path) -> Iterator[Make]:
 
 
 def sleeps(engine: SleepingEngine, registration: Registration) -> bool:
-    """Whether the pool's registration has ended once its memory goes."""
+    """Whether the pool's registration has ended when its memory is released."""
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.lose_memory()

@@ -19,12 +19,12 @@ from tests.unit.adapters.vllm_objects import make_request
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with a disk tier in the test's folder; each call closes the engine before it."""
+    """Makes engines with a disk tier in the test's folder; each call closes the previous engine."""
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
 def prefetched(engine: MiniEngine) -> int:
-    """Pages whose read began before the lookup."""
+    """Number of pages whose read began before the lookup."""
     return engine.unit.manager.tiers[DISK].counts.prefetched
 
 
@@ -63,7 +63,7 @@ def test_what_the_engine_has_itself_is_not_read(make_disk_engine: Make) -> None:
 
 
 class Prefetched:
-    """Requests to a manager to prefetch: request, key bytes and start block of each call."""
+    """Records the calls of a manager's prefetch: request, key bytes and start block of each."""
 
     def __init__(self, engine: MiniEngine) -> None:
         self.calls: list[tuple[str, list[bytes], int]] = []
@@ -83,7 +83,7 @@ class Prefetched:
 
 
 def connector_of(engine: MiniEngine) -> FlexKVConnector:
-    """The scheduler's connector in front of an engine's scheduler side."""
+    """The scheduler's connector around an engine's scheduler side."""
     connector = FlexKVConnector.__new__(FlexKVConnector)
     connector.scheduler = engine.side
     return connector

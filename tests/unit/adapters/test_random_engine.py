@@ -1,4 +1,4 @@
-"""Engines that do everything at any moment: no forward reads a wrong number, and nothing is left over."""
+"""Engines that take any action at any time: no forward pass reads a wrong number, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(engine: RandomEngine) -> None:
 @pytest.mark.parametrize("store", ["eager", "lazy", "layerwise"])
 @pytest.mark.parametrize("load", ["async", "sync", "layerwise"])
 def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak_round: int) -> None:
-    """Few slots, so that promised, loaded and stored pages are evicted too; one rank, or two apart."""
+    """Few slots, so that promised, loaded and stored pages are evicted too; one rank, or two separate ones."""
     engine = make_random(
         7 + soak_round,
         ranks=1 + fails,

@@ -1,4 +1,4 @@
-"""One rank's ops: each ends in one result, and blocks that may be wrong are named, whoever took the result."""
+"""One rank's ops: each ends in one result, and blocks that may be wrong are named, whichever call took the result."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
 
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
-    """They have one ticket, so cancelling it stops the other op halfway, which says nothing about its pages."""
+    """They have one ticket, so cancelling it stops the other op halfway, which does not mean that its pages are bad."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
@@ -131,7 +131,7 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
-    """The load's last layer moves when the wait is over, so none of it can be cancelled any more."""
+    """The load's last layer is moving at the end of the wait, so the load can no longer be cancelled."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
@@ -151,7 +151,7 @@ def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: 
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(in_time: bool) -> None:
-    """The engine may have written its blocks in between."""
+    """The engine may have written the blocks in between."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({"transfer.stuck_s": 60.0 if in_time else 0.05}, {}), 0, Counters())
@@ -172,7 +172,7 @@ def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(i
 
 
 def test_a_store_that_cannot_be_enqueued_in_time_tears_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the rank waits for the first one, the lane enqueues the others, if it knows of them by then."""
+    """While the rank waits for the first layer, the lane enqueues the others that it already knows of."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())

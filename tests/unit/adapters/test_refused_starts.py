@@ -1,4 +1,4 @@
-"""A start that is refused halfway holds nothing: no host memory, no lock of a folder."""
+"""A start that is refused halfway leaves nothing: no host memory, no lock of a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., MiniEngine]
 
 
 class Late(ConfigError):
-    """The last action of the start fails."""
+    """Makes the last action of the start fail."""
 
 
 def fails(*_arguments: object, **_named: object) -> Any:
@@ -32,7 +32,7 @@ def fails(*_arguments: object, **_named: object) -> Any:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
-    """Every host pool that is created."""
+    """Every host pool that was created."""
     made: list[HostPool] = []
 
     def make(*arguments: Any, **named: Any) -> HostPool:
@@ -75,8 +75,9 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
 def test_a_mistyped_profiler_library_refuses_the_start_of_every_rank(
     worker_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When its worker is made, whichever process that is in: a rank of another process that is refused later only logs
-    it, and runs without the cache."""
+    """The refusal comes when the worker is made, in whichever process that is: a rank of another process that is
+    refused later only logs it and runs without the cache.
+    """
     monkeypatch.setattr(nvtx, "_library", None)
     more = (1,) if worker_class is vllm_worker.WorkerSide else ()
     with pytest.raises(ConfigError, match=r"observe\.nvtx=/no/such\.so: "):

@@ -155,7 +155,7 @@ class Session:
         self.engine.step()
 
     def stored_blocks(self) -> list[int]:
-        """Numbers of its blocks that are in the cache."""
+        """The numbers of its blocks that are in the cache."""
         self.engine.finish("session")
         self.engine.drain()
         keys = self.engine.keys_of(self.request)

@@ -1,4 +1,4 @@
-"""Settings of one request under vLLM: their names, values that cannot be read, and what they do to its stores."""
+"""Settings of one request under vLLM: their names, unreadable values, and their effect on its stores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = frozenset(TIER_NAMES)
 
 
 class Read:
-    """Reads what a request gives, and keeps what was said of it."""
+    """Reads the settings of a request, and records what was logged about them."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.counters, self._caplog = Counters(), caplog
@@ -231,7 +231,7 @@ def test_what_a_request_stores_expires(make_engine: Make, mode: str, monkeypatch
 
 @pytest.mark.parametrize(("ttl_s", "blocks"), [(None, 4), (60, 0)])
 def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int | None, blocks: int) -> None:
-    """Nothing says when its time began: the engine evicts a block long after it was computed."""
+    """The start of its time is unknown, because the engine evicts a block long after it was computed."""
     engine = make_engine(blocks=8, **{"store.mode": "lazy", "store.max_reference_share": 1.0})
     engine.run(make_request(range(100, 116), "one", extra_args={"flexkv.ttl_s": ttl_s}))
     engine.step({})
@@ -252,7 +252,7 @@ def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int |
 def test_a_sessions_time_becomes_no_longer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, ttls: tuple[int | None, ...], left: list[int]
 ) -> None:
-    """A block may hold tokens of two pieces. Pieces of 10 and 9 tokens."""
+    """Pieces of 10 and 9 tokens, so that a block holds tokens of both."""
     extra = [None if ttl is None else {"flexkv.ttl_s": ttl} for ttl in ttls]
     engine = make_engine()
     session = Session(engine, range(100, 110), extra[0])
@@ -282,7 +282,7 @@ def test_no_more_is_loaded_than_a_request_allows(
 
 
 def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> None:
-    """A namespace of its own per caller, none, and one that looks like no namespace."""
+    """One namespace per caller, none, and one whose name looks like no namespace."""
     engine = make_engine(**{"store.partial_blocks": True})
     names = [None, "a", "b", "None"]
 
@@ -312,7 +312,7 @@ def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> 
 def test_a_session_changes_its_limit(
     make_engine: Make, limits: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """Pieces of 10, 9 and 9 tokens. A piece that says nothing goes on as the one before."""
+    """Pieces of 10, 9 and 9 tokens. A piece without settings keeps those of the previous one."""
     session = Session(make_engine(), range(100, 110), limits[0])
     session.go_on(range(110, 119), limits[1])
     session.go_on(range(119, 128), limits[2])

@@ -60,7 +60,7 @@ def test_what_the_engine_kept_of_the_old_weights_is_not_stored(make_engine: Make
     first = make_request(PROMPT, "one")
     engine.add(first)
     engine.step()
-    # The engine cannot reset while a request runs, and keeps its blocks; flexkv drops its pages all the same.
+    # The engine cannot reset while a request runs, and keeps its blocks; flexkv drops its pages anyway.
     assert engine.side.reset()
     engine.adopt(make_request([*PROMPT[:8], *range(10)], "two"), engine.live["one"].blocks[:2])
     engine.step()

@@ -1,4 +1,4 @@
-"""A router that knows nothing but the KV events predicts what is served, over evictions, forgotten pages and resets."""
+"""A router that knows only the KV events predicts what is served, through evictions, forgotten pages and resets."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Batches = dict[int, list[Any]]
 
 
 class Wire:
-    """A publisher with a replay, as an engine has it, and a subscriber.
+    """A publisher with a replay, like an engine's, and a subscriber.
 
     Args:
         buffer_steps: batches that the replay keeps.
@@ -95,7 +95,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def serve(world: World, wire: Wire, requests: int = 30) -> None:
-    """Serves requests, and publishes what each brings as a batch; the world's own router hears everything."""
+    """Serves requests, and publishes the events of each as a batch; the world's own router hears all of them."""
     for left in reversed(range(requests + 1)):
         world.engine.drain()
         world.engine.until(lambda: not world.engine.unit.driver.busy)

@@ -1,4 +1,6 @@
-"""What an earlier process left on disk is announced, and a router that hears nothing else predicts what is served."""
+"""Pages that an earlier process left on disk are announced, and a router that hears only events predicts what is
+served.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Make]:
-    """Makes worlds at one folder, one after the other."""
+    """Makes worlds over one folder, one after the other."""
     worlds: list[World] = []
 
     def make(**settings: Any) -> World:
@@ -114,14 +116,15 @@ class TellsOfAll:
 
 
 def believe_in_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index has every page, as after a crash that came before it had written what left."""
+    """The index has every page, as after a crash before it recorded which pages left."""
     assert world.engine.side.events is not None
     monkeypatch.setattr(world.engine.side.events, "_disk", TellsOfAll())
 
 
 class NamesFormerPages:
-    """Disks whose index names these pages, as after a crash that came before it had written that they left and that
-    others of the same blocks came."""
+    """Disks whose index names these pages, as after a crash before it recorded that they left and that others of the
+    same blocks came.
+    """
 
     in_use = True
 
@@ -213,7 +216,7 @@ def test_blocks_that_leave_before_they_are_announced_are_not_announced_by_the_ne
         world.engine.step({})
         size = book(tmp_path).stat().st_size
         world.engine.unit.manager.forget(0, world.engine.keys_of(one_request())[1:])
-        # Before the end, because a crash may come instead.
+        # Before the orderly end, because a crash may come instead.
         world.engine.until(lambda: book(tmp_path).stat().st_size > size)
         assert found(world, drain=False) == []
     world = make_world()
@@ -236,7 +239,7 @@ def test_inputs_whose_names_serve_one_run_are_not_announced_by_the_next(make_wor
 
 
 def test_blocks_of_an_adapter_are_not_announced_by_the_next(make_world: Make, tmp_path: Path) -> None:
-    """Its name may stand for another content by then."""
+    """Its name may stand for different content by then."""
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -272,7 +275,7 @@ def test_without_events_no_file_is_written(
     assert not list(tmp_path.rglob(BOOK_NAME))
 
 
-# --- what must not be believed ---
+# --- records that must be ignored ---
 
 
 def test_hashes_of_another_seed_are_not_announced_and_the_log_says_so(
@@ -370,13 +373,13 @@ def test_the_file_shrinks_to_what_is_on_disk(
 
 
 def cannot_replace(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fault: the file cannot be rewritten. Returns a list that gets an item for each try."""
+    """Fault: the file cannot be rewritten. Returns a list that gets an item for each attempt."""
     tries: list[int] = []
     replace = FrameLog.replace
 
     def fails(log: FrameLog, frames: Iterable[bytes]) -> None:
         if frames == ():
-            return replace(log, frames)  # the file is begun
+            return replace(log, frames)  # the file is created
         tries.append(1)
         raise OSError(errno.ENOSPC, "No space left on device")
 

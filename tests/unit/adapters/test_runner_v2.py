@@ -1,6 +1,7 @@
-"""A load that fails within a step, on a model runner that goes on where its request was (vLLM's Model Runner V2):
-nothing computed from there on is stored. tests/engines_vllm33 has that runner itself go on, after another connector's
-failed load."""
+"""A load that fails within a step, on a model runner that continues at the request's old position (vLLM's Model Runner
+V2): nothing computed from there on is stored. tests/engines_vllm33 tests that runner itself after another connector's
+failed load.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MODES = ["eager", "layerwise", "lazy"]
 
 
 def settle(engine: MiniEngine) -> None:
-    """Runs steps, with which lazy stores are planned, and waits until all planned stores have ended."""
+    """Runs steps, so that lazy stores are planned, and waits until all planned stores have ended."""
     for _ in range(4):
         engine.step({})
         engine.drain()
@@ -36,7 +37,7 @@ def failed_within_a_step(
 ) -> MiniEngine:
     """An engine on V2 after a sync load of "two" whose block 2 failed; with `goes_on` it has computed the rest."""
     engine = make_engine(
-        blocks=8 if store_mode == "lazy" else 32,  # lazy stores look at the head of the free queue only
+        blocks=8 if store_mode == "lazy" else 32,  # lazy stores look only at the head of the free queue
         worker_class=faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, times=1)),
         role=EngineRole(recomputes=True, keeps_computed=keeps_computed),
         **{"load.mode": "sync", "store.mode": store_mode, "store.max_reference_share": 1.0},
@@ -107,7 +108,7 @@ def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
 
 
 def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_engine: Make) -> None:
-    """The runner first gets the request after the failure was known."""
+    """The runner gets the request for the first time after the failure is known."""
     engine = stored_engine(
         make_engine,
         PROMPT,

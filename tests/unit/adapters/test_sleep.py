@@ -53,7 +53,7 @@ def stored(make: Make, **options: Any) -> SleepingEngine:
 
 
 class DeafWorker(FaultyWorker):
-    """Goes on when the engine releases its memory: the control."""
+    """The control: continues when the engine releases its memory."""
 
     rules: ClassVar[list[Any]] = [testing_ext.FaultRule(STALL, kind=H2D, nth_op=0)]
     movers: ClassVar[dict[int, Any]] = {}
@@ -119,7 +119,7 @@ def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> No
 def test_what_is_asked_of_a_sleeping_engine_ends_refused(make_sleeping: Make, mode: str, ranks: int) -> None:
     engine = stored(make_sleeping, ranks=ranks, remote=ranks > 1, **{"load.mode": mode})
     engine.lose_memory()
-    # The engine's scheduler does not do this while it sleeps, but a worker does not rely on that.
+    # The engine's scheduler does not do this while it sleeps, but a worker must not rely on that.
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.step({"two": 3} if mode == "sync" else {})
     engine.end_load("two")
@@ -183,7 +183,7 @@ def test_an_engine_that_slept_caches_again(make_sleeping: Make, store: str, rank
 
 
 def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleeping: Make) -> None:
-    """0.33 may allocate for an async load when a step's output is taken, after the lookup's own step."""
+    """vLLM 0.33 may allocate for an async load when a step's output is taken, after the step of the lookup."""
     engine = stored(make_sleeping)
     assert engine.add(make_request(PROMPT, "two")) == 20
     assert not engine.side.reset(), "a load is on its way"

@@ -1,5 +1,6 @@
 """Settings that this machine cannot fulfil are refused at an engine's start, in one line that says what to set; `flexkv
-info` finds the same."""
+info` reports the same.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +95,9 @@ def test_info_finds_what_the_start_refuses(
 def test_info_looks_at_each_folder_once_and_names_those_that_are_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A lost folder is a separate problem if another folder can be used. The control: if none can, one problem names
-    them all."""
+    """A lost folder is a separate problem if another folder can be used. The control: if none can be used, one problem
+    names them all.
+    """
     (tmp_path / "file").touch()
     looks: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Which of a request's states are stored, step by step: only those that a step of the engine has written."""
+"""Which of a request's states are stored, step by step: only states that a step of the engine has written."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Offers:
 
 
 class Steps:
-    """One request of an engine with a group of full attention and one of states, in steps that a test chooses.
+    """One request of an engine with a group of full attention and a group of states, in steps that a test chooses.
 
     Args:
-        handed_over: whether the engine reports where states are.
+        handed_over: whether the engine reports where the states are.
     """
 
     def __init__(
@@ -159,7 +159,9 @@ def test_the_last_state_of_an_answer_is_stored_at_its_end() -> None:
 
 
 def test_what_a_failed_load_left_in_the_table_is_no_state() -> None:
-    """A request that resumes with its answer: a load of 16 tokens has failed, and a step goes on from 4 after them."""
+    """A request that resumes with its answer: a load of 16 tokens has failed, and a step continues 4 tokens after
+    them.
+    """
     steps = Steps(prompt=18, output=8)
     steps.request.num_computed_tokens = 4
     left = 77

@@ -1,4 +1,4 @@
-"""Loads that end within the step that needs them, before its forward or layer by layer: wrong blocks are named."""
+"""Loads that end within the step that needs them, before its forward pass or layer by layer: wrong blocks are named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_computed_from_a_page_that_failed_is_published(
     assert engine.invalid == {failed}
     assert engine.wrong("two", 23) != []
     engine.drain()
-    # The step computed block 4 from the block that never arrived whole.
+    # The step computed block 4 from a block that did not arrive completely.
     assert engine.stored_pages == 4
     assert request.num_computed_tokens == 8
     engine.step()

@@ -1,4 +1,4 @@
-"""The engine's pace, measured from its steps: scripted times."""
+"""The engine's speed, measured from its steps, with scripted times."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_prompt_comes_back(make_engine: Make, mode: str, ranks: int, remote: b
 
 
 def test_corrupted_bytes_are_seen(make_engine: Make) -> None:
-    """The control for every test here: if a load brought other bytes, the checks would fail."""
+    """The control for every test here: if a load brought wrong bytes, the checks would fail."""
     rule = testing_ext.FaultRule(CORRUPT, kind=0, page=1)
     engine = make_engine(worker_class=faulty_worker(rule))
     engine.run(make_request(PROMPT, "one"))
@@ -91,7 +91,7 @@ def test_generated_blocks_are_stored_too(make_engine: Make) -> None:
     _generate(engine, request, 8)
     engine.drain()
     engine.forget()
-    # 6 prompt tokens and 8 generated: the last one was never computed.
+    # 6 prompt tokens and 8 generated ones: the last one was never computed.
     assert engine.add(make_request([*request.all_token_ids, 1, 2, 3], "two")) == 12
 
 
@@ -123,7 +123,7 @@ def test_drafts_are_not_stored_before_they_are_accepted(make_engine: Make) -> No
     engine.step()
     engine.live["one"].blocks += engine.pool.get_new_blocks(2)
     request.append_output_token_ids([50])
-    # One sampled token and five drafts: the step computes 12 tokens' KV, only 7 are known.
+    # One sampled token and five drafts: the step computes the KV of 12 tokens, of which only 7 are known.
     request.num_output_placeholders = 6
     engine.step({"one": 6})
     engine.drain()
@@ -157,7 +157,7 @@ def test_two_tenants_never_share_a_block(make_engine: Make) -> None:
         assert engine.run(make(f"first{number}")) == 0, number
         engine.forget()
     for number, make in enumerate(makers):
-        # Each finds its own: whole blocks, and the tail if its content can be named.
+        # Each request finds its own blocks, and the tail if its content can be named.
         has_tail = number < 7
         assert engine.run(make(f"second{number}")) == (22 if has_tail else 20), number
         engine.forget()
@@ -173,7 +173,7 @@ def test_images_swapped_within_one_block_are_apart(make_engine: Make) -> None:
 
 
 def test_a_prefix_of_three_tokens_is_a_hit(make_engine: Make) -> None:
-    """The worked example of a partial tail: 3 tokens stored, 7 asked for, two slots used in the end."""
+    """The worked example of a partial tail: 3 tokens are stored, 7 are requested, and two slots are used in the end."""
     engine = make_engine(**{"store.partial_blocks": True})
     assert engine.run(make_request([11, 12, 13], "hello")) == 0
     engine.forget()
@@ -208,7 +208,7 @@ def test_lazy_stores_what_lies_next_to_eviction(make_engine: Make) -> None:
     engine = make_engine(blocks=13, **{"store.mode": "lazy"})
     engine.run(make_request(PROMPT, "one"))
     assert engine.unit.manager.stats().stored_pages == 0
-    # Twelve blocks: "two" takes the six that were never used, and the head of the queue is "one".
+    # Twelve blocks: "two" takes the six that were never used, and the head of the queue has the blocks of "one".
     engine.run(make_request([*range(23)], "two"))
     engine.step({})
     engine.drain()
@@ -238,7 +238,7 @@ def _blocks(ids: list[int]):
 
 
 def _generate(engine: MiniEngine, request, count: int) -> None:
-    """Prefill, then one token per step; ends the request."""
+    """Runs the prefill, then one token per step; ends the request."""
     engine.add(request)
     engine.step()
     for token in range(count):

@@ -1,4 +1,4 @@
-"""The layerwise pipelines on torch tensors, as far as torch's CPU shows it: its streams run one after the other."""
+"""The layerwise pipelines on torch tensors on a CPU, where torch's streams run one after the other."""
 
 from __future__ import annotations
 

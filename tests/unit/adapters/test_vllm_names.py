@@ -60,7 +60,7 @@ def test_control_each_attribute_that_is_taken_away_is_missing(monkeypatch: pytes
     taken = 0
     for name in touched():
         owner, attribute = owner_of(name), name.rpartition(".")[2]
-        # A class that others derive from may leave an attribute to them.
+        # A base class may leave an attribute to derived classes.
         if not inspect.isclass(owner) or owner.__subclasses__() or attribute not in vars(owner):
             continue
         if attribute in getattr(owner, "__members__", ()):

@@ -70,7 +70,7 @@ def test_every_tensor_has_a_sample(tmp_path: Path) -> None:
 
 
 def test_control_a_single_value_of_a_large_tensor_is_not_seen(tmp_path: Path) -> None:
-    """Only the digest of all content sees it."""
+    """Only the digest of all content detects it."""
     before = identity(write_model(tmp_path / "a"))
     change(tmp_path / "a" / "model.safetensors", "model.embed_tokens.weight", 1000 * HIDDEN, 8 * HIDDEN)
     assert identity(tmp_path / "a") == before

@@ -65,7 +65,7 @@ def check_load_and_store(seed: int, where: str) -> None:
 
 
 def check_turned_load(seed: int, where: str) -> None:
-    """Loads a world whose keys move into tensors on `where`, by the fused scatter, and compares every bit."""
+    """Loads a world whose keys are rotated into tensors on `where`, by the fused scatter, and compares every bit."""
     world = TurnedWorld(seed)
     device = TorchDevice(where)
     pinned = where != "cpu"

@@ -95,7 +95,7 @@ def public_hooks(connector: type) -> dict[str, Parameters]:
 
 
 def misfits(connector: type, hooks: Mapping[str, Parameters]) -> list[str]:
-    """Hooks that the class lacks, or that vLLM could not call as it does: by position, and by name."""
+    """Hooks that the class lacks, or that cannot be called as vLLM calls them: by position, and by name."""
     found = []
     for name, parameters in hooks.items():
         hook = inspect.getattr_static(connector, name, None)

@@ -19,7 +19,7 @@ def test_every_stage_has_a_share_and_the_whole_fits_ten_minutes() -> None:
     assert set(ALL_SHARES) == set(STAGES)
     assert ALL_LIMIT_S < 600
     now_s, ends_s = 0.0, ALL_LIMIT_S - ENDING_S
-    for number, name in enumerate(STAGES):  # each takes all the time that it may
+    for number, name in enumerate(STAGES):  # each takes all the time that it is allowed
         now_s = all_deadlines_s(STAGES[number:], name, now_s, ends_s)
         assert now_s <= ends_s + 1e-6
     assert now_s == pytest.approx(ends_s)
@@ -90,7 +90,7 @@ def test_a_core_without_cuda_is_built_and_asked_again(
 
 
 def test_one_call_measures_less(tmp_path: Path) -> None:
-    """The same steps, each with its result, and what differs is smaller."""
+    """The steps are the same, each has its result, and every difference is a smaller number."""
     whole, quick = (plan("bench", Visit(tmp_path, quick=quick)).steps for quick in (False, True))
     assert [step.result for step in whole] == [step.result for step in quick]
     beside = next(step for step in quick if step.name == "beside")

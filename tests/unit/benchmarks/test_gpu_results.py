@@ -127,7 +127,7 @@ def bench() -> dict[str, Any]:
 
 
 def judged(content: dict[str, Any]) -> dict[str, tuple[float | None, str]]:
-    """By name: the value found, and the verdict."""
+    """The measured value and the verdict, by name of the goal."""
     return {goal.what: (goal.found, goal.verdict) for goal in goals(content)}
 
 
@@ -459,7 +459,7 @@ def test_a_run_killed_in_the_middle_is_rendered_and_goes_on(tmp_path: Path) -> N
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     runner = subprocess.Popen(command, cwd=ROOT)
     step = started_step(tmp_path)
-    runner.send_signal(signal.SIGKILL)  # it has no time to write anything more
+    runner.send_signal(signal.SIGKILL)  # it has no time to write anything else
     runner.wait(30.0)
     wait_for_end(step)
 
@@ -534,7 +534,7 @@ def test_results_of_two_machines_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_the_real_bench_render(tmp_path: Path) -> None:
-    """On this machine the rows come from plain memory, and say so."""
+    """On this machine the rows come from plain memory, and are marked as such."""
     if c_ext.cuda_info()["device_count"]:
         pytest.skip("there is a GPU")
     command = (

@@ -1,4 +1,4 @@
-"""Pages that are stored of a long prompt for a model with windows, as `benchmarks.group_bytes` counts them."""
+"""The pages of a long prompt that are stored for a model with windows, as `benchmarks.group_bytes` counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of compute-sanitizer's errors are ours: API errors of libcufile are not, errors of memory always are."""
+"""Which of compute-sanitizer's errors count: API errors of libcufile do not, memory errors always do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments of random rows, loaded to a staging pool, and their rows turned in float64."""
+"""Segments of random rows, loaded to a staging pool, and their rows rotated in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_all(cache: SegmentCache) -> SegmentLoad:
 
 
 def turned(keys: np.ndarray, distance: int) -> np.ndarray:
-    """Keys [rows, heads, head_dim] turned by so many positions, in float64."""
+    """Keys [rows, heads, head_dim], rotated by so many positions in float64."""
     angles = distance * 100.0 ** -(np.arange(0, 8, 2) / 8)
     low, high = keys[..., :4].astype(np.float64), keys[..., 4:].astype(np.float64)
     cos, sin = np.cos(angles), np.sin(angles)
@@ -56,7 +56,7 @@ def turned(keys: np.ndarray, distance: int) -> np.ndarray:
 
 
 def stretches_of(load: SegmentLoad) -> list[Stretch]:
-    """Two stretches, far from each other, that begin and end inside pages."""
+    """Two ranges of rows, far apart, that begin and end inside pages."""
     third, first = load.hits[2], load.hits[0]
     return [Stretch(first, 0, 20, 40), Stretch(third, 5, 20, 300)]
 

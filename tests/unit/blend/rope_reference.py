@@ -9,7 +9,7 @@ from flexkv.blend.rope import RopeSpec
 
 
 def to_bfloat16(values: NDArray) -> NDArray[np.uint16]:
-    """Rounded to nearest, ties to even."""
+    """Rounds to nearest, ties to even."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

@@ -1,4 +1,4 @@
-"""Pages that tests store under keys of their own."""
+"""Pages that tests store under their own keys."""
 
 from __future__ import annotations
 

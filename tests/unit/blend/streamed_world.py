@@ -1,4 +1,4 @@
-"""Segments on disk whose layers come range by range, with reads of single ranges that hang or find damage."""
+"""Segments on disk whose layers are read range by range, with single reads that hang or find damage."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def open_cache(folder: Path, wait_s: float = WITHIN_S, streams: bool = True) -> 
 
 
 def store_both(folder: Path) -> dict[tuple[int, int], int]:
-    """Leaves both segments in the folder. Returns where each page lies in the slab: of which segment and which page of
-    it -> offset."""
+    """Leaves both segments in the folder. Returns the offset of each page in the slab, by segment and page number."""
     cache = open_cache(folder)
     for tokens in (FIRST, SECOND):
         planes = planes_of(tokens)
@@ -96,7 +95,7 @@ def wait_for(done: Callable[[], bool], within_s: float = WITHIN_S) -> None:
 
 
 def end(cache: SegmentCache) -> None:
-    """Nothing is held for any lookup, and the cache closes."""
+    """Checks that nothing is held for any lookup and that the cache closes."""
 
     def is_quiet() -> bool:
         cache.poll()

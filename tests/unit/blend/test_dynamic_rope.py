@@ -1,5 +1,6 @@
-"""Models whose rope rescales its frequencies for long prompts, and keeps the scaled ones: cached keys never use
-those."""
+"""Models whose rope rescales its frequencies for long prompts and keeps the scaled ones: cached keys never use the
+scaled ones.
+"""
 
 from __future__ import annotations
 

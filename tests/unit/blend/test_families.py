@@ -53,7 +53,7 @@ def test_ratio_1_is_a_full_recompute_wherever_segments_stood(family: str, scalin
     assert report.reused == 70
     assert relative(logits, wanted_logits) < ROUNDING
     assert worst_layer(kv, wanted) < ROUNDING
-    # Keys of the first layer depend on token and position alone: rotated, they are right without computing.
+    # Keys of the first layer depend only on token and position: rotated keys are right without computation.
     turned = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
     assert relative(turned.kv.layers[0].keys, wanted.layers[0].keys) < ROUNDING
     # The control: in later layers the cached rows are far from right.

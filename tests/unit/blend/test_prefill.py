@@ -28,7 +28,7 @@ LENGTHS = [20, 33, 17, 9]
 
 
 def moved(model, cache, seed: int = 0):
-    """A prompt whose first three segments are cached from other places; its question is not cached."""
+    """A prompt whose first three segments were cached at other positions; its question is not cached."""
     segments = random_segments(LENGTHS, seed)
     assert precompute(model, segments[:3], cache) == sum(LENGTHS[:3])
     return [segments[2], segments[0], segments[1], segments[3]]
@@ -72,7 +72,7 @@ def test_what_differs_most_is_computed(model, cache) -> None:
 
 
 def test_rows_before_the_check_layer_are_right(model, cache) -> None:
-    """Including rows of gaps in the middle: a separator, and a segment that is not cached."""
+    """Includes rows of gaps in the middle: a separator, and a segment that is not cached."""
     segments = random_segments(LENGTHS)
     precompute(model, segments[:2], cache)
     separator = Segment(np.array([3, 5]), reusable=False)
@@ -110,7 +110,7 @@ def test_positions_count_on_from_what_the_engine_has(model, cache) -> None:
     logits, kv, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(1.0), past=past)
     assert relative(logits, wanted_logits) < ROUNDING
     assert worst_layer(kv, wanted) < ROUNDING
-    # Keys of the first layer depend on token and position alone: rotated ones are right in every row.
+    # Keys of the first layer depend only on token and position: rotated keys are right in every row.
     _, turned, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0), past=past)
     assert relative(turned.layers[0].keys, wanted.layers[0].keys) < ROUNDING
     assert worst_layer(turned, wanted, slice(0, 23)) < ROUNDING
@@ -141,7 +141,7 @@ def test_no_row_attends_to_a_later_position() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_poison_in_the_future_reaches_nobody_before(model, cache, ratio: float) -> None:
-    """A later segment's pages are poisoned: rows computed before it give the same result."""
+    """A later segment's pages are filled with garbage: rows computed before it give the same result."""
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
     prompt = [first, question, late, question]
@@ -168,7 +168,9 @@ def _rotation(model):
 
 
 def test_a_wrong_mask_is_found(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal kernel's mask aligns the last row with the last key: rows in the middle would see the future."""
+    """The mask of a causal kernel aligns the last row with the last key: rows in the middle would attend to later
+    positions.
+    """
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
     prompt = [first, question, late, question]

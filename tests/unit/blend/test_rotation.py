@@ -1,4 +1,4 @@
-"""Keys rotate by the right angle, in every dtype, pairing and place; both executors give the same bits."""
+"""Keys are rotated by the right angle, in every dtype, pairing and place; both executors give the same bits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def test_error_against_float64(pairing: str, dtype: str, head_dim: int, rotary_d
 @pytest.mark.parametrize("pairing", ["neox", "gptj"])
 @pytest.mark.parametrize("dtype", list(LIMITS))
 def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None:
-    """Over every alignment: rows and heads in any place of the target, rows that are zeroed, copied or rotated."""
+    """Covers every alignment: rows and heads at any place of the target, and rows that are zeroed, copied or
+    rotated.
+    """
     random = np.random.default_rng(5)
     for round_number in range(40):
         head_dim = int(random.integers(1, 40)) * 2

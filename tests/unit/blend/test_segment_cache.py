@@ -108,8 +108,8 @@ def test_pages_that_are_still_moving_are_not_cached(model, cache, monkeypatch: p
         with pytest.raises(TransferError, match="a store still moves"):
             precompute(model, [segment], cache)
         assert cache.manager.inflight_ops() == 1
-        # All of its whole blocks are known by now, and none may be promised: a store of the same segment waits for them
-        # in vain, as nobody hears that they have arrived.
+        # All of its whole blocks are known by now, but none may be promised: a store of the same segment waits for them
+        # in vain, because their arrival is not reported.
         patched.setattr(cache, "deadline_s", 0.1)
         with pytest.raises(TransferError, match=r"a store still moves after 0\.1 s"):
             precompute(model, [segment], cache)

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def open_cache(tmp_path: Path, model):
-    """Opens the folder again and again; each call closes the cache before it."""
+    """Opens the folder repeatedly; each call closes the previous cache."""
     caches: list[SegmentCache] = []
 
     def open_again(**options: Any) -> SegmentCache:
@@ -150,7 +150,7 @@ def test_whole_blocks_are_read_layer_by_layer_and_promised_before(
     monkeypatch.setattr(plane, "submit", noting)
     assert prefill(model, moved(segments), cache, RATIO_0).report.reused == 69
     reads = [op for graph in graphs for op in graph.ops if op.kind is OpKind.DISK_READ]
-    # Tails of 4 tokens and 1 as a whole and first; blocks by layers.
+    # Tails of 4 tokens and 1 are read whole and first; blocks are read by layers.
     assert [(op.pages, op.layerwise) for op in reads] == [
         (1, False),
         (1, False),
@@ -185,7 +185,7 @@ def place_of(cache: SegmentCache, segment: np.ndarray, block: int) -> int:
 
 
 class Damage:
-    """Breaks a block's image in a slab."""
+    """Damages a block's image in a slab."""
 
     def __init__(self, slab: Path, place: int, other: int) -> None:
         header = read_header(str(slab))
@@ -236,7 +236,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
     assert "read" in lost
     assert found.report.reused == 36
     assert relative(found.logits, wanted.logits) < ROUNDING
-    # The two blocks before it are right. After recomputation the block is there for the next process.
+    # The two blocks before it are right. After the recomputation, the next process finds the block.
     assert cache.cached_tokens(segments[1]) == 16
     assert precompute(model, segments[1:2], cache) == 33
     cache = open_cache()
@@ -248,7 +248,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The damaged content matters: in host memory, with a digest made for it, it changes the answer."""
+    """The damaged content matters: in host memory, with a matching digest, it changes the answer."""
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)
@@ -305,7 +305,7 @@ def test_a_slab_that_was_cut_off_costs_its_pages(
 def test_segments_and_prefixes_share_an_index_and_a_folder(
     model, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The same tokens under both kinds of key, over a restart: neither answers for the other."""
+    """The same tokens under both kinds of key, across a restart: neither key finds the other's pages."""
     text = random_segments([32])[0]
     cache = open_cache()
     fields = {"weights": "random", SHAPE: str(cache.shape)}

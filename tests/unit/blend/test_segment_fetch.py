@@ -1,4 +1,4 @@
-"""Segments brought from disk without a wait: what comes, what does not and why, and what is given up."""
+"""Segments that are read from disk without a wait: which arrive, which do not and why, and which are given up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HANG = 3
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[..., SegmentCache]]:
-    """Opens the folder again and again; each call closes the cache before it."""
+    """Opens the folder repeatedly; each call closes the previous cache."""
     caches: list[SegmentCache] = []
 
     def open_again(
@@ -66,7 +66,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., SegmentCache]]:
 
 
 def end(cache: SegmentCache) -> None:
-    """Nothing is held for any lookup, and the cache closes."""
+    """Checks that nothing is held for any lookup and that the cache closes."""
     settle(cache, lambda: not cache.manager.work.moving)
     cache.manager.check_integrity()
     assert cache.manager.inflight_ops() == 0
@@ -107,7 +107,7 @@ def store_all(cache: SegmentCache, segments: Sequence[np.ndarray] = SEGMENTS) ->
 
 
 def fetched(fetch: SegmentFetch) -> SegmentLoad:
-    """The load of a fetch, once all of it has moved."""
+    """The load of a fetch, once all its bytes have moved."""
     loads: list[SegmentLoad] = []
 
     def begun() -> bool:
@@ -126,7 +126,7 @@ def tokens_of(load: SegmentLoad) -> dict[int, int]:
 
 
 def check_rows(cache: SegmentCache, load: SegmentLoad) -> None:
-    """Every loaded row has the bits with which it was stored."""
+    """Checks that every loaded row has the bits with which it was stored."""
     for hit in load.hits:
         rows = TurnedRows(cache, ROTATION, load, [Stretch(hit, 0, hit.tokens, 0)])
         for layer in range(SHAPE.layers):
@@ -182,7 +182,7 @@ def with_hanging_reads(
 def test_pages_of_a_disk_that_hangs_are_late(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first segment lies in host memory as well, and is loaded."""
+    """The first segment is also in host memory, and is loaded."""
     store_all(opened())
     cache, faults = with_hanging_reads(opened, monkeypatch, wait_s=0.2)
     store_all(cache, SEGMENTS[:1])
@@ -214,7 +214,7 @@ def flip(folder: Path) -> None:
 def test_damaged_pages_are_not_loaded(
     opened: Callable[..., SegmentCache], tmp_path: Path, damaged: bool
 ) -> None:
-    """The control: without the damage they are."""
+    """The control: without the damage they are loaded."""
     store_all(opened())
     cache = opened()
     if damaged:
@@ -246,7 +246,7 @@ def test_a_fetch_that_is_given_up_holds_nothing(
     fetch.give_up()
     fetch.give_up()
     faults.release()
-    # Its reads go on, and serve the next.
+    # Its reads continue, and serve the next fetch.
     load = fetched(cache.begin_fetch(SEGMENTS))
     assert tokens_of(load) == {0: 20, 1: 11, 2: 3}
     load.abandon()
@@ -255,7 +255,7 @@ def test_a_fetch_that_is_given_up_holds_nothing(
 def test_a_prompt_that_host_memory_does_not_hold_does_not_wait_for_room(
     opened: Callable[..., SegmentCache],
 ) -> None:
-    """Its own segments take the room that the last one lacks."""
+    """The request's own segments take the room that the last one lacks."""
     store_all(opened())
     cache = opened(slots=6)
     begun_s = time.monotonic()
@@ -277,7 +277,7 @@ def test_a_prompt_waits_for_room_that_another_one_holds(
     first = cache.begin_fetch(SEGMENTS[:1])
 
     def has_come() -> bool:
-        # Looked up, not loaded: a load gives the slots back.
+        # Only looked up, because a load would free the slots.
         (asked,) = first._asked
         return first._lookup.fetch(asked) is Outcome.HIT
 
@@ -300,8 +300,8 @@ def test_a_prompt_waits_for_room_that_another_one_holds(
 def test_pages_count_only_under_the_name_of_their_weights(
     opened: Callable[..., SegmentCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The namespace names the weights by samples, which do not show every change."""
-    # The check takes a file that changed since the process began for one that the engine may not have loaded.
+    """The namespace identifies the weights by samples, which do not show every change."""
+    # The check assumes that the engine may not have loaded a file that changed since the process began.
     monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + 10**12)
     file = tmp_path / "model" / "model.safetensors"
     file.parent.mkdir()

@@ -1,5 +1,4 @@
-"""A segment cache's reports about its disk: that everything is there, that something is not, and which cache owns
-it."""
+"""A segment cache's reports about its disk: that all pages are on it, that some are not, and which cache owns it."""
 
 from __future__ import annotations
 
@@ -144,7 +143,7 @@ def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
 def test_a_flush_waits_for_room_in_the_journal(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are written faster than the journal enters them become durable a little later, rather than never."""
+    """Pages that are written faster than the journal records them become durable a little later, rather than never."""
     first, second = texts(2)
     open_unit = StripedSlabs.open
 
@@ -289,7 +288,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     random = np.random.default_rng(5)
-    # Two with blocks and a tail, one with blocks alone.
+    # Two with blocks and a tail, one with only blocks.
     found = [random.integers(0, 1000, 20), random.integers(0, 1000, 12), *texts(1)]
     cache = opened()
     for text in found:
@@ -359,7 +358,7 @@ def test_control_a_load_past_its_deadline_keeps_a_flush_from_success(
 
 
 def hang_journals(patch: pytest.MonkeyPatch) -> None:
-    """From now on the disks' journals take records and never get to them."""
+    """From now on the disks' journals accept records and never process them."""
     patch.setattr(Journal, "put", lambda journal, record: True)
 
 

@@ -1,4 +1,4 @@
-"""Stores that are begun in one step of an engine and end in a later one, for which nobody waits."""
+"""Stores that begin in one step of an engine and end in a later one, without any wait."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(store: SegmentStore) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_a_segment_is_found_once_its_store_has_ended(cache: SegmentCache, tokens: np.ndarray) -> None:
-    """With whole blocks alone, and with tokens after them."""
+    """Segments of only whole blocks, and segments with tokens after them."""
     free = sorted(cache.staging.free)
     wait_for(begin(cache, tokens))
     assert cache.cached_tokens(tokens) == len(tokens)
@@ -176,7 +176,7 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 def test_a_caller_that_waits_keeps_such_a_tail_too(
     cache: SegmentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if nobody goes on with the other store meanwhile."""
+    """This also holds if the other store makes no progress meanwhile."""
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         long = begin(cache, LONG)

@@ -1,5 +1,6 @@
-"""Segments promised while they are read from disk: layers can be used range by range, and a range that is damaged or
-does not come loses its segment."""
+"""Segments promised while they are read from disk: layers can be used range by range, and if a range is damaged or
+missing, its segment is lost.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_keys_depend_on_the_segment_alone() -> None:
 
 
 def test_segments_and_prefixes_live_in_one_index() -> None:
-    """The same tokens under both kinds of key: neither answers for the other."""
+    """The same tokens under both kinds of key: neither key finds the other's pages."""
     fields = {"model": "m", SHAPE_FIELD: str(SHAPE)}
     text = np.arange(16)
     chain = TokenChain(4)
@@ -127,7 +127,7 @@ def test_rows_that_differ_most_are_kept() -> None:
 
 
 def test_runs_of_neighbours_that_differ_most_on_average_are_kept() -> None:
-    # Two stretches of reused rows: 0 to 4 (runs 0-1, 2-3, 4) and 6 to 9 (runs 6-7, 8-9).
+    # Two ranges of reused rows: 0 to 4 (runs 0-1, 2-3, 4) and 6 to 9 (runs 6-7, 8-9).
     difference = np.array([9.0, 0.0, 4.0, 4.0, 4.5, 99.0, 1.0, 1.0, np.nan, 0.0])
     reused = np.ones(10, np.bool_)
     reused[5] = False

@@ -1,4 +1,4 @@
-"""Segments that are loaded for an engine: held until they are released, turned row by row, lost one by one."""
+"""Segments that are loaded for an engine: held until they are released, rotated row by row, and lost one by one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_control_another_layers_rows_are_wrong(cache: SegmentCache, host: RowDev
 
 
 def test_control_a_layer_that_is_left_before_it_was_read_is_another_one(cache: SegmentCache) -> None:
-    """Its buffer is a later layer's."""
+    """Its buffer is reused for a later layer."""
     device = HostDevice(one_thread=True)
     store_all(cache)
     with closing(load_all(cache)) as load:

@@ -1,5 +1,6 @@
-"""Rotating and scattering in one pass, in the layerwise pipeline: the same bits as in two passes, in any order of
-events."""
+"""Rotation and scatter in one pass of the layerwise pipeline: the same bits as in two passes, in any order of
+events.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ORDERS = ("tokens first", "heads first", "padded")
 
 
 class TurnedWorld:
-    """Chunks with gaps, permuted slots, K and V of any dtype, paged memory in any order.
+    """A load of chunks with gaps, permuted slots, K and V of any dtype, and paged memory in any order.
 
     Attributes:
         memory: per layer [2, blocks, block_tokens, heads, head_dim], with any strides.
@@ -78,7 +78,9 @@ class TurnedWorld:
         )
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[Any]]:
-        """Loads all, rotates, zeroes, then scatters. `failed_from`: chunk -> the first layer in which it is lost."""
+        """Loads everything, rotates, zeroes, then scatters. `failed_from`: chunk -> the first layer in which it is
+        lost.
+        """
         rotation, positions = self.rotation, self.chunks.positions()
         count, head_bytes = self.chunks.rows, self.rotation.row_bytes // self.rotation.heads
         in_order = RowPlaces(np.arange(count, dtype=np.int64) * rotation.row_bytes, head_bytes)

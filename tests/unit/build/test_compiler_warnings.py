@@ -1,4 +1,4 @@
-"""Warnings are errors on request, and files that compiled cleanly are not compiled again for it."""
+"""Warnings are errors on request, and that does not recompile files that compiled cleanly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages for contributors: their code is what the tests run, and the files and commands that they name exist."""
+"""The pages for contributors: the tests run their code, and the files and commands that they name exist."""
 
 from __future__ import annotations
 

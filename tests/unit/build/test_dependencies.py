@@ -48,7 +48,7 @@ def test_the_gpu_extra_is_what_the_tests_install() -> None:
 
 
 def third_party(*folders: str) -> dict[str, set[str]]:
-    """Top-level modules from elsewhere -> files that import them."""
+    """Top-level modules of other packages -> files that import them."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -69,8 +69,9 @@ def test_every_import_from_elsewhere_has_a_reason() -> None:
 
 
 def test_what_runs_without_an_engine_needs_the_declared_dependencies_only() -> None:
-    """Only adapters import `torch` and what an engine brings, except for OPTIONAL. An extra may be missing, and the
-    code checks for it."""
+    """Only adapters import `torch` and packages that an engine brings, except for OPTIONAL. An extra may be missing,
+    and the code checks for that.
+    """
     project = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.S | re.M)
     (extras,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)\n\n", project, re.S | re.M)

@@ -1,4 +1,4 @@
-"""Faults are decorators around movers, queues and devices: the product neither contains nor knows them."""
+"""Faults are decorators around movers, queues and devices: the product does not contain or name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The docs' generated tables are those that the code makes."""
+"""The generated tables in the docs are up to date with the code."""
 
 from __future__ import annotations
 

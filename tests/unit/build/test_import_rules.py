@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 # Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
-# `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage, `remote.base`
-# and what its `plane` counts (plain types) that between the simulation and the store. `facts` has what all of them
-# name: keys of blocks and their rules (`facts.keys`), what callers ask (`facts.request_settings`), and what ranks and
-# their unit know of each other (`facts.ranks`).
+# `storage.base`, `storage.tags` and `storage.striping` (only arithmetic) are that between cache and storage, and
+# `remote.base` and the counts of its `plane` (plain types) are that between the simulation and the store. `facts` has
+# what all of them use: keys of blocks and their rules (`facts.keys`), settings of requests (`facts.request_settings`),
+# and what ranks and their unit know of each other (`facts.ranks`).
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -103,7 +103,7 @@ RUNNER_ENGINES = frozenset({"transformers", "torch"})
 
 
 def imported_modules(source: str) -> Iterator[str]:
-    """Absolute names of the modules a file imports; each name of a `from` import is taken as a module too."""
+    """Absolute names of the modules that a file imports; each name of a `from` import counts as a module too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -116,7 +116,7 @@ def imported_modules(source: str) -> Iterator[str]:
 def violations(
     package: str, source: str, adapter: str = "", baselines: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Imports of one file that its package, and the adapter it belongs to, may not make."""
+    """Imports of one file that are forbidden to its package or to the adapter it belongs to."""
     found = []
     for module in imported_modules(source):
         parts = module.split(".")
@@ -172,7 +172,7 @@ def circle_in(imports: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Imports for type checkers alone count: a reader follows them too."""
+    """Imports that are only for type checkers count, because a reader follows them too."""
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "flexkv").rglob("*.py")
@@ -266,15 +266,16 @@ def package_sources() -> dict[str, str]:
 
 @cache
 def named_modules(source: str) -> tuple[str, ...]:
-    """What a file imports, and each module that it names in a string: on first use it is imported by that name, or run
-    as a process of its own."""
+    """The modules that a file imports, and each module that it names in a string, to import it on first use or to run
+    it as a process.
+    """
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     programs = [name for name in strings if isinstance(name, str) and re.fullmatch(r"flexkv(\.\w+)+", name)]
     return (*imported_modules(source), *programs, *(f"{name}.__main__" for name in programs))
 
 
 def reached_modules(sources: dict[str, str], roots: tuple[str, ...]) -> set[str]:
-    """Modules that the roots import, directly or not, with the packages that hold them."""
+    """Modules that the roots import, directly or indirectly, and the packages that contain them."""
     reached: set[str] = set()
     waiting = list(roots)
     while waiting:
@@ -288,7 +289,7 @@ def reached_modules(sources: dict[str, str], roots: tuple[str, ...]) -> set[str]
 
 
 def not_serving(page: str) -> list[str]:
-    """Modules and packages that the page names as those that no module which serves imports."""
+    """Modules and packages that, according to the page, no module of a serving engine imports."""
     paragraph = " ".join(page.partition("Three quarters of the Python lines")[2].partition("\n\n")[0].split())
     rest = paragraph.partition("imports the rest:")[2]
     return [
@@ -302,7 +303,7 @@ def within(module: str, folders: list[str]) -> bool:
 
 
 def test_architecture_names_what_does_not_serve() -> None:
-    """The folders that the page names hold all modules that engines never reach, and none that they reach."""
+    """The folders that the page names contain exactly the modules that engines never import."""
     sources = package_sources()
     reached = reached_modules(sources, NAMED_BY_ENGINES)
     assert set(NAMED_BY_ENGINES) <= reached

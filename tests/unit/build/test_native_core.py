@@ -67,7 +67,7 @@ def test_a_core_of_another_source_is_refused(
     package: Path, change: Callable[[Path], None], said: str
 ) -> None:
     change(package)
-    # Without the site: an editable install would find the working tree's core instead.
+    # Without `site`, because an editable install would find the working tree's core instead.
     command = [sys.executable, "-S", "-c", PROGRAM]
     environ = {"PYTHONPATH": str(package.parent)}
     done = subprocess.run(

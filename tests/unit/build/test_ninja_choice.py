@@ -1,4 +1,4 @@
-"""Which ninja builds: versions hash commands differently, and each compiles again what another one has compiled."""
+"""Which ninja is used: versions hash commands differently, so each would recompile what another has compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some code reads every setting, and some code records every metric."""
+"""Every setting is read by some code, and every metric is recorded by some code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESOLVERS = ("config/memory.py", "config/sections.py")
 
 
 def text_outside(folder: str, *but: str) -> str:
-    """All code of the package outside `folder`, and the files `but` within it."""
+    """All code of the package outside `folder`, except for the files `but`."""
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != folder]
     return "\n".join(path.read_text() for path in [*paths, *(PACKAGE / name for name in but)])
 

@@ -1,4 +1,4 @@
-"""Anything missing on a machine is named, with the command that installs it."""
+"""Whatever a machine lacks is named, with the command that installs it."""
 
 from __future__ import annotations
 

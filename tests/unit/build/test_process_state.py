@@ -1,4 +1,4 @@
-"""The documentation judges every name that flexkv's modules keep for a whole process."""
+"""The documentation lists every name that flexkv's modules keep for a whole process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kept_names(source: str) -> list[str]:
 
 
 def written(source: str) -> list[str]:
-    """What a file changes in the process: environment variables, signal handlers."""
+    """Changes that a file makes to the process: environment variables, signal handlers."""
     nodes = list(ast.walk(ast.parse(source)))
     calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
     found = [text for text in calls if text.startswith(OUTSIDE) and text.rpartition(".")[2] not in READERS]

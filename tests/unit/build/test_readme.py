@@ -44,12 +44,12 @@ def words(text: str) -> list[str]:
 
 
 def first_words(text: str, count: int) -> str:
-    """The beginning of a text that a reader gets through in so many words, tables included."""
+    """The beginning of a text up to so many words, tables included."""
     return " ".join(words(text)[:count])
 
 
 def missing_answers(text: str) -> list[str]:
-    """What one minute with the text does not answer."""
+    """The questions that one minute of reading the text does not answer."""
     begin = first_words(text, ONE_MINUTE_WORDS)
     answers = {
         "what flexkv does": "keeps the KV cache of vLLM, SGLang and TensorRT-LLM",
@@ -65,7 +65,7 @@ def shell_commands(text: str) -> list[list[str]]:
     """Every command of the text's bash blocks, as the shell would split it."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     words = [shlex.split(block, comments=True) for block in blocks]
-    # Here each word that starts a command splits a block's lines.
+    # Each word that starts a command splits the lines of such a block.
     commands: list[list[str]] = []
     for word in (w for block in words for w in block):
         if word in ("make", "pip", "vllm", "python", "flexkv", "git"):
@@ -126,7 +126,7 @@ def test_control_a_minute_without_an_answer_is_seen() -> None:
 
 
 def test_the_index_of_docs_leads_to_every_page() -> None:
-    """Each with a row of its own that says when to read it; README leads to the index."""
+    """Each page has its own row that says when to read it; README links to the index."""
     rows = INDEX.partition("## Pages")[2].partition("\n## ")[0]
     pages = re.findall(r"^\| \[([a-z-]+\.md)\]\(\1\) \| \S", rows, re.M)
     assert sorted(pages) == sorted(page.name for page in DOCS if page.name != "README.md")
@@ -173,7 +173,7 @@ def table_rows(page: str, heading: str) -> list[list[str]]:
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
-    """Each row of its first table is a row of the H200's: name, then cold and hit of three lengths."""
+    """Each row of its first table is a row of the H200's table: name, then cold and hit for three lengths."""
     rows = table_rows(README, "| time to first token, ms |")
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     measured = [[row[i] for i in (0, 1, 2, 4, 5, 7, 8)] for row in table_rows(page, "| H200, ms |")]

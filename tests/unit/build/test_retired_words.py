@@ -48,7 +48,7 @@ PROSE = {
 
 
 def texts() -> dict[str, str]:
-    """Every tracked text file but this one."""
+    """Every tracked text file except this one."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     found = {}
     for name in listed.stdout.decode().split("\0"):

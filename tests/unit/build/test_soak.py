@@ -1,4 +1,4 @@
-"""`make soak` stretches tests that exist."""
+"""`make soak` lengthens tests that exist."""
 
 from __future__ import annotations
 

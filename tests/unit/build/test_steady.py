@@ -25,7 +25,7 @@ def test_fails_the_third_time():
 
 @pytest.fixture
 def rounds_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root whose files run for real, but without pytest's start: each round executes the file's tests."""
+    """A root whose test files really run, but without starting pytest: each round executes the file's tests."""
     monkeypatch.setattr(steady, "ROOT", tmp_path)
 
     def execute(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
@@ -69,7 +69,7 @@ def test_the_next_call_goes_on_where_the_last_one_stopped(
     assert "1/4" not in capsys.readouterr().out
     assert run(plans, Progress(state, "tree"), 60.0) == 0
     assert "passed" not in capsys.readouterr().out
-    # In another tree all rounds run again.
+    # After a change of the tree all rounds run again.
     assert run(plans, Progress(state, "another"), 60.0) == 0
     assert "passed: test_firm.py 1/4" in capsys.readouterr().out
 

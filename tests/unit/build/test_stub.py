@@ -14,7 +14,7 @@ import pytest
 from flexkv import c_ext
 
 STUB = ast.parse(Path(inspect.getfile(c_ext)).with_name("c_ext.pyi").read_text())
-# Names that exist for type checkers alone.
+# Names that exist only for type checkers.
 TYPES_ONLY = ("TypedDict", "Protocol")
 # Attributes that pybind11 and Python give to every class.
 OF_EVERY_CLASS = set(dir(object)) | {"__module__", "__doc__", "__annotations__", "__dict__", "__weakref__"}

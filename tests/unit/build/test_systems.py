@@ -1,4 +1,6 @@
-"""docs/systems.md: the files that it names exist and have the names beside them; each row has a test or a reason."""
+"""docs/systems.md: the files that it names exist and contain the names given for them; each row has a test or a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def paths_in(text: str) -> list[str]:
 
 
 def faults_of(row: Row) -> list[str]:
-    """What is wrong with a row, beside paths that do not exist."""
+    """What is wrong with a row, other than paths that do not exist."""
     files = [ROOT / path for path in paths_in(row.where) if (ROOT / path).is_file()]
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     names = set(SPAN.findall(row.where)) - set(paths_in(row.where))

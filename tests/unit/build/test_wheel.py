@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 @pytest.mark.timeout(2 * BUILD_S)
 def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    # An earlier build leaves such a module if it was renamed since.
+    # An earlier build leaves such a module if it has been renamed since.
     former = ROOT / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "flexkv"
     former.mkdir(parents=True, exist_ok=True)
     (former / "former_name.py").touch()
@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
     assert b"FaultyMover" not in zipfile.ZipFile(wheel).read(library)
 
-    # It works outside the working tree, with nothing beside it but its dependencies.
+    # It works outside the working tree, with only its dependencies installed.
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)
     program = (
@@ -73,7 +73,8 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     path, standard, cuda = done.stdout.split()
     assert Path(path).is_relative_to(target)
     assert int(standard) >= 202002
-    # For other machines: it contains everything that this machine's toolkit can compile, with a GPU here or without.
+    # For other machines: it contains everything that this machine's toolkit can compile, whether this machine has a GPU
+    # or not.
     assert cuda == str(Variant.from_environment().toolkit is not None)
 
 
@@ -105,6 +106,6 @@ def test_editable_install_imports_the_working_tree(tmp_path: Path) -> None:
     program = "import flexkv.c_ext as c, flexkv.config; print(c.__file__, c.build_info()['cuda'])"
     path, cuda = run(str(python), "-c", program, cwd=tmp_path).split()
     assert Path(path).parent == ROOT / "flexkv"
-    # For this machine alone: without a GPU the CUDA kernels are left out.
+    # Only for this machine: without a GPU, the CUDA kernels are left out.
     assert cuda == str(Variant.from_environment(in_place=True).toolkit is not None)
     assert "Commands" in run(str(environment / "bin" / "flexkv"), "--help", cwd=tmp_path)

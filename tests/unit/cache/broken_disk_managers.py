@@ -29,7 +29,7 @@ class PromisesBeforeVerified(LocalCacheManager):
 
 
 class PublishesFailedReads(LocalCacheManager):
-    """Treats a page that did not verify as good."""
+    """Treats a page whose verification failed as good."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,7 +164,9 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
 
 class TakesHeldPagesForReady(LocalCacheManager):
-    """Counts the pages that a request has waited for as present when it asks again, whatever the fetch's result."""
+    """Counts the pages that a request has waited for as present when it asks again, whatever the result of the
+    fetch.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +174,7 @@ class TakesHeldPagesForReady(LocalCacheManager):
 
 
 class FetchesTwice(LocalCacheManager):
-    """Ignores the fetches of others in a lookup, and begins its own."""
+    """Ignores the fetches of other requests in a lookup, and begins new ones."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         for op in self.tables.ops:

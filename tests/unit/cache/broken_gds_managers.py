@@ -1,4 +1,4 @@
-"""Managers that break a rule of gds loads or gds stores. The simulation must catch every one."""
+"""Managers that break a rule of GDS loads or GDS stores. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class BrokenGdsStores(LocalCacheManager):
 
 
 class SealsFailedStripes(BrokenGdsStores):
-    """Gives pages that failed on a rank their trailer all the same."""
+    """Writes the trailers of pages that failed on a rank."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         return self._end(op, good | op.failed)
 
 
 class SealsRevokedPages(BrokenGdsStores):
-    """Does so even for pages computed from a load that failed."""
+    """Does this even for pages computed from a load that failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +112,7 @@ class SealsWithRanksMixedUp(BrokenGdsStores):
 
 
 class PublishesBeforeTheSeal(BrokenGdsStores):
-    """Publishes a page on disk as soon as its stripes are there."""
+    """Publishes a page on disk as soon as its stripes are written."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         disk_tier(self).end_write(op.group, op.entries, good)

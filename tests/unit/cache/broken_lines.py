@@ -1,4 +1,4 @@
-"""Managers that give room for fetches against the rules of the line. The simulation must catch every one."""
+"""Managers that give room for fetches against the rules of the queue. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.cache.promise.room_line import Turn
 
 
 class GivesRoomToHalves(LocalCacheManager):
-    """The first request in line takes the room there is, and waits for the rest."""
+    """The first request in the queue takes the room there is, and waits for the rest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ class LetsOthersPass(LocalCacheManager):
 
 
 class PassesNobody(LocalCacheManager):
-    """A request that its engine has no use for keeps all others waiting."""
+    """A request that its engine no longer asks about keeps all others waiting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -19,7 +19,7 @@ from flexkv.transfer.graph import OpId, OpResult
 def caught_by(
     configs: Iterable[SimulationConfig], manager_class: type[LocalCacheManager], integrity_every: int = 0
 ) -> str:
-    """The error of the first of these simulations that notices a broken manager; empty if none does."""
+    """The error of the first of these simulations that catches a broken manager; empty if none does."""
     for config in configs:
         try:
             Simulation(dataclasses.replace(config, integrity_every=integrity_every), manager_class).run()
@@ -84,7 +84,7 @@ class IgnoresDiscard(LocalCacheManager):
 
 
 class PublishesPoisonSilently(LocalCacheManager):
-    """Answers `discard_from` as if it had obeyed, and publishes the pages."""
+    """Reports that `discard_from` was done, and publishes the pages."""
 
     def discard_from(self, request_id: str, first_token: int) -> int:
         before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}
@@ -215,7 +215,7 @@ class ForgetsNothing(LocalCacheManager):
 
 
 class StoresInLostOrder(LocalCacheManager):
-    """Gives the slots of a store in the wrong order: every page lands under its neighbour's key."""
+    """Returns the slots of a store in the wrong order: every page is stored under its neighbour's key."""
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
@@ -226,7 +226,7 @@ class StoresInLostOrder(LocalCacheManager):
 
 
 class PromisesAgainWhatFailed(LocalCacheManager):
-    """Promises a request again what its own load did not bring, as if nothing had happened."""
+    """Promises a request the same pages again after its own load failed to bring them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

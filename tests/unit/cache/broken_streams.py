@@ -23,7 +23,7 @@ class LoadsWithoutWaiting(LocalCacheManager):
 
 
 class WaitsForAnEarlierRead(LocalCacheManager):
-    """Makes a load wait for an earlier read of its slot, and takes the bytes that are there then."""
+    """Makes a load wait for an earlier read of its slot, and takes the bytes that are in the slot then."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)

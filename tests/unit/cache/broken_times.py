@@ -10,7 +10,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class LooksUpWhatHasExpired(LocalCacheManager):
-    """Lets expired pages go only once a second, as it does pages that nobody asks for."""
+    """Drops expired pages only once a second, even those that a request asks for."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_expired = lambda: None  # type: ignore[method-assign]
@@ -21,7 +21,7 @@ class LooksUpWhatHasExpired(LocalCacheManager):
 
 
 class CallsExpiredPagesKnown(LocalCacheManager):
-    """Does not store a page again of which it has an expired copy."""
+    """Does not store a page again if it has an expired copy of it."""
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_expired = lambda: None  # type: ignore[method-assign]
@@ -70,7 +70,7 @@ class FetchesPagesWithoutTheirTime(LocalCacheManager):
 
 
 class PromisesExpiredPagesOnDisk(LocalCacheManager):
-    """Promises pages on disk whose time is over, to be loaded straight from there or read."""
+    """Promises pages on disk whose time to live is over, to be loaded directly or read."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         if self.tables.hub.times.any:

@@ -1,4 +1,4 @@
-"""A manager over a host tier and a simulated disk, with a lane that moves pages at once when a test calls it."""
+"""A manager over a host tier and a simulated disk, with a lane that moves pages immediately when a test calls it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def traffic(
     gds_stores: bool = False,
     **facts: Any,
 ) -> DiskTraffic:
-    """How disks are used; `facts` are fields of `TierFacts`."""
+    """How disks are used; `facts` has fields of `TierFacts`."""
     return DiskTraffic(TierFacts("disk", **facts), ttl_s, gds_loads, gds_stores)
 
 
@@ -154,7 +154,7 @@ class DiskWorld:
         return graph
 
     def load(self, blocks: int, name: str = "r") -> TransferOp:
-        """Begins a load to so many blocks. Returns its only op."""
+        """Begins a load into so many blocks. Returns its only op."""
         (op,) = self.begin(list(range(blocks)), name).ops
         return op
 
@@ -174,7 +174,7 @@ class DiskWorld:
             assert self.host[0][slot] == (0, key.tobytes())
 
     def hits(self, keys: Keys, name: str = "r") -> int:
-        """Blocks promised after every fetch has ended."""
+        """Number of blocks promised after every fetch has ended."""
         result = self.match(keys, name)
         while result.reads:
             self.run()

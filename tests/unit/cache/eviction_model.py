@@ -14,7 +14,7 @@ class Block:
 
     Attributes:
         order: position of its last use among all uses; 0 before the first.
-        used_at: number of blocks used, stored or hit until then.
+        used_at: number of blocks that had been used (stored or hit) by then.
         put_back: position of the end of a spare block's last lease.
     """
 
@@ -76,7 +76,7 @@ class ModelIndex:
         return key in self.blocks and self.blocks[key].ready
 
     def spare(self, keys: Sequence[bytes]) -> list[int]:
-        """For each key that is present: whether it is a spare block."""
+        """Whether each present key is a spare block."""
         return [int(self.blocks[key].spare) for key in keys if key in self.blocks]
 
     def _use(self, keys: Sequence[bytes], hits: int) -> None:
@@ -112,7 +112,7 @@ class ModelIndex:
         self._use([key for key, _ in marked], sum(hit for _, hit in marked))
 
     def victims(self, count: int) -> list[bytes]:
-        """Blocks in the order of eviction; they stay."""
+        """Blocks in the order of eviction; does not evict them."""
         left = [(key, block) for key, block in self.blocks.items() if block.ready and not block.pins]
         chosen: list[bytes] = []
         spares = sum(block.spare for block in self.blocks.values())

@@ -1,4 +1,4 @@
-"""A manager over a host tier alone, and the calls that tests make of it."""
+"""A manager with only a host tier, and the calls that tests make to it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ KEYS = chain(6)
 
 
 class LookupCount:
-    """Counts how often a world's manager looks into its tiers."""
+    """Counts how often a world's manager looks up pages in its tiers."""
 
     def __init__(self, world: DiskWorld) -> None:
         self.lookups = 0
@@ -124,7 +124,9 @@ def test_a_reset_in_between_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(("compares", "promised"), [(True, 0), (False, 6)])
 def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, promised: int) -> None:
-    """The second of two guards: cleared pages are not ready. Without it only the first guard is left."""
+    """The second of two guards: cleared pages are not ready. The first guard is disabled here; the control also
+    disables the second.
+    """
     world, _ = waited(2, manager_class=LocalCacheManager if compares else TakesHeldPagesForReady)
     world.manager.promises.end_all = lambda: None  # type: ignore[method-assign]
     world.manager.reset()
@@ -191,7 +193,7 @@ def test_a_request_whose_load_failed_is_looked_up() -> None:
 
 
 def test_a_tail_that_is_still_fetched_stays_leased() -> None:
-    """A lease of all whole blocks is no answer while the request waits for more."""
+    """A lease of all whole blocks is not the final answer while the request waits for more."""
     world = written(KEYS)
     assert world.hits(KEYS, "before") == 6
     tail = chain(1, seed=3)

@@ -1,4 +1,4 @@
-"""Hits that groups with different rules can restore together, compared with trying every length."""
+"""Hits that groups with different rules can restore together, compared with a search over every length."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class World:
         self.state[-1].append(states)
         self.entries[-1].append(entries)
 
-    # --- the answer, by trying ---
+    # --- the answer, by exhaustive search ---
 
     def where(self, group: int, page: int, mask: int, coming: bool) -> tuple[int, int] | None:
         """Tier and state of a page, or None."""
@@ -215,7 +215,7 @@ class World:
         coming: bool,
         before: Sequence[Counter[int]],
     ) -> None:
-        """Checks that exactly the needed pages are leased, once each, in the tier and state where they lie."""
+        """Checks that exactly the needed pages are leased, once each, in their tier and state."""
         leased: list[Counter[int]] = [Counter() for _ in self.indexes]
         all_ready = True
         for group, rule in enumerate(self.rules):

@@ -1,6 +1,7 @@
-"""Ends that break off: memory runs out before any line of the code that takes results, writes pages out, and ends
-requests and epochs. The op has then failed with all its pages: nothing is left over, and no possibly bad page is
-visible."""
+"""Ends of ops that are interrupted: memory runs out before any line of the code that takes results, writes pages out,
+and ends requests and epochs. The op then counts as failed with all its pages: nothing is left over, and no page that
+may be bad is visible.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class End(Case):
 
     def check_nothing_is_left(self) -> None:
         if self.op is not None and self.op.op_id in self.world.manager.tables.ops:
-            self.call()  # the call broke off before it began
+            self.call()  # the call was interrupted before it began
         super().check_nothing_is_left()
 
 
@@ -90,7 +91,7 @@ def gds_store_ends(sealing: bool = False) -> Case:
 
 
 def tier_op_ends(world: DiskWorld) -> Case:
-    """The only planned op of a tier is carried out well."""
+    """Carries out the only planned op of a tier successfully."""
     (op,) = world.take()
     while not world.lane.move_page(op.op_id, False):
         continue
@@ -110,7 +111,7 @@ def load_ends(result: Callable[[TransferOp], OpResult], on_disk: bool = False, *
 
 
 def fetch_ends(fails: bool, loading: bool = False, **facts: Any) -> Case:
-    """For a request that waits for the fetch, or whose load does."""
+    """For a request that waits for the fetch, or whose load waits for it."""
     world = disk_world.written(KEYS, limits=traffic(**facts))
     world.look(KEYS)
     (fetch,) = world.take()

@@ -1,4 +1,4 @@
-"""Plans that break off: memory runs out once, before any line of the control plane, and nothing is left over."""
+"""Plans that are interrupted: memory runs out once, before any line of the control plane, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryRunsOut:
         self.where = ""
 
     def run(self, call: Callable[[], object]) -> bool:
-        """Whether the call broke off."""
+        """Whether the call was interrupted."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -76,7 +76,7 @@ class Case:
     """A world, and a call that plans.
 
     Attributes:
-        again: a call that must work as usual once the request of the broken call has ended.
+        again: a call that must work as usual once the request of the interrupted call has ended.
     """
 
     world: DiskWorld
@@ -84,7 +84,7 @@ class Case:
     again: Callable[[], Any]
 
     def check_nothing_is_left(self) -> None:
-        """Ends earlier ops and the request, and checks that all slots and places can be had."""
+        """Ends earlier ops and the request, and checks that all slots and places can be allocated."""
         world, manager = self.world, self.world.manager
         manager.check_integrity()
         for op in [op for op in manager.tables.ops if op.role.value in ("load", "store")]:
@@ -243,10 +243,10 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def break_everywhere(make: Callable[[], Case], each: str = "line") -> None:
-    """Breaks the call of a case off before each of its steps.
+    """Interrupts the call of a case before each of its steps.
 
     Raises:
-        AssertionError: something was left over; names the step.
+        AssertionError: something was left over; the message names the step.
     """
     counting = MemoryRunsOut(-1, each)
     assert not counting.run(make().call)

@@ -1,5 +1,6 @@
-"""The scheduler's thread does not loop over blocks in Python: a request of many blocks runs as many lines as one of
-few."""
+"""The scheduler's thread does not loop over blocks in Python: a request of many blocks runs as many lines as a request
+of few.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ FEW, MANY = 24, 3000
 
 @contextmanager
 def counted(lines: list[int]) -> Iterator[None]:
-    """Appends how many lines of the control plane ran."""
+    """Appends the number of lines of the control plane that ran."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
@@ -48,13 +49,13 @@ def counted(lines: list[int]) -> Iterator[None]:
 
 
 def lines_of(blocks: int, measured: bool) -> list[int]:
-    """Lines for a store on its way to disk, a lookup that hits disk, the read's end, and the promise."""
+    """Number of lines for a store on its way to disk, a lookup that hits disk, the read's end, and the promise."""
     lines: list[int] = []
     world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=WriteMode.THROUGH)
     manager, keys = world.manager, chain(blocks)
     cost = manager.cost
     for n in range(8 if measured else 0):
-        # Slow enough that each prefix is weighed, and fast enough that nothing is left to the engine.
+        # Slow enough that each prefix is weighed, and fast enough that none is left to the engine to compute.
         cost.fetch(DISK).see(n + 1, 1.0 + n, 0.0)
         cost.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
         cost.fetch(DISK).see(n + 1, 1.0 + n, world.now_s)
@@ -93,7 +94,7 @@ def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
 
 
 def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
-    """Lines for a store and for its write, in which each block displaces another."""
+    """Number of lines for a store and for its write, in which each block evicts another."""
     lines: list[int] = []
     world = DiskWorld(slots=blocks, places=blocks, mode=WriteMode.THROUGH)
     manager = world.manager

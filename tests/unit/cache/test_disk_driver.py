@@ -1,4 +1,4 @@
-"""The driver that carries disk ops to the data plane. Here the data plane is a fake that moves symbols."""
+"""The driver that passes disk ops to the data plane. Here the data plane is a fake that moves symbols."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_result_that_does_not_fit_turns_the_disks_off_and_leaves_nothing_pinne
 
 
 def test_a_tier_does_not_end_the_ops_of_another() -> None:
-    """The other tier's lane may still move their bytes."""
+    """The lane of the other tier may still move their bytes."""
     world = DiskWorld()
     world.store(chain(2))
     (op,) = world.take()
@@ -355,7 +355,9 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
 def test_a_part_that_hangs_leaves_the_others_their_time(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """A write hangs, and so does the lane's close. In the control nothing is kept for who comes later."""
+    """A write hangs, and so does the lane's close. In the control, no time is reserved for the parts that close
+    later.
+    """
     world = DiskWorld()
     driver, plane = make(world, steps=10**9)
     world.store(chain(2))
@@ -380,7 +382,7 @@ def test_a_part_that_hangs_leaves_the_others_their_time(
 
 
 def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writes that it began end well, so the lane ends in time and the journal too."""
+    """The writes that it began succeed, so the lane ends in time, and so does the journal."""
     world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world)
     world.store(chain(6))

@@ -1,5 +1,4 @@
-"""The disk tier behind a manager as a whole: pages written and read again, a lane that fails, a reset, dropped
-pages."""
+"""The whole disk tier behind a manager: pages written and read again, a lane that fails, a reset, dropped pages."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def test_forgetting_reaches_the_disk() -> None:
 
 @pytest.mark.parametrize(("status", "left"), [(OpStatus.LANE_DOWN, 4), (OpStatus.FAILED, 0)])
 def test_a_lane_to_the_engine_that_is_down_leaves_what_is_on_disk(status: OpStatus, left: int) -> None:
-    """Host memory drops its pages all the same: they have no other way to the engine."""
+    """Host memory drops its pages anyway: they have no other way to the engine."""
     keys = chain(4)
     world = DiskWorld()
     world.store(keys)

@@ -1,4 +1,4 @@
-"""Pages on disk over their life: evicted, expired, lost with a disk, found again by the next process."""
+"""The life of pages on disk: evicted, expired, lost with a disk, found again by the next process."""
 
 from __future__ import annotations
 

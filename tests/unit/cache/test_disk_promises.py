@@ -1,4 +1,4 @@
-"""Rules for every promise of pages on disk, whichever way they come: streamed, or as a gds load."""
+"""Rules for every promise of pages on disk, whether they are streamed or come by a GDS load."""
 
 from __future__ import annotations
 

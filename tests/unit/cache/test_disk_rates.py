@@ -69,7 +69,7 @@ def world_with(
 
 
 def on_disk(world: DiskWorld, count: int, in_host: slice = slice(0)) -> np.ndarray:
-    """A chain on disk, of which a part is in host memory too."""
+    """A chain on disk, part of which is in host memory too."""
     keys = chain(count)
     world.store(keys)
     world.run()
@@ -99,7 +99,7 @@ def test_a_slow_disk_is_left_alone() -> None:
     left = world.manager.choice.last_left
     assert left is not None
     assert left.fetch_s > left.compute_s == pytest.approx(24.0)
-    # Until the request is released, the choice stands and is counted once.
+    # Until the request is released, the choice does not change and is counted once.
     assert world.match(keys).reads == 0
     assert counts.left == 1
 
@@ -129,7 +129,7 @@ def test_a_busy_disk_is_not_waited_for() -> None:
         world.run()
         world.drop_host()
     assert world.match(others, "other").reads == 1
-    # Six pages are ahead: 22 s for five pages that take 20 s to compute.
+    # Six pages are ahead in the queue, so five pages that take 20 s to compute would take 22 s to read.
     assert world.match(keys).reads == 0
     world.run()
     world.manager.release("r")

@@ -1,4 +1,6 @@
-"""Pages that are read from disk for a lookup: which are read, who waits, and what is verified before it is promised."""
+"""Pages that are read from disk for a lookup: which pages are read, which requests wait, and what is verified before it
+is promised.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_of_pages_under_way_only_those_that_nobody_reads_are_read() -> None:
     assert world.match(keys[:4], "short").reads == 1
     assert world.match(keys, "long").reads == 2, "the read under way, and one for the rest"
     assert [op.pages for op in world.take()] == [4, 2]
-    # A third request finds all of it under way, and plans nothing.
+    # A third request finds that all its pages are being read, and plans nothing.
     assert world.match(keys, "late").reads == 2
     assert world.take() == []
     for op in list(world.lane.ops.values()):

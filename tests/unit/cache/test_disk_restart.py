@@ -1,4 +1,6 @@
-"""The order of use and the chains of blocks as the next process finds them: real folders, no page moved."""
+"""The order of use and the chains of blocks as the next process finds them, with real folders but without moving
+pages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ DEADLINE_S = 60.0
 
 
 class Restarts:
-    """Opens the same two folders again and again; the wall clock is scripted."""
+    """Opens the same two folders repeatedly; the wall clock is scripted."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 1_000_000.0

@@ -1,4 +1,6 @@
-"""The real manager with a disk tier against the model, step by random step; and managers that must be caught."""
+"""The real manager with a disk tier compared with the model, step by random step; and broken managers that must be
+caught.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
-    """Every cause of failure occurs for pages in host memory, pages on disk and pages between engine and disk."""
+    """Every cause of failure occurs for pages in host memory, on disk, and between engine and disk."""
     said: dict[str, set[int]] = {}
 
     class Hears(LocalCacheManager):
@@ -179,7 +181,7 @@ def test_a_seed_repeats_its_steps() -> None:
 def narrow_configs(
     stream: bool = False, gds_loads: bool = False, gds_stores: bool = False
 ) -> Iterator[SimulationConfig]:
-    """Few slots and places, so that evictions and reuse are common, and no `check_integrity` to rely on."""
+    """Has few slots and places, so that evictions and reuse are common, and does not rely on `check_integrity`."""
     for seed in range(8):
         yield SimulationConfig(
             seed=seed,

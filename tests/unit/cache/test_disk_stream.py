@@ -118,7 +118,7 @@ def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
     world = written(np.delete(keys, 3, axis=0))
     plan = world.manager.begin_store("w2", 0, keys[3:4], np.zeros(1, np.int32), 3)
     assert plan.graph is not None
-    # A store may never be published: blocks that it fills are promised to nobody, nor are those after them.
+    # A store may never be published, so the blocks that it fills are not promised, nor are those after them.
     result = world.look(keys)
     assert (result.blocks, result.reads) == (3, 0)
     world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.FAILED, np.zeros(1, np.int32)))

@@ -1,4 +1,4 @@
-"""Pages that go from host memory to disk: when, within which limits, and the state afterwards."""
+"""Pages that are written from host memory to disk: when, within which limits, and with which result."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_page_in_use_does_not_leave() -> None:
     world.manager.work.poll()
     world.store(chain(1, seed=1), name="b")
     (write,) = world.take()
-    # The page that was to leave is asked for while it is being written.
+    # The page that was to be evicted is requested while it is being written.
     result = world.match(keys)
     assert result.blocks == 15
     world.end(write)

@@ -110,7 +110,7 @@ def test_each_group_is_searched() -> None:
 
 
 class OnlyHost(LocalCacheManager):
-    """Looks for the namespace in host memory alone."""
+    """Looks for the namespace only in host memory."""
 
     def erase_namespace(self, name: str) -> int:
         presence = self.tables.hub.presence
@@ -118,7 +118,7 @@ class OnlyHost(LocalCacheManager):
 
 
 class TooMuch(LocalCacheManager):
-    """Erases another namespace, too."""
+    """Also erases another namespace."""
 
     def erase_namespace(self, name: str) -> int:
         return sum(self.forget(0, keys) for keys in (A, B))

@@ -26,18 +26,18 @@ SEEDS = 4
 
 
 class Diverged(AssertionError):
-    """The index and the model do not agree."""
+    """The index and the model differ."""
 
 
 class Pair:
-    """An index and a model, taken through the same random steps. A block of the model is its group and key.
+    """An index and a model that go through the same random steps. A block of the model is its group and key.
 
     Args:
         groups: number of groups that share the slots.
 
     Attributes:
         spares: share of offers with spare blocks.
-        tells: whether the index learns that they are spare.
+        tells: whether the index is told that they are spare.
     """
 
     spares = 0.3
@@ -215,7 +215,7 @@ class SlotsApart(Pair):
 
 
 class GroupMistold(Pair):
-    """Each block that left is attributed to the group that needed room."""
+    """Attributes each evicted block to the group that needed room."""
 
     def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
         first = self.random.randrange(self.groups)
@@ -281,7 +281,7 @@ def load(manager: LocalCacheManager, wanted: np.ndarray, request: str) -> None:
 
 
 def left_after_scan(manager: LocalCacheManager, of: np.ndarray, blocks: int) -> int:
-    """How many of these blocks are left after so many others were stored, each by its own request."""
+    """The number of these blocks that are left after so many others were stored, each by its own request."""
     for number in range(blocks):
         store(manager, keys(1, 1000 + number), f"scan {number}")
         manager.end_request(f"scan {number}")
@@ -310,7 +310,7 @@ def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
 
 
 def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
-    """Its chunks are reordered whenever their number has doubled, and at its end."""
+    """The prompt's chunks are reordered whenever their number has doubled, and at its end."""
     manager = manager_of("bonus_lru")
     wanted = keys(4)
     manager.match("a", [wanted], 0)
@@ -321,7 +321,9 @@ def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
 
 
 def test_a_request_that_keeps_asking_hits_its_blocks_once() -> None:
-    """Otherwise the policy's time would advance with the engine's steps, and a bonus be worth less than a capacity."""
+    """Otherwise the policy's time would advance with the engine's steps, and a bonus would be worth less than one
+    capacity.
+    """
     manager = manager_of("bonus_lru")
     wanted, waiting = keys(4), keys(2, 1)
     store(manager, wanted, "a")

@@ -22,7 +22,7 @@ FASTER = traffic(gds_loads=GdsUse.WHERE_FASTER)
 
 
 def written(keys: Keys, limits: DiskTraffic = ALWAYS, **kwargs: object) -> DiskWorld:
-    """A world with gds loads, in which `keys` are on disk and not in host memory."""
+    """A world with GDS loads, in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
@@ -89,11 +89,11 @@ def test_only_a_page_whose_content_failed_is_forgotten(cause: FailureCause) -> N
     assert done.failed_blocks.tolist() == [1, 2, 3]
     forgotten = 2 if cause in (FailureCause.UNKNOWN, FailureCause.CONTENT) else 0
     assert len(world.tier) == 4 - forgotten
-    # A disk that does not deliver its pages shows in the same count as one that delivers wrong ones, in either way.
+    # A disk that does not deliver its pages is counted like one that delivers wrong pages, on both ways.
     counted = 2 if cause <= FailureCause.SOURCE else 0
     counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)
-    # If the failure would repeat, or may be the disk's fault, the page is checked by a read through host memory.
+    # If the failure would repeat, or may be the disk's fault, a read through host memory checks the page.
     reads = 1 if cause in (FailureCause.SOURCE, FailureCause.TRANSPORT) else 0
     assert world.look(keys[:1], "next").reads == reads
 
@@ -124,7 +124,7 @@ def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
 def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(status: OpStatus) -> None:
     keys, others = chain(4), chain(4, 100)
     world = written(np.concatenate((keys, others)))
-    # A lane that brought a part of a load goes on.
+    # A lane that delivered a part of a load stays in use.
     world.look(others)
     world.end_load(world.load(4), failed=[3], status=OpStatus.FAILED)
     assert world.look(others[:3], "still").reads == 0
@@ -206,7 +206,7 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     for _, graph in world.manager.work.poll():
         for op in graph.ops:
             world.lane.submit(op)
-    # Block 3 is in host memory alone: its write has not ended.
+    # Block 3 is only in host memory: its write has not ended.
     world.manager.work.poll()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
@@ -229,11 +229,11 @@ def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None
     assert world.manager.match("r", [keys[:3]], 3 * BLOCK_TOKENS, [tail]).tail_tokens == 2
 
 
-# --- which way ---
+# --- which way is chosen ---
 
 
 def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
-    """Loads `keys` in so many seconds, whichever way it goes. Returns whether it was a gds load."""
+    """Loads `keys` in so many seconds, on whichever way is chosen. Returns whether it was a GDS load."""
     world.drop_host()
     result = world.look(keys)
     if result.reads:

@@ -152,7 +152,7 @@ def test_what_was_computed_from_a_failed_load_is_not_sealed() -> None:
     assert stored.graph is not None
     world.manager.complete(0, OpResult(graph.ops[0].op_id, OpStatus.FAILED, np.array([3], np.int32)))
     assert on_disk(world, keys) == 3
-    # They were revoked, so they may be stored again at once.
+    # The blocks were revoked, so they may be stored again at once.
     again = world.manager.begin_store("r", 0, keys[4:], np.array([8, 9], np.int32), 4)
     assert again.stored.tolist() == [0, 1]
     stripes(world, stored.graph.ops[0])

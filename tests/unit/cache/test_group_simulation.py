@@ -96,7 +96,7 @@ def test_no_rule_is_broken_where_groups_share_slots(behind: str, soak_round: int
 
 
 class _OtherRules(LocalCacheManager):
-    """Looks up by other rules than its groups'."""
+    """Looks up by rules other than those of its groups."""
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)

@@ -1,4 +1,4 @@
-"""A request is not promised again what its own loads did not bring, whatever the tiers still hold."""
+"""Pages that a request's own loads failed to bring are not promised to it again, whatever the tiers still hold."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_came_before_the_failed_page_is_promised_once_more_and_then_nothing
     promised = []
     for failed in ([4], [1]):
         promised.append(fail_a_load(manager, chain, failed))
-        # Somebody else computed and stored it: the page that a load did not bring is there again.
+        # Another request computed and stored it, so the page that a load did not bring is there again.
         store(manager, chain, "other")
     assert promised == [6, 4]
     assert manager.match("r", [chain], 0).blocks == 0

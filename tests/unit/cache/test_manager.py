@@ -1,4 +1,4 @@
-"""The cache manager as a whole: resets, its listener's notifications, and calls that break its contract."""
+"""The whole cache manager: resets, its listener's notifications, and calls that break its contract."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_failed_load_straight_from_disk_is_named(lines: Lines) -> None:
 
 
 def test_what_nobody_waits_for_may_fail(lines: Lines) -> None:
-    """An aborted request, and a load that a reset overtook: no failure, and no line."""
+    """An aborted request and a load overtaken by a reset are not failures and are not logged."""
     manager, chain = make(), keys(4)
     for what in ("aborted", "overtaken"):
         store(manager, chain)

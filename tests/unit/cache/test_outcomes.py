@@ -1,4 +1,4 @@
-"""What a lookup came to, why it promises no more, and how that is counted."""
+"""The outcome of a lookup, why it promises no more, and how that is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Times to live of single pages (`flexkv.ttl_s`): in host memory, on disk and behind it, and what is left of them."""
+"""Times to live of single pages (`flexkv.ttl_s`) in host memory, on disk and in tiers behind it, and the time that is
+left.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ TTL_S = 10
 
 
 def in_host(slots: int = 8) -> DiskWorld:
-    """A world without a disk that anything is written to."""
+    """A world whose disk is never written to."""
     return DiskWorld(slots=slots, mode=WriteMode.OFF)
 
 
 def timed(keys: Keys = KEYS, **kwargs: Any) -> DiskWorld:
-    """A world in which `keys` are on disk alone, and expire."""
+    """A world in which `keys` are only on disk, and expire."""
     world = DiskWorld(**kwargs)
     world.store(keys, ttl_s=TTL_S)
     world.run()
@@ -212,7 +214,7 @@ def test_notes_of_pages_that_have_left_are_bounded() -> None:
     assert sum(len(keys) for noted in times._noted.values() for _, keys in noted) == times._pages
 
 
-# --- disk, and behind it ---
+# --- disk, and tiers behind it ---
 
 
 def test_a_page_on_disk_expires() -> None:
@@ -362,7 +364,7 @@ def test_groups_that_share_places_expire_apart() -> None:
 
 
 def test_a_tier_that_keeps_no_times_gets_no_page_that_expires() -> None:
-    """A store that machines share is one."""
+    """A store that machines share is such a tier."""
     assert not SymbolicTier.keeps_times
     world = DiskWorld()
     world.tier.keeps_times = False

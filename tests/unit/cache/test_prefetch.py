@@ -1,4 +1,6 @@
-"""Prefetches: reads that begin before the engine first asks for a request. They promise nothing and starve nobody."""
+"""Prefetches: reads that begin before the engine first asks for a request. They promise nothing and take no room that
+requests wait for.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SLOTS = 32
 
 
 def begin(world: DiskWorld, keys: Keys, name: str = "r", start: int = 0) -> int:
-    """Begins a prefetch, and checks that it promises nothing and that nobody waits for it."""
+    """Begins a prefetch, and checks that it promises nothing and that no request waits for it."""
     fetches = world.manager.prefetch(name, [keys], start * BLOCK_TOKENS)
     world.manager.check_integrity()
     assert world.manager.leased_pages(name) == 0
@@ -166,7 +168,7 @@ def test_a_request_that_ends_in_the_queue_gives_its_slots_back() -> None:
 
 
 def test_reads_for_requests_that_have_ended_count_until_they_have_come() -> None:
-    """Clients that disconnect one after the other must not fill host memory with pages that nobody waits for."""
+    """Clients that disconnect one after the other must not fill host memory with pages that no request waits for."""
     keys = chain(16)
     world = written(keys, slots=SLOTS)
     for name in range(8):
@@ -233,7 +235,7 @@ def test_several_groups_are_prefetched_together() -> None:
 
 
 def test_groups_with_a_window_are_not_prefetched() -> None:
-    """Which of their pages are needed is known only with the end of the hit."""
+    """Which of their pages are needed is known only once the end of the hit is known."""
     world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, Rule.WINDOW, 2)))
     keys = [chain(6), chain(6, seed=1)]
     for group in range(2):
@@ -261,7 +263,7 @@ def test_a_request_that_has_been_looked_up_is_not_prefetched() -> None:
 
 
 class PrefetchPromises(LocalCacheManager):
-    """A prefetch is a lookup that nobody ends."""
+    """A prefetch that acts as a lookup that is never ended."""
 
     def prefetch(self, request_id: str, keys: Any, start_tokens: int = 0, settings: Any = None) -> int:
         return super().match(request_id, keys, start_tokens).reads

@@ -1,5 +1,6 @@
-"""The real manager and the real remote tier over a store that lies, against the model; and tiers that must be
-caught."""
+"""The real manager and the real remote tier over a store that lies, compared with the model; and broken tiers that must
+be caught.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> N
 
 
 def _without_a_check(moves: StoreMoves, group: int, key: bytes) -> Any:
-    """The page is published before its trailer and digests were compared."""
+    """Publishes the page before its trailer and digests were compared."""
     value = moves.store.values.get((group, key))
     if value is None:
         return None
@@ -98,12 +99,12 @@ def _without_a_check(moves: StoreMoves, group: int, key: bytes) -> Any:
 
 
 def _trust_what_exists(tier: RemoteTier, plan: Any, entries: Any, suspect: Any) -> None:
-    """The store's word counts although it did not deliver the page."""
+    """Trusts the store's answer although it did not deliver the page."""
     tier.presence.unpin(entries)
 
 
 def _go_on_after_a_reset(tier: RemoteTier) -> None:
-    """New weights use the names of the old ones."""
+    """Uses the names of the old weights for the new ones."""
     tier.presence.clear()
 
 
@@ -127,7 +128,7 @@ def test_a_broken_tier_is_caught(
 def test_slots_that_are_free_before_the_helper_is_reaped_are_caught(
     writes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The helper's last write comes when the slots may have another page."""
+    """Lets the helper's last write come when the slots may already have another page."""
     late: list[tuple[StoreMoves, int, int]] = []
     ended_by_death, move = StoreMoves.ended_by_death, TierMoves.move
 

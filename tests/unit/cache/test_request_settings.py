@@ -21,7 +21,7 @@ KEYS = chain(BLOCKS)
 
 
 class IgnoresSettings(LocalCacheManager):
-    """Promises every request all that there is."""
+    """Promises every request all pages that there are."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +31,7 @@ class IgnoresSettings(LocalCacheManager):
 def promised(
     settings: RequestSettings, start: int = 0, manager_class: type[LocalCacheManager] = LocalCacheManager
 ) -> tuple[int, MissReason | None]:
-    """Blocks in host memory that are promised, and why no more."""
+    """Number of blocks in host memory that are promised, and why no more."""
     manager = make(manager_class=manager_class)
     store(manager, KEYS)
     match = manager.match("r", [KEYS], start, None, settings)
@@ -85,7 +85,7 @@ def test_a_request_that_waits_for_disk_gets_no_more_than_it_asks_for() -> None:
     assert match.outcome is Outcome.COMING
     world.run()
     assert world.manager.match("r", [KEYS], 0, None, settings).blocks == 2
-    # A piece of a session that asks for nothing, while the promise for the last one still stands.
+    # A piece of a session without settings, while the promise for the last piece still holds.
     assert world.manager.match("r", [KEYS], 0, None, RequestSettings(skip_load=True)).blocks == 0
     world.manager.check_integrity()
 
@@ -94,7 +94,7 @@ def test_a_request_that_waits_for_disk_gets_no_more_than_it_asks_for() -> None:
 
 
 def on_disk(manager_class: type[LocalCacheManager] = LocalCacheManager) -> DiskWorld:
-    """Pages that only the disk has."""
+    """Pages that are only on disk."""
     world = DiskWorld(slots=BLOCKS, compute_if_faster=False, manager_class=manager_class)
     world.store(KEYS)
     world.run()
@@ -137,7 +137,7 @@ def test_a_lookup_carries_the_settings() -> None:
     assert [ask.settings for ask in asks] == [settings]
 
 
-# --- groups that need other pages each, and tiers that have to be asked ---
+# --- groups that need different pages, and tiers that must be asked ---
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(None, 12), (3 * 4 - 1, 8), (2 * 4, 8), (3, 0)])

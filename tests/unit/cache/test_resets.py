@@ -1,5 +1,6 @@
-"""A reset has two phases: every tier drops its pages at once, then each is waited for until no older page survives a
-crash."""
+"""A reset has two phases: every tier drops its pages at once; then each is waited for until no older page would survive
+a crash.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class WatchedReset:
         """Resets after these keys were stored, and checks the rules.
 
         Raises:
-            AssertionError: the reset breaks one.
+            AssertionError: the reset breaks a rule.
         """
         store(self.manager, keys)
         assert self.manager.match("before", [keys], 0).blocks == len(keys)
@@ -124,7 +125,7 @@ def test_a_tier_that_does_not_confirm_a_reset_in_time_is_told_to_end_it(
 def test_a_further_reset_gives_a_tier_that_has_not_confirmed_the_last_one_no_more_time(
     monkeypatch: pytest.MonkeyPatch, confirmed: bool
 ) -> None:
-    """The control's tiers have confirmed it, so that this one has all of its time."""
+    """In the control the other tiers have confirmed it, so that this tier has all of its time."""
     watched, now_s = WatchedReset(), 0.0
     manager = watched.manager
     monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: now_s))

@@ -1,4 +1,6 @@
-"""Requests that wait for room in host memory: whose turn it is, what they hold meanwhile, when they go on without."""
+"""Requests that wait for room in host memory: whose turn it is, what they hold meanwhile, and when they stop
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ASKS_AGAIN = ManagerLimits(asks_again=True)
 
 
 def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
-    """A world in which all prompts are on disk and none in host memory, for an engine that asks again."""
+    """A world in which all prompts are on disk and none in host memory, for an engine that repeats its lookups."""
     kwargs.setdefault("manager_limits", ASKS_AGAIN)
     world = DiskWorld(slots=slots, places=512, **kwargs)
     for number, keys in enumerate(prompts):
@@ -35,7 +37,7 @@ def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
 
 
 def ask(world: DiskWorld, name: str, keys: Keys) -> MatchResult | None:
-    """Asks as an engine does in each step; None while the request waits."""
+    """Looks up as an engine does in each step; None while the request waits."""
     if world.manager.still_waits(name):
         return None
     result = world.look(keys, name)
@@ -55,7 +57,7 @@ def end(world: DiskWorld, ops: Sequence[TransferOp]) -> None:
 
 
 def blocker(world: DiskWorld, pages: int) -> None:
-    """Takes another request's lease on so many host slots."""
+    """Leases so many host slots for another request."""
     keys = chain(pages, seed=99)
     world.store(keys, "b")
     world.run()
@@ -63,7 +65,7 @@ def blocker(world: DiskWorld, pages: int) -> None:
 
 
 class Engine:
-    """Runs queued prompts as vLLM does: each step asks for all that wait, and admits up to `most` at a time.
+    """Runs queued prompts as vLLM does: each step looks up all waiting ones, and admits up to `most` at a time.
 
     Attributes:
         loaded: by prompt, number of blocks that were not computed.
@@ -127,7 +129,9 @@ def test_prompts_of_all_sizes_are_served() -> None:
 
 
 def test_two_prompts_of_which_there_is_room_for_a_half_each_do_not_wait_for_each_other() -> None:
-    """Seven pages each, three of them in host memory, and no room for these and the rest of one prompt together."""
+    """Each prompt has seven pages, three of them in host memory, and there is no room for these and the rest of one
+    prompt together.
+    """
     a, b = chain(7, 1), chain(7, 2)
     world = queued([a, b], slots=8)
     for keys in (a, b):
@@ -428,7 +432,7 @@ def test_groups_have_room_together_or_wait(rule: tuple[Rule, int]) -> None:
         world.run()
     world.manager.end_request("w")
     world.drop_host()
-    # Seven of the second group's slots are another's, so that there is room in the first alone.
+    # Seven of the second group's slots are leased to another request, so only the first group has room.
     others = chain(7, 3)
     world.store(others, "o", group=1)
     world.run()

@@ -1,4 +1,6 @@
-"""Many queued prompts and small host memory: the real manager's line for room against the model, and broken ones."""
+"""Many queued prompts and small host memory: the real manager's queue for room compared with the model, and broken
+queues.
+"""
 
 from __future__ import annotations
 

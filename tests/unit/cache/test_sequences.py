@@ -1,5 +1,6 @@
-"""Whole lives of requests through all tiers, call by call, with the possible faults of each; and managers that break a
-rule in the middle of one."""
+"""Complete lives of requests through all tiers, call by call, with the possible faults of each call; and managers that
+break a rule in the middle.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ Managers = type[LocalCacheManager]
 
 
 def half_on_disk(slots: int = 96, **kwargs: Any) -> tuple[DiskWorld, Keys]:
-    """64 blocks: the first half is in host memory and the second on disk alone."""
+    """64 blocks: the first half is in host memory and the second only on disk."""
     keys = chain(BLOCKS)
     world = written(keys[HALF:], slots=slots, places=128, **kwargs)
     world.store(keys[:HALF])
@@ -138,7 +139,7 @@ def test_host_memory_that_is_too_small_takes_what_fits() -> None:
 
 
 def a_streamed_page_fails(load_first: bool, manager_class: Managers = LocalCacheManager) -> None:
-    """Page 40 fails; whichever of the two ops reports first."""
+    """Page 40 fails, whichever of the two ops reports first."""
     world, keys = half_on_disk(limits=traffic(streams=True), manager_class=manager_class)
     assert (world.look(keys).blocks, world.manager.waits("r")) == (BLOCKS, False)
     (read,) = world.take()
@@ -167,7 +168,7 @@ def test_a_streamed_page_that_fails_ends_the_promise_there(load_first: bool) -> 
     a_streamed_page_fails(load_first)
 
 
-# --- a load from where the pages lie ---
+# --- a load directly from disk ---
 
 
 def a_page_of_a_gds_load_fails(cause: FailureCause, manager_class: Managers = LocalCacheManager) -> None:

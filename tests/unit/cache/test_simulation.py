@@ -1,4 +1,6 @@
-"""The real manager against the model, over more than 100,000 random steps; and managers that must be caught."""
+"""The real manager compared with the model, over more than 100,000 random steps; and broken managers that must be
+caught.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
 
 
 def test_eviction_policies_take_runs_apart() -> None:
-    """So the runs above do not run one policy under two names."""
+    """This shows that the runs above do not test one policy under two names."""
     differ = [
         Simulation(narrow).run() != Simulation(replace(narrow, policy="bonus_lru")).run()
         for narrow in narrow_configs(seeds=3)
@@ -91,7 +93,7 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def narrow_configs(seeds: int = 12, failure_rate: float = 0.05) -> Iterator[SimulationConfig]:
-    """Few slots and short queues, so that eviction and BUSY are common, and no `check_integrity` to rely on."""
+    """Has few slots and short queues, so that eviction and BUSY are common, and does not rely on `check_integrity`."""
     for seed in range(seeds):
         yield SimulationConfig(
             seed=seed,

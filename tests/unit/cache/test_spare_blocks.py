@@ -1,5 +1,6 @@
-"""Spare blocks, of use only to requests that branch off: they have a share of host memory, and beyond it they leave
-first, until they turn out to be of use."""
+"""Spare blocks are useful only to requests that branch off: they have a share of host memory, and beyond it they are
+evicted first, until a request uses them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def full_of_spares() -> LocalCacheManager:
 
 
 def left_after(manager: LocalCacheManager) -> tuple[int, int]:
-    """How many spare and other blocks are left after others came that needed slots."""
+    """The numbers of spare and of other blocks that are left after further blocks needed slots."""
     store(manager, LATER, "later")
     manager.end_request("later")
     assert manager.present(0, LATER).all()

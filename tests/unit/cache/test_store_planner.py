@@ -1,4 +1,4 @@
-"""The planner of stores under an engine of a few lines: what is offered when, without any engine's classes."""
+"""The planner of stores with a minimal engine: what is offered when, without any engine's classes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Request(StoreRequest):
 
 
 class Pool(StoreWatch):
-    """A pool whose free blocks keep their content until they are handed out, in this order."""
+    """A pool whose free blocks keep their content until they are reused, in this order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_a_tail_is_stored_at_the_end() -> None:
 
 
 def test_a_tail_that_the_limit_cuts_is_not_stored() -> None:
-    """Its block may hold tokens beyond the limit."""
+    """The block may hold tokens beyond the limit."""
     for limit, stored in ((6, [50]), (9, [50, 51]), (11, [50, 51, 52])):
         engine = Engine(EagerStores, partial_blocks=True)
         request = engine.start("one", range(10), 50)
@@ -344,7 +344,7 @@ def test_lazy_stores_take_what_the_engine_hands_out_next() -> None:
 def test_what_the_engine_drops_before_it_is_stored_is_counted(
     monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
-    """By its own reset, which tells no connector; the control notes nothing."""
+    """The engine drops them by its own reset, which does not notify the connector; the control records nothing."""
     if not counts:
         monkeypatch.setattr(LazyStores, "_note_left", lambda *_: None)
     engine = Engine(LazyStores)
@@ -392,7 +392,7 @@ def test_control_a_hash_alone_does_not_prove_content(monkeypatch: pytest.MonkeyP
 
 def left_by(engine: Engine, name: str, namespace: bytes, found: int = 0) -> list[int]:
     """A request of two blocks, of which it finds so many in the engine's own cache; returns what its end stores."""
-    engine.pool.free.clear()  # the engine has handed the blocks out again
+    engine.pool.free.clear()  # the engine has reused the blocks
     request = engine.start(name, range(8), 50)
     request.namespace, request.own_from = namespace, found
     engine.step((request, 8))

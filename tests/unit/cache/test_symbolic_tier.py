@@ -1,4 +1,6 @@
-"""The real manager with a symbolic tier, alone and after disks, against the model; and tiers that must be caught."""
+"""The real manager with a symbolic tier, alone and after disks, compared with the model; and broken tiers that must be
+caught.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_a_tier_that_says_it_has_what_it_lacks_costs_its_pages_only(monkeypatch:
 
 
 def _keep_old_epochs(tier: SymbolicTier) -> None:
-    """A reset drops nothing."""
+    """Drops nothing at a reset."""
 
 
 def _bring_whatever_is_there(

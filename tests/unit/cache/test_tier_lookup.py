@@ -1,4 +1,4 @@
-"""One lookup over all tiers, compared with a model that goes page by page."""
+"""One lookup over all tiers, compared with a model that works page by page."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_control_a_broken_rule_is_seen(model: type[TierModel]) -> None:
         run_controls(model)
 
 
-# --- one by one ---
+# --- single cases ---
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray:

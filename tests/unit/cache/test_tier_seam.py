@@ -1,4 +1,6 @@
-"""The manager's view of a tier: nothing outside `cache/tiers` knows one, and a new one takes a page of code."""
+"""The manager's view of a tier: no code outside `cache/tiers` knows a particular tier, and a new tier takes a page of
+code.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def make() -> LocalCacheManager:
 
 
 def run(manager: LocalCacheManager) -> list[OpKind]:
-    """Ends every op of the toy well. Returns the ops' kinds."""
+    """Ends every op of the toy tier successfully. Returns the ops' kinds."""
     kinds = []
     while planned := manager.work.poll():
         for tier, graph in planned:

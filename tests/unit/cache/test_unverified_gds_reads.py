@@ -1,4 +1,4 @@
-"""Gds stores of blocks that are being read from disk, whose read may yet fail."""
+"""GDS stores of blocks that are being read from disk, whose read may yet fail."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def keys() -> Keys:
 
 @pytest.fixture
 def loading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Blocks on disk, with their gds load to engine blocks 0 to 3 under way."""
+    """Blocks on disk, with their GDS load to engine blocks 0 to 3 under way."""
     world = stored_on_disk(keys)
     assert world.look(keys).blocks == BLOCKS
     return world, world.load(BLOCKS)
 
 
 def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
-    """Reports that pages of a gds load had wrong content."""
+    """Reports that pages of a GDS load had wrong content."""
     failed = np.array(pages, np.int32)
     causes = np.full(len(pages), FailureCause.CONTENT, np.uint8)
     world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, failed, "why", causes=causes))
@@ -52,7 +52,7 @@ def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
 
 
 def leading_hit(world: DiskWorld, keys: Keys) -> int:
-    """Blocks promised to another request once nothing moves any more."""
+    """Number of blocks promised to another request once all copies have ended."""
     world.run()
     world.manager.end_request("r")
     blocks = world.look(keys, "later").blocks
@@ -124,7 +124,7 @@ def test_what_is_on_no_tier_goes_to_disk_beside_what_is_being_read(
     assert (to_host.kind, to_host.blocks.tolist()) == (OpKind.D2H, [10, 11, 12, 13])
     assert planned.stored.tolist() == [4, 5, 0, 1, 2, 3], "in the order of the ops"
     assert (planned.known, planned.dropped) == (0, 0)
-    # A failed load bars its request's stores by block number, whichever way they go.
+    # A failed load bars its request's stores by block number, whichever way they take.
     assert world.manager.discard_from("w", 5 * BLOCK_TOKENS) == 1
     assert world.manager.discard_from("w", 2 * BLOCK_TOKENS) == 3
     stripes(world, to_disk)

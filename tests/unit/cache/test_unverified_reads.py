@@ -1,4 +1,4 @@
-"""Blocks that are offered for a store while they are being read from disk, where the read may yet fail."""
+"""Blocks that are offered for a store while they are being read from disk, and whose read may yet fail."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """Per group, pages and how each was found (ready or coming)."""
+    """The pages of each group, and how each was found (ready or coming)."""
 
     blocks: int = 0
     ready_blocks: int = 0
@@ -162,7 +162,9 @@ class TierModel:
         return []
 
     def _ways(self, ask: Ask, group: int, key: bytes) -> Iterator[tuple[int, State, int]]:
-        """In order of preference: a tier, the state that a page must have in it, and how it then counts as found."""
+        """In order of preference: a tier, the state that a page must have in it, and how the page then counts as
+        found.
+        """
         for tier in self.order(ask):
             yield tier, "ready", READY
             if tier != HOST:

@@ -67,8 +67,9 @@ class TierWorld:
             self.insert(tier, group, first, end, state)
 
     def _deal(self, group: int) -> None:
-        """Inserts the whole chain in short parts, each into some of the tiers: each part that one tier lacks is in
-        another."""
+        """Inserts the whole chain in short parts, each into some of the tiers, so that each part that one tier lacks is
+        in another.
+        """
         rng, longest = self.rng, self.rng.choice((1, 3, 40))
         at = 0
         while at < self.blocks:

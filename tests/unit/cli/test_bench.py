@@ -54,7 +54,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     rows = content["rows"]
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
-    # Every relevant length has its row, and both ways at once are compared with one.
+    # Every relevant length has its row, and both directions at once are compared with one.
     assert {32 << 10, 256 << 10, 1 << 20, 2 << 20} <= {row["run_bytes"] for row in rows}
     one_way: dict[int, list[float]] = {row["run_bytes"]: [] for row in rows}
     for row in rows:
@@ -87,7 +87,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     assert list(tmp_path.iterdir()) == [out]
     assert all(row["path"] or row["note"] == "not measured: no GPU" for row in compared)
     assert all(row["multiprocessors"] == 0 for row in compared)
-    # What went straight is counted, not assumed: bare reads say whether the folder's disk has direct I/O.
+    # Direct transfers are counted, not assumed: bare reads show whether the folder's disk has direct I/O.
     straight = not any("page cache" in row["note"] for row in compared if row["what"].startswith("bare"))
     paths = {row["what"]: row["path"] for row in compared if row["what"].startswith("disk to pool")}
     assert paths == {
@@ -103,7 +103,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     for row in compared:
         if row["what"].startswith("disk to "):
             assert any(row["share"] == pytest.approx(row["gbps"] / rate) for rate in bare)
-    # A measurement that did not run gives the reason; and nothing that went through plain memory is called GDS.
+    # A measurement that did not run gives the reason, and nothing that went through plain memory is called GDS.
     assert all(row["gbps"] or row["p99_ms"] or row["note"] for row in compared)
     assert not any("GDS" in row["note"] or "GPUDirect" in row["note"] for row in compared)
 
@@ -277,7 +277,7 @@ def test_the_rows_are_drawn(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, (done.output, done.exception)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture.read_bytes()) > 10_000  # axes alone are less
+    assert len(picture.read_bytes()) > 10_000  # the axes alone take less
 
 
 def test_without_matplotlib_drawing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

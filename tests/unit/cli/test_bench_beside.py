@@ -1,5 +1,6 @@
-"""The cost of copies that `flexkv bench transfer` reports: every figure comes from copies under way, and sums are
-right."""
+"""The cost of copies that `flexkv bench transfer` reports: every figure comes from copies under way, and the sums are
+right.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_ls_shows_models_sizes_and_ages(
     assert "in use" in shown
     assert "0.0 h ago" in shown
     assert other.close()
-    # As if somebody looked two days later.
+    # As if the command ran two days later.
     for path in tmp_path.rglob("*"):
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
     assert main(["disk", "ls", str(tmp_path)]) == 0
@@ -280,7 +280,7 @@ def test_fsck_of_a_folder_in_use_is_an_error(
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistyped folder does not look sound."""
+    """A mistyped folder is not reported as sound."""
     assert main(["fsck", str(tmp_path)]) == 2
     assert "no slabs" in capsys.readouterr().err
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0

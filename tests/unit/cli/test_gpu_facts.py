@@ -41,7 +41,7 @@ class Attribute(IntEnum):
 
 
 class StandIn:
-    """The shape of `cuda.bindings.driver`: every call gives a tuple that starts with its code."""
+    """The interface of `cuda.bindings.driver`: every call returns a tuple that starts with its code."""
 
     CUdevice_attribute = Attribute
 
@@ -205,7 +205,7 @@ def test_flexkv_loads_nothing_of_the_extra(more: str, loads: bool) -> None:
 
 
 def test_the_real_bindings_answer_here_too() -> None:
-    """On any machine: devices, or a reason."""
+    """Every machine gives devices or a reason."""
     pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
     facts = gpu_facts.gpu_facts()
     assert all(facts["packages"].values())

@@ -269,7 +269,7 @@ def test_get_takes_a_key_behind_a_prefix(cli: Cli, redis: RedisServer) -> None:
 @pytest.mark.parametrize(
     ("at", "code", "words"),
     [
-        (5, 0, "5 of 6 match"),  # which other runs may look like
+        (5, 0, "5 of 6 match"),  # other runs may look like this
         (-1, 1, "its trailer is damaged"),
         (6 * 1000 + 68, 1, "its trailer is damaged"),
         (6 * 1000, 1, "no trailer"),
@@ -304,7 +304,7 @@ def test_get_fails_for_absent_swapped_and_expired_values(cli: Cli, redis: RedisS
 
 
 def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> None:
-    """The value is longer than those that are read and dropped to learn their length."""
+    """The value is longer than the limit up to which values are read only to learn their length."""
     shape = Shape(runs=(3 << 20,), ranks=2)
     name, _ = stored(redis.url, shape, host_bytes=64 << 20)
     code, out, _ = cli("get", name)
@@ -314,7 +314,7 @@ def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> Non
 
 
 def test_a_long_value_of_somebody_else_is_no_work(cli: Cli, redis: RedisServer) -> None:
-    """It repeats the word that a trailer begins with, and no trailer follows."""
+    """It repeats the word with which a trailer begins, and no trailer follows."""
     name = f"flexkv/1/{'0' * 32}/0/{'1' * 32}"
     store = open_store(StoreOptions((redis.url,)))
     value = np.frombuffer(b"FKVPAGE1" * (8 << 20), np.uint8)

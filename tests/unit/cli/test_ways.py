@@ -1,4 +1,6 @@
-"""`flexkv bench transfer --save`, and what `flexkv info` says of the table. The rates are made up: no GPU is here."""
+"""`flexkv bench transfer --save`, and what `flexkv info` says about the table. The rates are made up, because there is
+no GPU here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ KEY = WaysKey("GPU-1", 16, 5, "13.0", "0.1.0")
 
 
 class MadeUp:
-    """A GPU whose kernel reaches 40 GB/s with every run, and whose copy engine gains with the length of runs."""
+    """A GPU whose kernel reaches 40 GB/s with every run length, and whose copy engine gets faster with longer runs."""
 
     def __init__(self, ways: CopyWays) -> None:
         self.ways = ways

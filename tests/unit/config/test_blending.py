@@ -1,4 +1,4 @@
-"""What requests and settings say of blending, and what is refused."""
+"""Requests' fields and settings for blending, and values that are refused."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ SAMPLE_OF = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "tensorrt_llm"}
 
 
 def uses(key: str) -> dict[str, str]:
-    """By engine: "works", or why not.
+    """By engine: "works", or the reason why the setting has no effect.
 
     Raises:
-        KeyError: the tables do not contain the setting, or both do.
+        KeyError: neither of the tables contains the setting, or both do.
     """
     if (key in EVERYWHERE) == (key in PARTLY):
         raise KeyError(key)
@@ -31,7 +31,7 @@ def uses(key: str) -> dict[str, str]:
 
 
 def readers(key: str) -> set[str]:
-    """The engines whose adapters alone read the setting, or `SHARED` if other code reads it."""
+    """The engines whose adapters are the only code that reads the setting, or `SHARED` if other code reads it."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts

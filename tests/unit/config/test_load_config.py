@@ -220,7 +220,7 @@ def test_an_empty_variable_is_refused_by_its_name(key: str) -> None:
 
 
 def test_names_of_another_system_are_one_short_error() -> None:
-    """Each is named once, with the most similar right name or none: no list of all settings."""
+    """Each is named once, with the most similar valid name or none, and without a list of all settings."""
     extra = {"local_cpu": True, "max_local_cpu_size": 5, "remote_url": "x", "host.byts": 1}
     with pytest.raises(ConfigError) as caught:
         load_config(extra, {})
@@ -366,7 +366,9 @@ def _takes_numbers(key: str) -> bool:
 
 @pytest.mark.parametrize("key", [key for key in setting_fields() if _takes_numbers(key)])
 def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
-    """Rather than by an overflow, or by starting a thousand threads, when the engine starts."""
+    """Such values are refused here rather than failing at the engine's start, by an overflow or by a thousand
+    threads.
+    """
     with pytest.raises(ConfigError) as caught:
         load_config({key: 1 << 62}, {})
     assert f"{key!r} from engine extra config has the value {1 << 62}: " in str(caught.value)

@@ -1,4 +1,4 @@
-"""A name from another system gets an answer that names the setting with the same effect, row by row."""
+"""A setting's name from another system gets an error that names the setting here with the same effect, row by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
 
 GIB = 1 << 30
-# Name there -> the value there, the setting here, its value here. The numbers of bytes are those that the other system
+# Name there -> the value there, the setting here, its value here. Numbers of bytes are those that the other system
 # derives from its value.
 SAME: dict[str, tuple[object, dict[str, object], object]] = {
     "local_cpu": (True, {"host.bytes": "5GiB"}, 5 * GIB),
@@ -116,7 +116,7 @@ def test_a_name_without_a_setting_here_is_answered_with_the_reason(name: str) ->
         ("FLEXKV_CPU_CACHE_GB", "16", "here it is 'FLEXKV_HOST_BYTES', with its unit (16GiB)"),
         ("FLEXKV_CONFIG_PATH", "flexkv.yml", "here it is 'FLEXKV_CONFIG'"),
         ("FLEXKV_SERVER_CLIENT_MODE", "1", "flexkv has no server"),
-        # Looks like a variable that Kubernetes makes, but does not hold an address as those do.
+        # Looks like a variable set by Kubernetes, but does not hold an address.
         ("FLEXKV_SERVER_RECV_PORT", "ipc:///tmp/flexkv_server", "flexkv has no server"),
     ],
 )

@@ -1,5 +1,5 @@
-// Whether two declarations have the same binary form: what a caller compiled with the one may hand to a
-// function compiled with the other.
+// Whether two declarations have the same binary form, so that a caller compiled with one can call a function
+// compiled with the other.
 #pragma once
 #include <cstddef>
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace abi {
 
-// Specialised for structures whose members were compared, and for the opaque ones behind handles.
+// Specialised for structures whose members were compared, and for the opaque structures behind handles.
 template <typename Ours, typename Theirs>
 struct SameStruct : std::is_same<Ours, Theirs> {};
 
@@ -22,7 +22,8 @@ constexpr bool same() {
 template <typename Type>
 constexpr bool is_number = std::is_integral_v<Type> || std::is_enum_v<Type>;
 
-// Numbers by size; an enumeration's own type may be of either sign. A C library's enumerations are ints here.
+// Numbers are compared by size; an enumeration's underlying type may be signed or not. A C library's
+// enumerations are ints here.
 template <typename Ours, typename Theirs>
 constexpr bool same_number() {
   if constexpr (is_number<Ours> && is_number<Theirs>) {
@@ -36,7 +37,7 @@ constexpr bool same_number() {
 template <typename Ours, typename Theirs>
 struct Same : std::bool_constant<same_number<Ours, Theirs>() || SameStruct<Ours, Theirs>::value> {};
 
-// A pointer to anything stands for a pointer to something.
+// A void pointer matches any other pointer.
 template <typename Ours, typename Theirs>
 struct Same<Ours*, Theirs*>
     : std::bool_constant<std::is_void_v<Ours> || std::is_void_v<Theirs> || same<Ours, Theirs>()> {};

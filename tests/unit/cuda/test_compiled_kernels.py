@@ -1,4 +1,4 @@
-"""nvcc's output for the kernels: no registers kept in memory, accesses of 16 bytes, blocks that fit."""
+"""nvcc's output for the kernels: no registers spilled to memory, accesses of 16 bytes, blocks that fit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def compiled(source: Path, arch: str, folder: Path) -> dict[str, Entry]:
 
 
 def _directive(name: str, code: str) -> int:
-    """The number after a PTX directive, which launch bounds become; 0 without one."""
+    """The number after a PTX directive that comes from launch bounds; 0 if there is none."""
     found = re.search(rf"\.{name} (\d+)", code)
     return int(found[1]) if found else 0
 

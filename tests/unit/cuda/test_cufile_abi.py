@@ -103,8 +103,9 @@ def statistics_assertions() -> list[str]:
 
 
 def assertions(major: int) -> str:
-    """A program that compiles only if the shim agrees with the cufile.h of CUDA `major`. Functions that the header does
-    not have belong to newer libraries."""
+    """A program that compiles only if the shim agrees with the cufile.h of CUDA `major`. Functions that the header
+    lacks belong to newer libraries.
+    """
     lines = [PROLOGUE]
     for ours, (theirs, members) in STRUCTS.items():
         relation = ">" if ours in ROOM else "=="

@@ -119,7 +119,7 @@ def test_a_good_run_is_told_drawn_and_written(
     assert run() == 0
     said = capsys.readouterr().out
     assert f"token for token: {turn_count()}/{turn_count()}" in said
-    # No terminal here: one line per phase instead of a bar.
+    # There is no terminal here: one line per phase instead of a bar.
     steps = ["starting vLLM with flexkv", "starting vLLM alone", "both engines: crowd"]
     assert [step for step in steps if step not in said.splitlines()] == []
     assert said.count("both engines: ") == len(PHASES)

@@ -200,7 +200,7 @@ class World:
         return self.files[device, number][start : start + case.chunk]
 
     def expect(self) -> None:
-        """Applies the transfer to copies of `files` and `pool` by the model; call it before the real transfer."""
+        """Applies the model's transfer to copies of `files` and `pool`; call it before the real transfer."""
         self.expected_pool = [tensor.copy() for tensor in self.pool.memory]
         self.expected_files = {key: content.copy() for key, content in self.files.items()}
         model = Pool(self.case)

@@ -1,5 +1,6 @@
-"""Ranks with their own pools over one disk tier: each moves its stripe by a gds lane, and the manager's engine seals
-and reads the same pages through host slots."""
+"""Ranks with their own pools over one disk tier: each moves its stripe by a GDS lane, and the manager's transfer engine
+seals and reads the same pages through host slots.
+"""
 
 from __future__ import annotations
 

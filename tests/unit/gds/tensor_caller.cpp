@@ -1,4 +1,4 @@
-// A caller of the templates with libtorch's tensors, in a library of its own.
+// A caller of the templates with libtorch's tensors, in a separate library.
 #include <torch/types.h>
 
 #include <string>
@@ -54,7 +54,7 @@ int round_trip(const std::string& path) {
       kBlockFirst ? kLayers * kKv * kChunk : kChunk, kBlockFirst ? kKv * kChunk : 0);
   const torch::Tensor layers = at::arange(kLayers, torch::kInt32);
   const torch::Tensor gpu = at::arange(2, 6, torch::kInt64), ssd = at::arange(3, -1, -1, torch::kInt64);
-  // In the file K of every layer, then V: no backend's own order, so that every byte is transformed.
+  // The file has K of every layer, then V: no backend has this order, so every byte is transformed.
   const auto move = [&](bool is_read) {
     flexkv::transfer_kv_blocks_gds_staged<Type>(manager, layers, handler, ssd, gpu, kChunk,
                                                 kKv * kLayers * kChunk, kLayers * kChunk, kChunk, 0, kBlocks,
@@ -67,7 +67,7 @@ int round_trip(const std::string& path) {
   pool.by_block().slice(0, 2, 6).zero_();
   if (pool.memory.any().template item<bool>()) return 2;
   if (manager.totals().io_calls != 8 || manager.totals().launches == 0) return 3;
-  // The blocks of the file as the reference has them.
+  // The blocks of the file as the reference expects them.
   torch::Tensor file = torch::empty({4, kKv, kLayers, kChunk}, torch::kUInt8);
   FILE* stored = std::fopen(path.c_str(), "rb");
   const size_t read = std::fread(file.data_ptr(), 1, static_cast<size_t>(file.numel()), stored);
@@ -85,7 +85,7 @@ int round_trip(const std::string& path) {
 
 }  // namespace
 
-// By `gpu_block_type`; what is not 0 says what was wrong.
+// By `gpu_block_type`; a result other than 0 says what was wrong.
 extern "C" int round_trip(const char* path, int backend) {
   switch (backend) {
     case 0:

@@ -1,5 +1,6 @@
-"""libcufile is found where it is, and an error lists the searched places if it is missing. Each test runs a child,
-because a process that has loaded a library keeps it."""
+"""libcufile is found in each of its usual places, and an error lists the searched places if it is missing. Each test
+runs a child, because a process that has loaded a library keeps it.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def test_what_was_searched_is_said(tmp_path: Path) -> None:
 
 
 def test_the_real_library_loads_without_a_gpu() -> None:
-    """Its functions have the names that are looked up, and it reports its version without any driver."""
+    """The library has functions of the looked-up names, and reports its version without a driver."""
     require(FOLDER / "cu13" / "lib" / "libcufile.so.0")
     found = find(FOLDER.parent)
     assert found["found"] == "in a wheel"

@@ -73,7 +73,7 @@ def test_pages_are_the_disk_lanes_pages(tmp_path: Path) -> None:
         for slot, block in ((0, 1), (1, 2)):
             stripe = world.pool.slot(slot)[at : at + rank.runs * rank.run]
             np.testing.assert_array_equal(stripe, rank.by_block[block].reshape(-1))
-    # And the other way: written from host slots, loaded directly.
+    # In the other direction: written from host slots, loaded directly.
     written = world.run(world.manager, world.op(OpKind.DISK_WRITE, [20, 21], slots=[1, 0]))
     assert written[0].reason == ""
     for number, rank in enumerate(world.ranks):
@@ -155,7 +155,7 @@ def test_a_flipped_bit_costs_its_page_only(tmp_path: Path, part: str | int, stag
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [1])
     assert "disk miss" in result.reason
     np.testing.assert_array_equal(world.ranks[1].by_block[[9, 11]], stored)
-    # The other rank's bytes are good, and so is its page as long as the trailer is.
+    # The other rank's bytes are good, and so is its page as long as the trailer is good.
     assert world.load(0, [1], [9]).status is (OpStatus.OK if part == "stripe" else OpStatus.FAILED)
     world.close()
 
@@ -230,7 +230,7 @@ def test_a_page_that_was_promised_is_loaded_though_it_has_expired_since(tmp_path
     wanted = world.ranks[0].by_block[[2, 3]].copy()
     assert world.load(0, [0, 1], [4, 5]).reason == ""
     assert np.array_equal(world.ranks[0].by_block[[4, 5]], wanted)
-    # Control: for a fetch that nobody was promised, it has expired.
+    # Control: for a fetch that was not promised to a request, the page has expired.
     (fetched,) = world.run(world.manager, world.op(OpKind.DISK_READ, [0], (), [3]))
     assert "expired" in fetched.reason
     world.close()
@@ -290,14 +290,15 @@ def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
     engine, rank = world.engines[0], world.ranks[0]
     stored = rank.by_block[:6].copy()
     dropped = 0
-    for _ in range(100):  # until the cancel comes before the disk
+    for _ in range(100):  # until the cancel comes before the disk's read
         ops = [world.op(OpKind.GDS_READ, list(range(6)), list(range(6))) for _ in range(12)]
         ops.append(world.op(OpKind.GDS_READ, list(range(6, 12)), list(range(6, 12))))
         tickets = [ticket for op in ops if (ticket := engine.submit(TransferGraph((op,))))]
         assert len(tickets) == len(ops)
         dropped = engine.cancel(tickets[-1])
         assert engine.wait(tickets[-1], 60.0)
-        # Its blocks belong to the engine again, though other pages still move: the engine's next writes stay.
+        # Its blocks belong to the engine again, although other pages still move: the engine's next writes are not
+        # overwritten.
         rank.by_block[6:] = 0x11
         for ticket in tickets:
             assert engine.wait(ticket, 60.0)

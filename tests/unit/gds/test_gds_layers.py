@@ -19,7 +19,7 @@ RANGES = (0, 1, 3)
 
 
 def load(world: SlabWorld, places: list[int], blocks: list[int], rank: int = 0) -> OpResult:
-    """A layerwise load, every layer of which is waited for."""
+    """A layerwise load that waits for every layer."""
     engine = world.engines[rank]
     op = replace(world.op(OpKind.GDS_READ, places, blocks, (), NO_DIGESTS), layerwise=True)
     ticket = engine.submit(TransferGraph((op,)))
@@ -93,7 +93,7 @@ def test_another_page_is_refused_at_its_first_range(world: SlabWorld, change: di
 
 
 def test_ranges_read_the_trailer_each_and_little_else_twice(tmp_path: Path) -> None:
-    """The price of ranges: a trailer and at most a sector on each side of a range."""
+    """The cost of ranges: a trailer and at most one sector on each side of a range."""
     read = {}
     for layerwise in (False, True):
         world = SlabWorld([tmp_path / str(layerwise)], 32, 2, 4096)

@@ -25,7 +25,7 @@ NO_URING = c_ext.uring_refusal()
 
 
 def sampled(seed: int) -> Case:
-    """A geometry drawn from its seed; about half of them are aligned and go through direct I/O."""
+    """A geometry drawn from its seed; about half of the geometries are aligned and use direct I/O."""
     random = np.random.default_rng(seed)
 
     def one_of(*values: int) -> int:
@@ -94,7 +94,7 @@ IMPOSSIBLE = {frozenset({("layers", 1), ("layer range", "part")})}
 
 
 def missing_pairs(cases: list[Case]) -> set[frozenset[tuple[str, object]]]:
-    """Pairs of levels of two axes that no case has."""
+    """Pairs of levels on two axes that no case covers."""
     seen = [levels(case) for case in cases]
     of_axis = {axis: {level[axis] for level in seen} for axis in seen[0]}
     wanted = {

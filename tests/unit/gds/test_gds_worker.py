@@ -1,4 +1,6 @@
-"""The worker takes its settings from the configuration, its arguments win, and it moves the requested blocks."""
+"""The worker takes its settings from the configuration, its arguments take precedence, and it moves the requested
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ def test_staging_that_is_not_there_is_an_error_at_the_start_with_what_to_set(ran
     assert "are available (MemAvailable)" in words or "cgroup" in words
     assert f"{2**31 - 1} staging slots of {rank.files.block_stride} bytes" in words
     assert "lower gds.max_staging_blocks or gds.max_staging_bytes" in words
-    # Nothing is left of the failed worker: the files can be opened again, with less staging.
+    # The failed worker left nothing behind: the files can be opened again, with less staging.
     GDSTransferWorker(rank.pool, rank.files, rank.paths, max_staging_blocks=1).close()
 
 

@@ -1,4 +1,4 @@
-"""Files and threads of a gds lane end with it, even if the object that was to use it could not be made."""
+"""The files and threads of a GDS lane end with it, even if the object that was to use the lane could not be made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world(tmp_path: Path) -> Iterator[SlabWorld]:
 
 
 def open_slabs() -> int:
-    """Number of this process's file descriptors that are slabs, whoever holds them."""
+    """Number of this process's file descriptors of slabs, whichever object holds them."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor

@@ -55,7 +55,7 @@ def test_what_sglang_prints_at_its_start_names_the_flags() -> None:
 
 
 def test_an_import_error_would_have_been_hidden() -> None:
-    """A control: how the guard reacts to a package without these modules."""
+    """A control: the guard's reaction to a package without these modules."""
     program = SGLANG_GUARD.replace("flexkv.common.request", "flexkv.no_such_module.request")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: FlexKV is not installed"

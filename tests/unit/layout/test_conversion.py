@@ -1,4 +1,6 @@
-"""A block stored from one engine's pool and loaded into another's: every number of K and V is at its token and head."""
+"""A block is stored from one engine's pool and loaded into another's: every number of K and V is at its token and
+head.
+"""
 
 from __future__ import annotations
 

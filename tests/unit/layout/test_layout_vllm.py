@@ -1,4 +1,6 @@
-"""vLLM pools: every run maps to its page bytes and back, in every order; the error for a wrong geometry names it."""
+"""vLLM pools: every run maps to its page bytes and back, in every order; the error for a wrong geometry names what is
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the fuzzer: a few calls in a row on shared objects, all determined by a seed and the case's number.
+"""Cases of the fuzzer: a few consecutive calls on shared objects, determined by a seed and the case's number.
 
 Each call has its own seed, so that a case can be run again with some of its calls left out.
 """
@@ -54,7 +54,7 @@ EXPECTED = (FlexKVError, TypeError, ValueError, hostile.HostileError)
 
 
 class Wrong(Exception):
-    """A call ended in a way that is not allowed; names how."""
+    """A call ended in a way that is not allowed; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Fuzzer:
 
     Args:
         say: called with a description of each call before it is made.
-        at_once: share of the calls that run beside another one.
+        at_once: share of the calls that run at the same time as another call.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Fuzzer:
             world.close()
 
     def run_valid(self, target: Target) -> None:
-        """Makes the call as a caller would; its errors are raised."""
+        """Makes the call as a caller would, and lets its errors pass."""
         world = World(self.folder)
         try:
             self.say(target.name)
@@ -198,7 +198,7 @@ class Fuzzer:
     # --- what is called, on what ------------------------------------------------------------------------------------
 
     def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
-        """The callable; a method bound to a good object, or (with `rng`) sometimes to a bad one."""
+        """The callable; a method is bound to a good object, or (with `rng`) sometimes to a bad one."""
         if not target.owner:
             return getattr(self.module, target.member)  # type: ignore[no-any-return]
         cls = self.classes[target.owner]
@@ -222,7 +222,7 @@ class Fuzzer:
         return self._no_object(name, rng)
 
     def _no_object(self, name: str, rng: random.Random) -> object:
-        """An object that looks like one of the class and is not."""
+        """An object that looks like an instance of the class but is not."""
         cls = self.classes.get(name, object)
         heir = self._heir(cls)
         made: tuple[Callable[[], object], ...] = (
@@ -309,7 +309,7 @@ def named_in(table: dict[tuple[str, str], str], target: Target, parameter: Param
 
 
 def _bad_address(valid: Any, rng: random.Random) -> object:
-    """A value that must be refused before an address is used; or the valid one."""
+    """A value that must be refused before an address is used; or the valid value."""
     if type(valid).__module__ == "numpy":
         wrong = valid.astype("f8")
         return rng.choice(

@@ -1,4 +1,6 @@
-"""Code that crashed the process once, run in a child: a crash is one failed test, and not the end of all tests."""
+"""Runs code that once crashed the process in a child, so that a crash is one failed test and not the end of all
+tests.
+"""
 
 from __future__ import annotations
 

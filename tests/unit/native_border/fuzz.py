@@ -1,4 +1,4 @@
-"""Runs the fuzzer's cases in child processes and, if one dies, finds the calls that cause it."""
+"""Runs the fuzzer's cases in child processes and, if one dies, finds the calls that caused it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its last call, its output, and why that is wrong (empty if it is not)."""
+    """How a child ended: its last call, its output, and what is wrong about the end (empty if nothing is)."""
 
     why: str
     last: str
@@ -55,7 +55,7 @@ class Ended:
 
 
 class CrashError(AssertionError):
-    """A call ended the process, or ended in a way that is not allowed; names seed, case and call."""
+    """A call ended the process, or ended in a way that is not allowed; the message names seed, case and call."""
 
 
 def fuzz(
@@ -152,7 +152,7 @@ def _report(run: Run, first: int, ended: Ended) -> str:
 
 
 def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
-    """The fewest calls of the case that still go wrong; empty if the case alone ends well."""
+    """The fewest calls of the case that still go wrong; empty if the case by itself ends well."""
 
     def is_wrong(chosen: tuple[int, ...]) -> bool:
         return bool(run(ended.case, ended.case + 1, chosen).why)

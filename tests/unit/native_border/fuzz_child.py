@@ -3,8 +3,8 @@
 `python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S AT_ONCE [CALLS]`
 
 LOG contains the call about to be made, so that the parent knows it if this process dies. Exit code 0: all calls ended
-as allowed; 3: one did not, and the last line of the output names how; 1: a case took longer than CASE_S. `valid` for
-SEED makes each call once with valid arguments.
+as allowed; 3: one did not, and the last line of the output says how; 1: a case took longer than CASE_S. If SEED is
+`valid`, each call is made once with valid arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     faulthandler.enable()
     module = importlib.import_module(name)
     told = open(log, "w", buffering=1, encoding="ascii", errors="backslashreplace")  # noqa: SIM115
-    os.chdir(folder)  # files of hostile relative paths stay there
+    os.chdir(folder)  # files with hostile relative paths stay there
 
     def say(line: str) -> None:
         told.write(line + "\n")

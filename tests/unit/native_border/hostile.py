@@ -22,7 +22,7 @@ class HostileError(Exception):
 
 
 class Raising:
-    """Raises in every protocol that a core may use."""
+    """An object that raises in every protocol that a core may use."""
 
     def _raise(self, *_: object) -> int:
         raise HostileError("hostile object")
@@ -47,7 +47,7 @@ class Index:
 
 
 class OnDemand(Sequence[Any]):
-    """Makes its items on demand; may claim another length, at first or later."""
+    """A sequence that makes its items on demand and may claim a wrong length, at first or later."""
 
     def __init__(self, items: Sequence[object], *lengths: int) -> None:
         self.items, self.lengths = list(items), list(lengths)
@@ -62,14 +62,14 @@ class OnDemand(Sequence[Any]):
 
 
 def _copy(item: object) -> object:
-    """Another object of the same value, with no other reference to it."""
+    """A new object of the same value, to which there is no other reference."""
     if isinstance(item, int) and not isinstance(item, bool):
         return int(str(item)) if item < 10**9 else item
     return (*item,) if isinstance(item, tuple) else item
 
 
 class Tensor:
-    """A tensor of no library, in host memory, that makes impossible claims."""
+    """A tensor of no real library, in host memory, that makes impossible claims."""
 
     dtype, device = "int64", "cpu"
 
@@ -115,7 +115,7 @@ def text(rng: random.Random) -> object:
 
 
 def numbers(rng: random.Random, dtype: str = "") -> object:
-    """An array that is wrong, or right and unusual."""
+    """An array that is wrong, or valid but unusual."""
     kind = dtype if dtype and rng.random() < 0.5 else rng.choice(DTYPES)
     shape = rng.choice(((0,), (1,), (4,), (4, 16), (0, 16), (3, 5), (2, 3), (), (2, 2, 2), (1, 0), (4, 5)))
     try:
@@ -172,7 +172,7 @@ def buffer(rng: random.Random) -> object:
 
 
 def sequence(rng: random.Random, items: Sequence[object]) -> object:
-    """`items`, with some of them replaced, in a sequence that should not be trusted."""
+    """`items`, some of them replaced, in a sequence that should not be trusted."""
     given = list(items) * rng.choice((1, 1, 2))
     if given and rng.random() < 0.6:
         given[rng.randrange(len(given))] = anything(rng)

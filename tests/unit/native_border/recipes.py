@@ -92,8 +92,9 @@ def _lookup(world: World) -> c_ext.TierLookup:
 
 
 def lookup_of_three(world: World) -> dict[str, object]:
-    """In each group: a page that is ready in host memory, one that is being filled there, and one in the tier
-    behind."""
+    """In each group: a page that is ready in host memory, one that is being filled there, and one in the tier behind
+    host memory.
+    """
     world.get("TierLookup")
     host, behind = world.get("BlockIndex"), world.kept["behind"]
     offered = []

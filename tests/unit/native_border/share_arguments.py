@@ -1,4 +1,4 @@
-"""Valid arguments for what units tell each other of their pages."""
+"""Valid arguments for the calls by which units tell each other about their pages."""
 
 from __future__ import annotations
 

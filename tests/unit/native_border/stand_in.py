@@ -1,4 +1,4 @@
-"""A module in place of the core, with the faults that the fuzzer must find: FAULT in the environment chooses."""
+"""A module in place of the core, with faults that the fuzzer must find; the environment variable FAULT chooses one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Counter:
 
 
 def reads_an_address(where: int, times: int) -> int:
-    """Takes any `where` that is not an integer, and fails with None."""
+    """Accepts any `where` that is not an integer, and fails with None."""
     Counter.calls += 1
     if where is None and FAULT == "null":
         ctypes.string_at(0)

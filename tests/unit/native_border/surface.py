@@ -1,7 +1,7 @@
 """Everything that a module offers to Python: every function, constructor, method and property, with its parameters.
 
-Found by introspection, so that a new binding is fuzzed without a line here. The stub tells the parameters' types;
-`tests/unit/build/test_stub.py` compares it with the core.
+They are found by introspection, so that a new binding is fuzzed without a line here. The parameters' types come from
+the stub; `tests/unit/build/test_stub.py` compares it with the core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECIAL = ("__len__", "__repr__", "__eq__")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`annotation`: the stub's; empty if it has none."""
+    """A parameter. `annotation`: that of the stub; empty if it has none."""
 
     name: str
     annotation: str = ""
@@ -78,7 +78,7 @@ def _members(owner: str, cls: type, stub: dict[str, ast.FunctionDef]) -> Iterato
 
 
 def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter, ...]:
-    """The parameters that the core names, with their annotations from the stub."""
+    """The parameters as the core names them, with their annotations from the stub."""
     args = stub.args if stub else None
     known = [*args.posonlyargs, *args.args, *args.kwonlyargs] if args else []
     by_name = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in known}

@@ -26,7 +26,7 @@ BATCH: dict[str, tuple[str, Any]] = {
 
 
 def differences(make: Callable[[], Any], fields: dict[str, tuple[str, Any]], layout: Layout) -> list[str]:
-    """Fields that NVIDIA's object keeps at another offset, or in another width, than our structure."""
+    """Fields that have another offset or width in NVIDIA's object than in our structure."""
     _, total = layout[""]
     wrong = []
     for ours, (theirs, value) in fields.items():

@@ -1,6 +1,7 @@
 """No input from Python crashes the native core: every function, constructor, method and property with hostile values.
 
-Seeds and case numbers determine everything but the threads' order; a failure names both, and the calls that cause it.
+Seeds and case numbers determine everything except the threads' order; a failure names both, and the calls that caused
+it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def test_no_hostile_call_crashes_the_core(soak_round: int) -> None:
     assert counts.returned.total() > LEAST_RETURNED * called.total()
 
 
-# AddressSanitizer ends a process that reads address 0 by itself.
+# AddressSanitizer itself ends a process that reads address 0.
 SEGFAULT = "ended with code 1" if c_ext.build_info()["sanitizer"] else "died by SIGSEGV"
 
 

@@ -1,4 +1,4 @@
-"""Concurrent calls from two threads, hostile ones on shared objects, do not race in the core.
+"""Concurrent hostile calls of two threads on shared objects do not race in the core.
 
 Without ThreadSanitizer only a crash is found; under it the first data race ends the child.
 """

@@ -1,4 +1,4 @@
-"""Objects of one case of the fuzzer, made when they are first asked for."""
+"""Objects of one case of the fuzzer, made at their first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_TICKET = 2**40
 
 
 class World:
-    """Objects of one case, made when they are first asked for and then shared by its calls."""
+    """Objects of one case, made at their first use and then shared by its calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,7 +46,7 @@ class World:
         return np.array([self.memory.ctypes.data, self.memory.ctypes.data + pair], np.int64)
 
     def ticket(self) -> int:
-        """A ticket of a graph that has ended, unless graphs before it wait to be opened."""
+        """A ticket of a graph that has ended, unless graphs before it still wait for their layers to be opened."""
         engine = self.get("TransferEngine")
         if "ticket" not in self.kept:
             self.kept["ticket"] = engine.submit([self.op()], []) or NO_TICKET
@@ -58,7 +58,7 @@ class World:
         return TransferOp(OpId(next(self.numbers)), OpKind.D2H, 0, Priority.LOAD, ids, ids, layerwise)
 
     def gated(self) -> int:
-        """A ticket of a graph whose layers are still to be opened; if the queue is full, the last one made."""
+        """A ticket of a graph whose layers are not opened yet; if the queue is full, the ticket made last."""
         made = self.get("TransferEngine").submit([self.op(layerwise=True)], [], None, True)
         self.kept["gated"] = made or self.kept.get("gated", NO_TICKET)
         return int(self.kept["gated"])

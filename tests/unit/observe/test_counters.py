@@ -1,4 +1,4 @@
-"""Counters add up over ranks and intervals, and refuse names that the table does not have."""
+"""Counters add up over ranks and intervals, and refuse names that are not in the table."""
 
 from __future__ import annotations
 

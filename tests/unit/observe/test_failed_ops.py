@@ -1,4 +1,4 @@
-"""Every failure gets a line, and a storm of them a few lines and a count."""
+"""Every failure gets a line in the log; many failures at once get a few lines and a count."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_name_that_would_not_be_found_is_refused(name: str) -> None:
 
 
 def test_the_package_starts_no_other_threads() -> None:
-    """Except for the benchmarks' own threads, which end with them."""
+    """The benchmarks' own threads, which end with them, are excepted."""
     unnamed = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "flexkv").rglob("*.py")

@@ -31,7 +31,7 @@ def install(site: Path, name: str, version: str, editable: Path | None = None) -
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two folders that are the whole of Python's path, for package metadata."""
+    """Two folders in which alone Python looks for package metadata."""
     found = [tmp_path / "first", tmp_path / "second"]
     monkeypatch.setattr("sys.path", [str(site) for site in found])
     return found
@@ -69,7 +69,7 @@ def test_another_distribution_of_another_name_is_found(sites: list[Path]) -> Non
 
 
 def test_a_package_among_this_ones_files_is_found(sites: list[Path]) -> None:
-    """As if one had been installed over the other."""
+    """A state as if one package had been installed over the other."""
     install(sites[0], "flexkv", "9.9", editable=HERE.parent)
     assert other_packages() == [OtherPackage("flexkv", "9.9", HERE)]
 

@@ -22,7 +22,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def make(kind: str, share: str = "host+disk", **settings: Any) -> ScheduledEngine:
         settings = {"blocks": 128} | sharing(tmp_path / "run", share) | settings
-        settings.pop("role", None)  # vLLM's configuration says what the mini engine is told by it
+        settings.pop("role", None)  # the part of vLLM's configuration that the mini engine is built from
         engines.append(ScheduledEngine(tmp_path, KINDS[kind], **settings))
         return engines[-1]
 

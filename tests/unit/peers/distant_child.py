@@ -1,7 +1,7 @@
-"""A process that forks units of other machines, as far as files show a machine.
+"""A process that forks units which, judging by their files, run on other machines.
 
-Each line of input, a folder, the machine's name and what is other about the unit (`same`, `weights`, `ranks` or
-`version`), makes one, and its number is written once the prompt is in its folder.
+Each line of input makes one: a folder, the machine's name, and how the unit differs (`same`, `weights`, `ranks` or
+`version`). Its process id is written once the prompt is in its folder.
 """
 
 from __future__ import annotations

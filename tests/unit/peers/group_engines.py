@@ -1,4 +1,4 @@
-"""Engines with several KV groups, driven by vLLM's own scheduler, that run at once and share what they have."""
+"""Engines with several KV groups, driven by vLLM's own scheduler, that run at once and share their pages."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def peer_share(engine: ScheduledEngine) -> PeerShare:
 
 
 def keys_of(engine: ScheduledEngine, tokens: list[int]) -> list[Keys]:
-    """Per group, the keys of these tokens."""
+    """The keys of these tokens, per group."""
     keys = engine.connector.scheduler.requests.of(engine.add("probe", tokens)).keys()
     engine.end("probe")
     return [of_group.copy() for of_group in keys]
 
 
 def knows_pages(engine: ScheduledEngine, pages: int) -> bool:
-    """Whether the engine knows so many pages of its peers, in each of its tiers."""
+    """Whether the engine knows of so many pages of its peers, in each of its tiers."""
     for tier in peer_tiers(engine):
         tier.take_all_news()
     return all(len(tier.presence) == pages for tier in peer_tiers(engine))
 
 
 def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
-    """Removes from host memory the prompt's page of a group that ends at this token."""
+    """Removes from host memory the group's page of the prompt that ends at this token."""
     hub = manager_of(engine).hub
     keys = keys_of(engine, PROMPT)[group]
     block = manager_of(engine).tables.specs[group].block_tokens

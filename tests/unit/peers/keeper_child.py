@@ -1,8 +1,8 @@
-"""A process that forks keepers: processes with a unit that keeps the prompt, and serves until it is killed.
+"""A process that forks keepers: processes with a unit that keeps the prompt and serves it until it is killed.
 
-Each line of input makes one: a folder, a value of `peers.store`, and for several KV groups their kind. Its number is
-written in a line once it has the prompt; other lines are logs.
-So what a unit imports, which takes longer than all tests with it, is imported once.
+Each line of input makes one: a folder, a value of `peers.store`, and for several KV groups their kind. Its process id
+is written on a line once it has the prompt; other lines are logs. So the modules of a unit, whose import takes longer
+than all tests with it, are imported once.
 """
 
 from __future__ import annotations

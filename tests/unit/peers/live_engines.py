@@ -1,4 +1,4 @@
-"""Mini engines that run at the same time and share what they have."""
+"""Mini engines that run at the same time and share their pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def share_of(engine: MiniEngine) -> PeerShare:
 
 
 def knows(engine: MiniEngine, pages: int) -> bool:
-    """Whether the engine knows so many pages of its peers, in each of its tiers."""
+    """Whether the engine knows of so many pages of its peers, in each of its tiers."""
     for tier in live_tiers(engine):
         tier.take_all_news()
     return all(len(tier.presence) == pages for tier in live_tiers(engine))
@@ -49,7 +49,7 @@ def settings_of(folder: Path, share: str = "host+disk") -> dict[str, Any]:
 
 
 def distant_settings(root: Path, name: str) -> dict[str, Any]:
-    """Settings of the unit of machine `name`, whose folder lies in one that all machines see."""
+    """Settings of the unit of machine `name`; its folder is in a folder that all machines see."""
     return settings_of(root / name, "disk") | {
         "disk.folders": str(root / "shared" / name),
         "disk.bytes_per_folder": 4 << 20,
@@ -63,6 +63,6 @@ def live_files(root: Path) -> list[Path]:
 
 
 def only_live_file(root: Path) -> Path:
-    """The file of the one unit that runs, once its thread has written it."""
+    """The file of the only running unit, once its thread has written it."""
     wait_for(lambda: len(live_files(root)) == 1)
     return live_files(root)[0]

@@ -1,5 +1,6 @@
-"""Units in containers that mount one folder: each in a process namespace of its own, where numbers of processes mean
-nothing to the others."""
+"""Units in containers that mount one folder: each is in its own process namespace, so that its process ids mean nothing
+to the others.
+"""
 
 from __future__ import annotations
 

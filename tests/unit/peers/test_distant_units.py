@@ -1,6 +1,7 @@
-"""Units of several machines find each other's pages by the files in their folders, and load them right or not at all.
+"""Units of several machines find each other's pages by the files in their folders, and load them correctly or not at
+all.
 
-Here a machine is a process or an engine that says it runs on another one, and has a runtime folder of its own.
+Here a machine is a process or an engine that claims to run on another machine and has its own runtime folder.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Serve = Callable[..., int]
 
 @pytest.fixture
 def machine(make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MiniEngine]:
-    """Starts an engine on a machine of its own."""
+    """Starts an engine on a separate machine."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
     return lambda name, **more: make_engine(**distant_settings(tmp_path, name) | more)
@@ -70,7 +71,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def serve(nursery: subprocess.Popen[str], tmp_path: Path) -> Iterator[Serve]:
-    """Starts a process on machine `far`, which has the prompt in its folder; returns its number."""
+    """Starts a process on machine `far` that has the prompt in its folder; returns its process id."""
     pids = []
 
     def start(other: str = "same") -> int:
@@ -241,7 +242,7 @@ def test_folders_in_several_places_are_not_shared_across_machines(
     assert engine.run(make_request(PROMPT, "one")) == 0
 
 
-# --- units that end, stop, or come back as another ---
+# --- units that end, stop, or come back with other content ---
 
 
 def test_a_killed_unit_is_gone_by_its_heartbeat_and_found_again(
@@ -251,7 +252,7 @@ def test_a_killed_unit_is_gone_by_its_heartbeat_and_found_again(
     other = machine("b")
     wait_for(lambda: knows(other, PAGES))
     killed(pid)
-    os.utime(live_files(tmp_path)[-1], (4e9, 4e9))  # what a file's time says is nothing to go by
+    os.utime(live_files(tmp_path)[-1], (4e9, 4e9))  # a file's time must not matter
     wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
     assert len(live_files(tmp_path)) == 2, "its folder stays as it was"
     assert other.run(make_request(PROMPT, "two")) == 0
@@ -347,12 +348,12 @@ def test_control_other_weights_are_taken_where_nobody_compares_them(
     wait_for(lambda: knows(other, PAGES))
 
 
-# --- views of the past ---
+# --- outdated views ---
 
 
 @contextmanager
 def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Readers of the file see it as it is now, whatever becomes of it."""
+    """Readers of the file see its present state, whatever happens to it later."""
     kept = path.with_name("kept")
     kept.write_bytes(path.read_bytes())
     opened = live_file.open_live
@@ -364,7 +365,7 @@ def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def outdated(
     machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[MiniEngine, dict[str, Any]]:
-    """An engine that is promised pages which their owner has replaced by others since."""
+    """An engine that is promised pages which their owner has replaced since."""
     monkeypatch.setattr(machines_module, "GONE_BEATS", 10_000)
     one, other = machine("a", **{"disk.bytes_per_folder": 64 << 10}), machine("b")
     store(one)
@@ -438,7 +439,7 @@ def test_an_older_copy_does_not_count_as_a_heartbeat(
 
 @contextmanager
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whoever opens a file of another machine waits until the end of the `with`, and sees it then."""
+    """Opening a file of another machine waits until the end of the `with`, and then shows the file of that time."""
     answers = threading.Event()
     opened = live_file.open_live
 
@@ -464,7 +465,7 @@ def test_a_unit_that_could_not_look_for_long_does_not_call_others_gone(
     left: list[str] = []
     monkeypatch.setattr(watch_of(other), "_left", left.append)
     watch_of(one)._units.clear()
-    monkeypatch.setattr(watch_of(one), "_scan", lambda: None)  # it writes its heartbeat, and does not look
+    monkeypatch.setattr(watch_of(one), "_scan", lambda: None)  # it only writes its heartbeat
     answers = threading.Event()
     beat = watch_of(other)._writer.beat
     monkeypatch.setattr(watch_of(other)._writer, "beat", lambda: (answers.wait(60), beat()))
@@ -501,7 +502,7 @@ def test_a_reset_does_not_wait_for_a_server(
         began_s = time.monotonic()
         share_of(other).retire()
         assert time.monotonic() - began_s < 20
-        # It leaves in a thread of its own.
+        # It leaves in a separate thread.
         wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
         assert len(live_files(tmp_path)) == 2
     wait_for(lambda: len(live_files(tmp_path)) == 1)
@@ -516,7 +517,7 @@ def test_what_no_other_unit_would_take_is_named_at_the_start(
     assert live_files(tmp_path) == []
 
 
-# --- files that are none, and servers that refuse ---
+# --- invalid files, and servers that refuse ---
 
 
 @pytest.mark.parametrize("kind", ["junk", "pipe", "link", "folder", "foreign", "long"])

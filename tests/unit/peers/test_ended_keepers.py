@@ -1,4 +1,4 @@
-"""Processes that keep pages for others and are killed, or stopped."""
+"""Processes that keep pages for other units and are killed or stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(params=["once"])
 def store(request: pytest.FixtureRequest) -> str:
-    """`peers.store` of all units."""
+    """The value of `peers.store` for all units."""
     value: str = request.param
     return value
 
@@ -51,7 +51,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 
 def born(nursery: subprocess.Popen[str], folder: Path, store: str, kind: str = "") -> int:
-    """The number of a new keeper that has the prompt."""
+    """The process id of a new keeper that has the prompt."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(folder, store, kind, file=nursery.stdin, flush=True)
@@ -69,7 +69,7 @@ def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterat
 
 @pytest.fixture
 def other(keeper: int, make_engine: Make, tmp_path: Path, store: str) -> MiniEngine:
-    """A unit that knows the keeper's pages."""
+    """A unit that knows of the keeper's pages."""
     engine = make_engine(**settings_of(tmp_path / "run") | {"peers.store": store})
     wait_for(lambda: knows(engine, PAGES))
     return engine
@@ -124,7 +124,9 @@ def test_a_process_killed_while_a_load_waits_costs_no_wrong_number(keeper: int, 
 def test_pages_of_a_stopped_process_stay_readable(
     keeper: int, other: MiniEngine, make_engine: Make, tmp_path: Path, store: str
 ) -> None:
-    """The unit that knows it reads on; one that starts meanwhile does not wait for it."""
+    """The unit that knows the stopped keeper still reads its pages; a unit that starts meanwhile does not wait for
+    it.
+    """
     os.kill(keeper, signal.SIGSTOP)
     assert other.run(make_request(PROMPT, "one")) == 20
     other.forget()
@@ -149,7 +151,7 @@ def group_keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> 
 
 @pytest.fixture
 def grouped(group_keeper: int, start: Start, store: str) -> ScheduledEngine:
-    """A unit that knows the pages of all groups of the keeper."""
+    """A unit that knows of the keeper's pages in all groups."""
     engine = start("window", **{"peers.store": store})
     wait_for(lambda: knows_pages(engine, GROUP_PAGES))
     return engine

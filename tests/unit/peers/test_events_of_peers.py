@@ -1,4 +1,4 @@
-"""KV events of units that share: a router hears of a unit's own pages alone, so it predicts no more than is served."""
+"""KV events of units that share: a router hears only of a unit's own pages, so it predicts no more than is served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
-    """Two units with their own routers, which are sent other requests about the same few prompts."""
+    """Two units with their own routers; they get different requests for the same few prompts."""
     settings: dict[str, Any] = settings_of(tmp_path / "run", request.param[0])
     if request.param[1] == "remote":
         server = request.getfixturevalue("shared_redis")

@@ -1,5 +1,6 @@
-"""Pages of KV groups with other numbers of bytes each come from a peer's pool and slabs as the group's own, or not at
-all."""
+"""Pages of KV groups with different sizes come from a peer's pool and slabs as pages of the right group, or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ PAGES = 3
 
 
 class TwoUnits:
-    """A unit of three KV groups whose pages lie in `theirs`, and one that reads them into `ours`."""
+    """A unit of three KV groups whose pages are in `theirs`, and a unit that reads them into `ours`."""
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
         self.groups = [replace(group, host_digests=verify) for group in sharing_groups()]
@@ -79,7 +80,7 @@ class TwoUnits:
         self.board.show(ids(places), group, keys_of(range(count)))
 
     def fill_pool(self) -> None:
-        """Puts pages of every group into the peer's pool, with their digests if it keeps any."""
+        """Puts pages of every group into the peer's pool, with their digests if the pool has any."""
         for group, codec in enumerate(self.world.codecs):
             for page in range(PAGES):
                 slot = self.theirs.slot(group * SLOTS + page)
@@ -136,7 +137,7 @@ class TwoUnits:
         return found[0]
 
     def wrong(self, group: int) -> list[int]:
-        """The pages of the group that were brought with other bytes than the peer's, or with more."""
+        """The pages of the group that were copied with other bytes than the peer's, or with more bytes."""
         codec, bad = self.world.codecs[group], []
         for page in range(PAGES):
             slot = self.ours.slot(group * SLOTS + page)
@@ -217,7 +218,7 @@ def slabs_of(units: TwoUnits) -> tuple[PeerFolder, ...]:
 
 
 def written(units: TwoUnits) -> list[NDArray[np.uint64]]:
-    """Writes pages of every group to the peer's slab, and shows them; returns their generations."""
+    """Writes pages of every group to the peer's slab, and shows them on its board; returns their generations."""
     generations = []
     for group in range(3):
         places = list(range(group * SLOTS, group * SLOTS + PAGES))
@@ -252,7 +253,7 @@ def test_pages_of_each_group_come_from_a_peers_slab(make_units: Callable[..., Tw
         result = units.read(reader, group)
         assert (result.status, result.failed.tolist()) == (OpStatus.OK, [])
         assert units.wrong(group) == []
-    # The place of a page gets one of another group with the same key, and the board still shows the earlier page.
+    # A page of another group with the same key replaces one in its place, and the board still shows the earlier page.
     units.world.unit.record_evict(1, ids([SLOTS + 1]), generations[1][1:2])
     units.world.write([1], [SLOTS + 1], of=2)
     assert units.read(reader, 1).failed.tolist() == [1]

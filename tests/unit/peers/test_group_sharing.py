@@ -1,5 +1,6 @@
-"""Units with several KV groups load each other's pages: right in every group, and up to a boundary that is valid for
-all of them."""
+"""Units with several KV groups load each other's pages: with the right bytes in every group, and up to a boundary that
+is valid for all groups.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ SHORTER = 32
 
 
 def deafen(engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing tells the engine any more what its peers have given up, neither before a lookup nor in a poll."""
+    """From now on, the engine does not learn which pages its peers have given up, neither before a lookup nor in a
+    poll.
+    """
     for tier in peer_tiers(engine):
         monkeypatch.setattr(tier, "_take_over", lambda news: None)
 
@@ -51,7 +54,7 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
     start: Start, kind: str, verify: bool
 ) -> None:
     one, other = pair(start, kind, **{"host.verify": verify})
-    assert other.run("two", PROMPT) == HIT  # its forward compares every number that it reads
+    assert other.run("two", PROMPT) == HIT  # its forward pass compares every number that it reads
     (row,) = peer_share(other).peers()
     assert row["copied"] == needed_pages(other)
     assert (row["absent"], row["changed"], row["digest"]) == (0, 0, 0)
@@ -64,14 +67,14 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
 
 
 def needed_pages(engine: ScheduledEngine) -> int:
-    """Pages of all groups that the hit needs."""
+    """Number of pages of all groups that the hit needs."""
     of_rule = {Rule.FULL: lambda spec: HIT // spec.block_tokens, Rule.WINDOW: lambda spec: spec.reach}
     specs = manager_of(engine).tables.specs
     return sum(of_rule.get(spec.rule, lambda _: 1)(spec) for spec in specs)
 
 
 def not_copied(engine: ScheduledEngine) -> int:
-    """Pages that were asked of peers in vain."""
+    """Number of pages that were requested from peers in vain."""
     return int(peer_tiers(engine)[0]._reader.outcomes[1:].sum())
 
 
@@ -98,7 +101,7 @@ def test_pages_in_a_running_engines_folders_are_found(start: Start, tmp_path: Pa
 def test_a_page_that_one_group_lacks_ends_the_hit_at_an_earlier_boundary(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, group: int, is_known: bool
 ) -> None:
-    """Whether the other engine knows it before its lookup, or finds it out when it copies the page."""
+    """The other engine knows this before its lookup, or finds out when it copies the page."""
     one, other = pair(start, kind, **BOUNDARIES)
     pages = manager_of(one).cached_blocks()
     if not is_known:
@@ -141,7 +144,7 @@ def slots_in_use(engine: ScheduledEngine, tokens: list[int]) -> set[int]:
 def test_a_damaged_page_of_any_group_is_left_where_memory_is_verified(
     start: Start, group: int, verify: bool
 ) -> None:
-    """The control is a pool without digests: the forward reads the damage."""
+    """The control is a pool without digests: the forward pass reads the damaged bytes."""
     one, other = pair(start, "window", **BOUNDARIES, **{"host.verify": verify})
     hub, keys = manager_of(one).hub, keys_of(one, PROMPT)[group][HIT // 4 - 1 : HIT // 4]
     (slot,) = hub.index.slots_of(hub.index.find(group, keys)).tolist()
@@ -155,7 +158,7 @@ def test_a_damaged_page_of_any_group_is_left_where_memory_is_verified(
 def test_pages_of_two_groups_with_one_key_are_told_apart(
     start: Start, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
-    """The control is a directory that ignores the group: the forward reads another group's numbers."""
+    """The control is a directory that ignores the group: the forward pass reads another group's numbers."""
     one, other = start("window"), start("window")
     for engine in (one, other):
         requests = engine.connector.scheduler.requests
@@ -170,7 +173,7 @@ def test_pages_of_two_groups_with_one_key_are_told_apart(
 
 
 class OneGroup:
-    """A directory that brings any group's page as one of the first group."""
+    """A directory that returns any group's page as one of the first group."""
 
     def __init__(self, directory: Any) -> None:
         self._directory = directory

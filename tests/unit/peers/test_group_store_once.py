@@ -1,5 +1,6 @@
-"""With `peers.store: once` units with several KV groups keep each group's pages once, and lose none that can still be
-had when their keeper ends."""
+"""With `peers.store: once`, units with several KV groups keep each group's pages once, and lose none that can still be
+read when their keeper ends.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def cached(*engines: ScheduledEngine) -> int:
 
 
 def there(engine: ScheduledEngine) -> list[int]:
-    """Per group, how many pages of the prompt are in the engine's host memory."""
+    """The number of the prompt's pages in the engine's host memory, per group."""
     return [
         int(manager_of(engine).hub.there(group, keys).sum())
         for group, keys in enumerate(keys_of(engine, PROMPT))
@@ -119,7 +120,7 @@ def test_pages_that_their_keeper_evicts_count_as_lost(start: Start, group: int) 
 def test_pages_of_all_groups_are_taken_over_when_their_keeper_ends(
     start: Start, kind: str, ignores_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control is a keeper that notes every page as one of the first group: those of others are lost."""
+    """The control is a keeper that records every page as one of the first group: pages of other groups are lost."""
     if ignores_groups:
         noted = PeerKeeper.leave_out
 

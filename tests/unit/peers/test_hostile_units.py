@@ -1,4 +1,4 @@
-"""Whatever a unit's file, its card or its disk is like, others find it unusable, name why, and go on sharing."""
+"""If a unit's file, its card or its disk is invalid, other units find it unusable, say why, and go on sharing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ TEXTS = {"deep": b"[" * 60_000, "no text": b"\xff\x00", "short": b"x"}
 
 @contextmanager
 def impostor(folder: Path, facts: dict[str, Any], text: bytes, files: list[int]) -> Iterator[threading.Event]:
-    """A unit with these facts in its file, which sends this text for a card. Yields what is set once it has."""
+    """A unit with these facts in its file, which sends this text as its card. Yields an event that is set once it has
+    sent it.
+    """
     sent = threading.Event()
     lines: list[socket.socket] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
@@ -122,7 +124,7 @@ def changes_of(told: dict[str, Any], name: str) -> dict[str, object]:
 
 
 def meet(make_engine: Make, folder: Path, name: str) -> MiniEngine:
-    """An engine that has been sent such a card."""
+    """An engine that has received such a card."""
     engine = make_engine(**settings_of(folder))
     share = share_of(engine)
     (_, facts), *_ = read_cards(folder)
@@ -232,7 +234,7 @@ def test_a_unit_without_descriptors_does_not_spin(make_engine: Make, tmp_path: P
     ("slots_offset", "stride"), [(0, 1 << 62), (4096, 4096), (0, 8192), (0, (1 << 62) + 4096)]
 )
 def test_a_pool_without_room_for_its_boards_slots_is_refused(slots_offset: int, stride: int) -> None:
-    """Also where the address of the last slot wraps around to one inside the pool."""
+    """This includes a last slot whose address wraps around to an address inside the pool."""
     slots = 5
     board, pool = c_ext.SlotBoard(slots), os.memfd_create("pool", os.MFD_ALLOW_SEALING)
     try:

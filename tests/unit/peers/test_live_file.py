@@ -1,4 +1,4 @@
-"""The file by which other machines follow a unit: its reader takes whole frames, in their order, or none."""
+"""The file by which other machines follow a unit: its reader takes complete frames, in their order, or none."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Owner:
         self._generation = 0
 
     def put(self, *places: int) -> None:
-        """Other pages have these places now."""
+        """Gives these places other pages."""
         for place in places:
             self.drop(place)
             self._generation += 1
@@ -79,7 +79,7 @@ def key_of(generation: int) -> Any:
 
 
 class Follower:
-    """Has what a reader of the file has."""
+    """Checks that a reader of the file has the same rows."""
 
     def __init__(self, path: Path) -> None:
         self.reader = LiveReader(path)
@@ -124,7 +124,7 @@ def test_a_reader_follows_changes_and_heartbeats(owner: Owner) -> None:
 
 
 def test_rows_are_what_the_board_shows(owner: Owner) -> None:
-    """Read by offsets, and by the native reader of boards."""
+    """The file is read by offsets, and by the native reader of boards."""
     owner.put(*range(10))
     owner.drop(4)
     owner.put(7)
@@ -219,7 +219,7 @@ def test_a_mirror_shows_pages_of_the_latest_epoch_alone() -> None:
 
 
 def history(owner: Owner) -> tuple[bytes, dict[int, dict[int, int]]]:
-    """A file, and what it says by its length."""
+    """A file, and its content for each length of the file."""
     said = {}
     for step in range(6):
         owner.put(step, 10 + step)
@@ -252,8 +252,9 @@ def test_a_torn_file_says_what_its_whole_frames_say(owner: Owner) -> None:
 
 
 def damaged(owner: Owner) -> tuple[list[int], list[int]]:
-    """The flipped bytes after which a reader had rows that no file ever named, and those of which it said nothing
-    although they were in what it read."""
+    """The flipped bytes after which a reader had rows that no file ever named, and those that it did not report
+    although it had read them.
+    """
     whole, said = history(owner)
     wrong, silent = [], []
     for at in range(HEADER.size, len(whole)):
@@ -269,7 +270,7 @@ def damaged(owner: Owner) -> tuple[list[int], list[int]]:
         if there.now not in [{}, *said.values()]:
             wrong.append(at)
         elif not there.fault and there.now == owner.now:
-            # A length that grew is that of a frame that has not come whole: then the rest is missing.
+            # If a frame's length grew, the frame looks incomplete, and the rest is missing.
             silent.append(at)
     return wrong, silent
 
@@ -395,7 +396,7 @@ def test_a_unit_does_not_remove_the_file_of_its_successor(owner: Owner, tmp_path
 
 
 def replaced_by_the_same_size(owner: Owner) -> bool:
-    """Whether a heartbeat writes the file anew that somebody has replaced by one of the same size."""
+    """Whether a heartbeat rewrites the file after it was replaced by another one of the same size."""
     owner.put(1)
     owner.beat()
     other = owner.path.with_name("other")
@@ -436,7 +437,7 @@ def test_control_by_its_size_alone_a_replaced_file_stays(
 def session_behind_a_hung_write(
     owner: Owner, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
 ) -> bytes:
-    """The session of the file after a thread goes on that hung while another session began."""
+    """The session of the file after a thread continues that hung while another session began."""
     write = write_all
 
     def hung(fd: int, content: bytes) -> None:

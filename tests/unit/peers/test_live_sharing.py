@@ -1,4 +1,4 @@
-"""Engines that run at the same time find each other's pages, and load them right or not at all."""
+"""Engines that run at the same time find each other's pages, and load them correctly or not at all."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_pages_on_a_running_engines_disk_are_found(make_engine: Make, tmp_path: 
 def test_a_lookup_learns_of_the_pages_that_it_asks_for_and_of_no_others(
     make_engine: Make, tmp_path: Path, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No poll comes between. The control learns nothing from lookups either."""
+    """There is no poll in between. The control does not learn from lookups either."""
     one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
     (tier,) = live_tiers(other)
     monkeypatch.setattr(tier, "take_all_news", lambda *_: None)

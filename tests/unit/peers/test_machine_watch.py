@@ -1,4 +1,6 @@
-"""What a unit takes of units of other machines, look by look: the watch is driven here without its thread."""
+"""What a unit learns of units on other machines, at each look at their files. The watch runs here without its
+thread.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class Unit:
 
 
 class Watch:
-    """A watch, whom it has joined, and the boards that repeat their rows."""
+    """A watch, the units that it has joined, and the boards that repeat their rows."""
 
     def __init__(self, parent: Path) -> None:
         self.joined: dict[str, tuple[LiveHead, c_ext.SlotBoard]] = {}
@@ -79,7 +81,7 @@ class Watch:
             self.watch._look(path, unit)
 
     def promised(self) -> set[tuple[str, int]]:
-        """Under whose weights pages of which generation are promised."""
+        """The promised pages, as the start of their weights' name and their generation."""
         found = set()
         for head, board in self.joined.values():
             _, rows = BoardRows(board, PLACES).everything()
@@ -93,7 +95,7 @@ def watch(tmp_path: Path) -> Watch:
 
 
 def follow(watch: Watch, unit: Unit) -> None:
-    """Until the unit's pages are promised."""
+    """Looks until the unit's pages are promised."""
     for _ in range(2):
         watch.look()
         unit.writer.beat()
@@ -104,7 +106,7 @@ def follow(watch: Watch, unit: Unit) -> None:
 
 
 def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """The read of this number fails, or the close behind three of them. Returns how many there were."""
+    """Makes the read with this number fail, or the close after three reads. Returns the number of reads."""
     reads = 0
     read, ended = live_file.LiveFile.read, live_file.LiveFile.__exit__
 
@@ -128,12 +130,12 @@ def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
 def restarted_while_a_read_fails(
     watch: Watch, parent: Path, monkeypatch: pytest.MonkeyPatch, number: int, between: Callable[[], None]
 ) -> set[tuple[str, int]]:
-    """What is promised after a unit has come back with other weights, and the first look at it has failed."""
+    """The pages that are promised after a unit has come back with other weights and the first look at it has failed."""
     follow(watch, Unit(parent, "a"))
     assert watch.promised() == {("11", 1)}
     again = Unit(parent, "a", weights="22", generation=2)
     with monkeypatch.context() as patch:
-        # Other files are not looked at meanwhile.
+        # Other files are not read meanwhile.
         reads = fail_at(number, patch)
         watch.watch._look(again.path, watch.watch._units[again.path])
         assert reads() == min(number, 3)
@@ -153,7 +155,7 @@ def test_a_unit_that_came_back_is_another_also_if_the_first_look_at_it_fails(
 
 
 def took_the_session(watch: Watch, path: Path) -> None:
-    """Has the reader where one would be that takes the session before it reads the rows."""
+    """Puts the reader into the state of one that reads the session before the rows."""
     unit, there = watch.watch._units[path], LiveReader(path)
     there.look()
     assert there.head is not None
@@ -165,7 +167,7 @@ def took_the_session(watch: Watch, path: Path) -> None:
 def test_control_a_session_that_is_taken_before_its_rows_are_read_shows_them_as_the_old_ones(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compared: bool
 ) -> None:
-    """Unless the unit is compared with the one that was joined."""
+    """The control does not compare the unit with the one that was joined."""
 
     def take() -> None:
         (path,) = (Path(path) for path in watch.joined)
@@ -198,7 +200,7 @@ def round_of(watch: Watch, clock: list[float], *units: Unit) -> None:
 
 
 def found_beside_crashed(watch: Watch, parent: Path, clock: list[float]) -> bool:
-    """Whether a unit is followed that starts where as many have crashed as there is room for files."""
+    """Whether a unit is followed that starts after so many units have crashed that there is no room for more files."""
     for number in range(4):
         Unit(parent, f"crashed {number}")
     for _ in range(machines.GONE_BEATS + 3):
@@ -303,7 +305,7 @@ def test_a_fault_that_passes_is_said_once_and_the_unit_stays(
     assert "not followed" not in caplog.text
 
 
-# --- the heartbeat beside the looks ---
+# --- the heartbeat during looks ---
 
 
 def test_the_heartbeat_does_not_wait_for_all_looks(

@@ -1,7 +1,7 @@
 """Units of several machines share folders through a real network file system, whose server stops and ends.
 
-Two mounts of one folder by sshfs are two machines' here: neither is told what the other writes, and each caches by
-time.
+Two sshfs mounts of one folder stand for two machines here: neither is notified of what the other writes, and each
+caches for a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def mount(tmp_path: Path) -> Iterator[Mounts]:
 
 
 class Machine:
-    """An engine, and its machine's mount."""
+    """An engine and the mount of its machine."""
 
     def __init__(self, mounted: SftpMount, make_engine: Make, **more: Any) -> None:
         self.mount = mounted
@@ -80,7 +80,7 @@ class Machine:
         self.engine.until(lambda: not self.engine.unit.busy)
 
     def serves(self, prompt: list[int]) -> int:
-        """Tokens served of a prompt; compares every number in the pool."""
+        """Number of a prompt's tokens that are served; compares every number in the pool."""
         return self.engine.run(make_request(prompt, f"serve {prompt[0]} {time.monotonic_ns()}"))
 
     def knows(self, pages: int) -> None:
@@ -94,7 +94,7 @@ class Machine:
 def machines(
     mount: Mounts, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Machine, Machine]]:
-    """Two machines whose engines run."""
+    """Two machines with running engines."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
 
@@ -129,8 +129,9 @@ def test_units_of_two_mounts_serve_each_other_what_they_have_and_what_comes(
 
 
 def test_places_that_get_other_pages_are_read_anew(machines: Callable[..., tuple[Machine, Machine]]) -> None:
-    """The folder has room for a few prompts, so that the reader has read all its places before they are written again:
-    a page from the reader's caches is not the one that the row names."""
+    """The folder has room for only a few prompts, so that the reader has read all its places before they are
+    overwritten: a page from the reader's caches is not the one that the row names.
+    """
     one, other = machines(**{"disk.bytes_per_folder": 128 << 10})
     for number in range(6):
         one.store(prompt(number))
@@ -140,7 +141,7 @@ def test_places_that_get_other_pages_are_read_anew(machines: Callable[..., tuple
 
 
 def holds(engine: MiniEngine, tokens: list[int]) -> bool:
-    """Whether the engine knows all pages of the prompt in a folder of another machine."""
+    """Whether the engine knows of all pages of the prompt in a folder of another machine."""
     directory = share_of(engine).disk
     assert directory is not None
     peers, *_ = directory.find(0, engine.keys_of(make_request(tokens)))
@@ -204,8 +205,9 @@ def test_a_server_that_is_killed_costs_misses(machines: Callable[..., tuple[Mach
 
 
 def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
-    """The longest time in seconds in which no other thread of this interpreter ran, during a call that the mount's
-    client answers a second later."""
+    """The longest time, in seconds, in which no other thread of this interpreter ran during a call that the mount's
+    client answers a second later.
+    """
     ticks = [time.monotonic()]
     done = threading.Event()
 
@@ -214,7 +216,8 @@ def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
             ticks.append(time.monotonic())
             time.sleep(0.001)
 
-    # Before the client stops: a new process closes its copies of all descriptors, and would wait for the client.
+    # Started before the client stops: a new process closes its copies of all descriptors, and would wait for the
+    # client.
     wake = subprocess.Popen(
         ["sh", "-c", f"read _; sleep 1; kill -CONT {mounted.client}"], stdin=subprocess.PIPE
     )

@@ -1,7 +1,7 @@
 """Files of another user are neither mapped nor read, and nothing is sent to another user, even if a folder's mode would
 allow it.
 
-Each case is first shown to work with the same user.
+Each case is first shown to work for the same user.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_as(user: int, program: str, path: Path) -> subprocess.Popen[str]:
 
 
 def open_to_all(folder: Path) -> None:
-    """Lets every user reach the folder, as somebody might once a unit runs."""
+    """Lets every user reach the folder, as an operator might do while a unit runs."""
     for above in (*folder.parents, folder):
         if above.stat().st_uid == os.geteuid() and above != Path("/"):
             above.chmod(above.stat().st_mode | 0o011)

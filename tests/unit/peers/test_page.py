@@ -1,4 +1,4 @@
-"""What docs/one-cache.md tells a reader to write and to look for is what flexkv reads and logs."""
+"""flexkv reads the settings and logs the lines that docs/one-cache.md shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "one-cache.md").read_text
 
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default that other tests do without."""
+    """The default, which other tests change."""
     monkeypatch.setattr(plan, "usual_share", USUAL)
 
 

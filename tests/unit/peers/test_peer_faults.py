@@ -1,4 +1,4 @@
-"""Peers that are stopped, killed, reset, of another kind, or not to be trusted cost hits, and never an answer."""
+"""Peers that are stopped, killed, reset, of another kind or hostile cost hits but never a right answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_a_prompt(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
-    """An engine that has computed `PROMPT`, and one that knows it."""
+    """An engine that has computed `PROMPT`, and one that knows of its pages."""
     one, other = make_engine(**settings_of(folder) | more), make_engine(**settings_of(folder) | more)
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, 5))
@@ -43,7 +43,7 @@ def test_a_reset_peer_is_left_and_serves_nothing(make_engine: Make, folder: Path
     one.unit.manager.reset()
     wait_for(lambda: knows(other, 0))
     one.forget()
-    one.run(make_request(PROMPT, "again"))  # with the new weights, which nobody knows
+    one.run(make_request(PROMPT, "again"))  # with the new weights, which no other unit knows
     assert other.run(make_request(PROMPT, "two")) == 0
     assert live_tiers(one)[0].down
 
@@ -55,7 +55,7 @@ HANGS_S = 1.0
 def test_a_reset_waits_for_no_thread_of_sharing(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """The watch does not end in time. In the control the thread that resets leaves itself."""
+    """The watch does not end in time. In the control the resetting thread itself leaves."""
     one, other = with_a_prompt(make_engine, folder)
     manager, go_on, close = one.unit.manager, threading.Event(), watch_module.PeerWatch.close
 
@@ -87,7 +87,7 @@ def test_pages_evicted_after_the_lookup_are_computed(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = with_a_prompt(make_engine, folder)
-    monkeypatch.setattr(other.unit.manager, "_followers", [])  # nothing tells it that they are gone
+    monkeypatch.setattr(other.unit.manager, "_followers", [])  # it is not told that they are gone
     one.unit.manager.hub.evict(0, 3)
     request = make_request(PROMPT, "two")
     other.add(request)
@@ -150,7 +150,7 @@ def test_the_host_memory_of_a_peer_that_ended_is_forgotten(make_engine: Make, fo
 def test_a_stopped_unit_keeps_nobody_waiting(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its socket takes the connection, as a stopped process's does, and nobody answers."""
+    """Its socket accepts the connection, like that of a stopped process, but no answer comes."""
     monkeypatch.setattr(watch_module, "ANSWER_S", 0.2)
     one = make_engine(**settings_of(folder))
     (_, facts), *_ = read_cards(folder)
@@ -344,7 +344,7 @@ def test_cards_survive_their_way(make_engine: Make, folder: Path) -> None:
 
 
 def test_an_unusable_descriptor_leaves_the_unit_serving(make_engine: Make, folder: Path) -> None:
-    """A unit that sends another file than its board."""
+    """A unit that sends another file in place of its board."""
     engine = make_engine(**settings_of(folder))
     share, card = share_of(engine), card_of(engine)
     with open("/dev/null") as nothing, pytest.raises(Exception, match="expected a sealed memfd"):

@@ -1,4 +1,4 @@
-"""`flexkv peers` shows who shares with whom, and who does not answer."""
+"""`flexkv peers` shows which units share with each other, and which do not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""With `peers.store: once` units keep a page once in all, and lose none that can still be had when its keeper ends."""
+"""With `peers.store: once`, units together keep a page once, and lose none that can still be read when its keeper
+ends.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def host_pages(*engines: MiniEngine) -> int:
 
 
 def compute(engine: MiniEngine, name: str = "computes") -> None:
-    """Computes the prompt, whatever peers have."""
+    """Computes the prompt, whatever peers have of it."""
     assert engine.run(make_request(PROMPT, name, extra_args={"flexkv.tiers": ["host"]})) == 0
 
 
@@ -111,7 +113,7 @@ def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, M
 
 
 def deafen(patch: pytest.MonkeyPatch, tier: LivePeerTier) -> None:
-    """The tier learns nothing of its peers any more."""
+    """The tier learns nothing more of its peers."""
     patch.setattr(tier, "take_news", lambda *_: None)
     patch.setattr(tier, "take_all_news", lambda *_: None)
 
@@ -176,7 +178,7 @@ def test_a_copy_is_promoted_although_the_index_still_believes_in_its_keeper(
 
 
 def has_holder(engine: MiniEngine) -> bool:
-    """Whether the thread that follows peers knows of one that has some page of the prompt."""
+    """Whether the thread that follows peers knows a peer that has some page of the prompt."""
     directory = share_of(engine).host
     assert directory is not None
     peers, *_ = directory.find(0, engine.keys_of(make_request(PROMPT)))
@@ -211,15 +213,13 @@ def test_pages_that_their_keeper_evicts_are_lost_and_stored_again(make_engine: M
 def test_pages_of_a_unit_that_ended_are_promoted_once(
     make_engine: Make, folder: Path, verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two units left them out; both find them afterwards, and they share the copying."""
+    """Two units have not stored the pages themselves; both find them afterwards, and share the copying."""
     one, other = pair(make_engine, folder, **{"host.verify": verified})
     third = make_engine(**once(folder, **{"host.verify": verified}))
     wait_for(lambda: knows(third, PAGES) and share_of(other).joined == 2)
     for unit in (other, third):
         assert unit.run(make_request(PROMPT, "two")) == 20
-    monkeypatch.setattr(
-        keeper_module, "TURN_S", DEADLINE_S
-    )  # a slow machine must not be what makes the second copy
+    monkeypatch.setattr(keeper_module, "TURN_S", DEADLINE_S)  # a slow machine must not cause the second copy
     one.close()
     wait_for(lambda: share_of(other).joined == share_of(third).joined == 1)
 
@@ -297,7 +297,7 @@ def test_memory_of_a_unit_that_ended_is_unmapped_by_the_thread_that_follows_peer
 
 
 class WatchedDirectory:
-    """A directory that notes which threads drop peers."""
+    """A directory that records which threads drop peers."""
 
     def __init__(self, directory: PeerDirectory) -> None:
         self._directory = directory
@@ -437,7 +437,7 @@ def test_a_page_that_expires_at_its_keeper_is_stored_without_that(make_engine: M
 def test_a_page_that_expires_at_its_last_keeper_is_stored_without_that(
     make_engine: Make, folder: Path
 ) -> None:
-    """A first keeper had it for ever, and gave it up."""
+    """A first keeper had it without a time limit, and gave it up."""
     one, other = pair(make_engine, folder)
     second = make_engine(**settings_of(folder))
     wait_for(lambda: knows(second, PAGES))
@@ -539,7 +539,7 @@ def test_part_of_a_part_of_an_offer_names_positions_of_the_whole() -> None:
 
 
 def test_pages_left_out_count_as_known(make_engine: Make, folder: Path) -> None:
-    """What stores lazily does not offer them again and again."""
+    """A lazy store does not offer them repeatedly."""
     _, other = pair(make_engine, folder)
     assert other.unit.manager.known(0, other.keys_of(make_request(PROMPT))).all()
 
@@ -559,7 +559,7 @@ def test_notes_are_bounded(make_engine: Make, folder: Path, monkeypatch: pytest.
 
 
 def known_of(engine: MiniEngine, prompt: list[int]) -> Any:
-    """Which of the prompt's pages the engine knows in its peers' host memory."""
+    """The prompt's pages that the engine knows of in its peers' host memory."""
     tier, *_ = live_tiers(engine)
     tier.take_all_news()
     return tier.present(0, engine.keys_of(make_request(prompt)))

@@ -1,4 +1,4 @@
-"""Plugins for tests of engines, and what they leave in their folder."""
+"""Plugins for tests of engines, and the files that they leave in their folder."""
 
 ASKS = """\
 import json

@@ -68,7 +68,7 @@ def build(tmp_path: Path, log: Lines, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def unit(build: Build, tmp_path: Path) -> LiveUnit:
-    """A unit with a disk, on which and in host memory the first pages of `PROMPT` are, and with a plugin."""
+    """A unit with a plugin and a disk; the first pages of `PROMPT` are in host memory and on the disk."""
     plugin(tmp_path / "plugins", "scheduler_sleeps")
     (tmp_path / "disk").mkdir()
     made = build(disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder="16MiB")

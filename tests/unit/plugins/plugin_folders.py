@@ -1,4 +1,4 @@
-"""Folders of plugins for tests, what runs of them, and what a process holds."""
+"""Folders of plugins for tests, their running processes, and the resources that a process holds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], object], what: str, within_s: float = DEADL
 
 
 def processes_of(folder: Path) -> set[int]:
-    """Processes that run in a folder: its plugins, what they started, and their keepers."""
+    """Processes that run in a folder: its plugins, the processes they started, and their keepers."""
     found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
@@ -58,10 +58,10 @@ def processes_of(folder: Path) -> set[int]:
 
 
 class Held:
-    """What this process holds: its threads of flexkv, and the number of its descriptors."""
+    """Resources of this process: its flexkv threads, and the number of its file descriptors."""
 
     def __init__(self) -> None:
-        gc.collect()  # a lane of the native core keeps descriptors until its object goes
+        gc.collect()  # a lane of the native core keeps descriptors until its object is destroyed
         self.threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("flexkv-")}
         self.descriptors = sorted(
             os.readlink(f"/proc/self/fd/{number}") if os.path.exists(f"/proc/self/fd/{number}") else ""
@@ -79,7 +79,7 @@ class Held:
 
 
 class Lines(logging.Handler):
-    """What the loggers of plugins have logged."""
+    """The messages that the loggers of plugins have logged."""
 
     def __init__(self) -> None:
         super().__init__()

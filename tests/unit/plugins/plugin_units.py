@@ -1,4 +1,4 @@
-"""A unit without an engine, for tests of plugins: its pages, and how a plugin asks it while a test plays the engine."""
+"""A unit without an engine, for tests of plugins: its pages, and calls of a plugin while a test acts as the engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def store_prompt(made: LiveUnit) -> None:
 
 
 def drive(unit: LiveUnit, condition: Callable[[], object]) -> None:
-    """Plays the engine's steps until `condition` is met."""
+    """Runs the engine's steps until `condition` is met."""
 
     def step() -> object:
         unit.poll()
@@ -56,7 +56,7 @@ def drive(unit: LiveUnit, condition: Callable[[], object]) -> None:
 
 
 class Asking:
-    """A client in a thread of its own, while this thread plays the engine."""
+    """A client in a separate thread, while this thread acts as the engine."""
 
     def __init__(self, unit: LiveUnit) -> None:
         self._unit = unit

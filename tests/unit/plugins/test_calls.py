@@ -1,4 +1,4 @@
-"""What plugins may ask of a unit, and what it does with calls that it cannot carry out."""
+"""Calls that plugins may make to a unit, and what the unit does with calls that it cannot carry out."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_is_no_message_is_refused(line: bytes, unit: LiveUnit) -> None:
 
 
 def test_calls_wait_for_a_step_until_their_deadline(unit: LiveUnit) -> None:
-    """This engine does nothing: nobody carries a call out."""
+    """The engine takes no step here, so no call is carried out."""
     with connect(socket_name(unit.unit_id), 0.05) as plugins_end:
         with pytest.raises(PluginCallError, match="lookup: not carried out in time: the engine takes calls"):
             plugins_end.lookup(PROMPT)
@@ -220,7 +220,9 @@ def test_more_connections_than_allowed_wait(unit: LiveUnit) -> None:
 
 
 def ask_without_reading(unit: LiveUnit) -> int:
-    """Sends calls and reads no answer until no more calls are taken; returns the bytes that the unit keeps for them."""
+    """Sends calls without reading answers until no more calls are accepted; returns the bytes that the unit keeps for
+    them.
+    """
     call = encoded({"call": "status"})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
         deaf.connect("\0" + socket_name(unit.unit_id))
@@ -269,7 +271,7 @@ def test_another_user_is_turned_away(unit: LiveUnit, log: Lines, monkeypatch: py
     with connect(name, DEADLINE_S) as plugins_end, pytest.raises(PluginCallError):
         plugins_end.status()
     log.wait_for("1 connections to the unit's socket were turned away")
-    for _ in range(5):  # another user may try for ever
+    for _ in range(5):  # another user may try without end
         with connect(name, DEADLINE_S) as again, pytest.raises(PluginCallError):
             again.status()
     assert log.count("were turned away") == 1

@@ -69,11 +69,11 @@ def test_nothing_in_a_line_acts_on_a_terminal(line: bytes, text: str) -> None:
 def test_a_shown_line_stays_below_what_the_engine_reads_at_once(line: bytes) -> None:
     assert (
         len(printable(line).encode()) <= MOST_SHOWN_BYTES < 4096 - 2 * 256
-    )  # less a level, a name and an end
+    )  # without the level, the name and the end
 
 
 def test_the_last_words_of_a_chatty_plugin_pass_and_nothing_is_read_after_them(tmp_path: Path) -> None:
-    """It has written all that it may for now when it ends."""
+    """The plugin has used up its rate for now when it ends."""
     said: list[str] = []
     program = Program("all_chatty", ("/bin/sh", "-c", "echo last words"))
     run = PluginRun(program, str(tmp_path), Times(), lambda level, name, line: said.append(line), 0.0)

@@ -23,7 +23,7 @@ from tests.unit.plugins.plugin_units import (
 
 
 def evicts_all(unit: LiveUnit) -> int:
-    """Evicts what may leave host memory; returns how many pages of the prompt are left there."""
+    """Evicts all pages that may be evicted from host memory; returns how many pages of the prompt are left there."""
     unit.manager.hub.evict(0, 10_000)
     unit.manager.check_integrity()
     return int(np.count_nonzero(unit.manager.tiers[HUB].present(0, KEYS)))

@@ -1,4 +1,4 @@
-"""A unit without an engine, with plugins in processes of their own: what it holds, and that nothing outlives it."""
+"""A unit without an engine and with plugins in separate processes: what it holds, and that nothing outlives it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.plugins.plugin_units import (
 def test_pages_are_written_before_a_unit_waits_for_its_plugins(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that ends may have seconds left, and a plugin that ignores its end takes them."""
+    """An ending engine may have only seconds left, and a plugin that ignores the request to end would use them up."""
     plugin(tmp_path / "plugins", "all_a")
     order: list[str] = []
     made = build()
@@ -94,7 +94,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "plugins" / "schedu
 
 @pytest.mark.parametrize("prompts", [1, 0], ids=["a prompt", "control: no prompt"])
 def test_the_example_warms_the_cache(prompts: int, build: Build, log: Lines, tmp_path: Path) -> None:
-    """After a restart: the pages are on disk alone."""
+    """After a restart, the pages are only on disk."""
     disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": "16MiB"}
     (tmp_path / "disk").mkdir()
     store_prompt(first := build(None, **disk))
@@ -181,7 +181,7 @@ def test_control_a_unit_that_forgets_its_plugins_is_seen(
 
 
 def test_nothing_is_asked_where_no_call_waits(unit: LiveUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's part costs a look at the clock."""
+    """A step's share of the work costs a look at the clock."""
     assert unit.plugins is not None
     monkeypatch.setattr("flexkv.unit.plugin_calls.STATUS_EVERY_S", 1e9)
     monkeypatch.setattr(PluginCalls, "_attempt", None)

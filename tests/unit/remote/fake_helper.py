@@ -1,4 +1,6 @@
-"""A process of the remote store that a test plays: nothing runs, and the clock advances when the test says so."""
+"""A stand-in for the process of the remote store, driven by the test: nothing runs, and the clock advances only when
+the test says so.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class FakeHelper:
 
     Attributes:
         got: messages that the unit has sent.
-        says: messages that the unit has not taken yet; an error stands for an invalid message.
-        room: whether its socket takes anything.
+        says: messages that the unit has not received yet; an error stands for an invalid message.
+        room: whether its socket accepts messages.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class FakeHelper:
 
 
 class PlayedPlane:
-    """A plane over processes that the test plays; up at first.
+    """A plane over processes that the test plays; it is up at first.
 
     Attributes:
         helpers: the processes that were started; the last one runs.
@@ -98,7 +100,7 @@ class PlayedPlane:
         return self.helpers[-1]
 
     def answer_alive(self, lost: str = "") -> None:
-        """The process starts, is asked whether the store is alive, and answers."""
+        """Starts the process, which is asked whether the store is alive and answers."""
         self.helper.says.append(Ready())
         self.plane.watch()
         self.helper.says.append(Answer(self.helper.all_of(Alive)[-1].number, lost=lost))
@@ -110,7 +112,7 @@ class PlayedPlane:
         self.plane.watch()
 
     def end(self, how: str = "its process ended by signal 9") -> None:
-        """The process ends, and is reaped."""
+        """Ends the process, which is then reaped."""
         self.helper.ended = how
         self.plane.watch()
 

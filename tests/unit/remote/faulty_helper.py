@@ -1,4 +1,4 @@
-"""The helper with a decorator around its store, which fails at a chosen moment as real stores fail at random.
+"""The helper with a decorator around its store, which fails at a chosen moment as real stores fail at random moments.
 
 Runs in place of `flexkv.remote.helper` (`helper_faults.py`). A file has the plan, `MOMENT ACT`, and is read at each
 moment; without the file nothing happens.
@@ -24,7 +24,9 @@ REACHED = ".reached"
 
 
 def act(moment: str) -> None:
-    """kill, stop: the process itself. hold: until the plan is gone. hang: for good, while the other threads go on."""
+    """kill, stop: the process itself. hold: wait until the plan is removed. hang: wait for ever, while the other
+    threads go on.
+    """
     path = Path(os.environ[PLAN_VARIABLE])
     try:
         planned, deed = path.read_text().split()

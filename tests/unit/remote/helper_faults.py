@@ -24,7 +24,7 @@ SLACK_S = 20.0
 
 
 class Plan:
-    """The plan for all helpers that are started from now on."""
+    """Sets the plan for all helpers that are started from now on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,8 +55,9 @@ def use_faulty_helpers(folder: Path, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
-    """Shortens the rests of units built from now on, because tests kill more often than machines fail. A failed store
-    is soon asked again."""
+    """Shortens the pauses after failures for units built from now on, because tests kill more often than machines fail.
+    A failed store is soon asked again.
+    """
     patch.setattr(breaker, "FIRST_REST_S", 0.05)
     patch.setattr(breaker, "LONGEST_REST_S", longest_s)
     patch.setattr(tier, "LIAR_S", 0.3)
@@ -93,7 +94,7 @@ def leased(unit: RemoteUnit) -> int:
 
 
 def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> None:
-    """Returns once pages are under way; nobody waits for them then, and only the copies keep their slots."""
+    """Returns once pages are under way; no request waits for them then, and only the copies keep their slots."""
 
     def moves() -> bool:
         unit.manager.match(request_id, [keys], 0)
@@ -105,7 +106,9 @@ def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> 
 
 
 def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
-    """Number of tokens loaded. Compares every byte, and checks that the load took no longer than a request may wait."""
+    """Loads pages and returns the number of tokens. Compares every byte, and checks that the load took no longer than a
+    request may wait.
+    """
     begun_s = time.monotonic()
     tokens = unit.load(keys)
     facts = unit.tier.facts
@@ -114,7 +117,7 @@ def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
 
 
 def heals(unit: RemoteUnit, keys: Keys) -> None:
-    """The tier is up, serves all of `keys`, and has lost no slot."""
+    """Checks that the tier is up, serves all of `keys`, and has lost no slot."""
     unit.up()
 
     def served() -> bool:

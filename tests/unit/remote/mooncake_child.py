@@ -1,5 +1,6 @@
-"""A process inside the namespace that has one store: `StoreChild` asks on the test's side, `main` answers in the
-child."""
+"""A process inside the namespace that has one store: `StoreChild` asks on the test's side, and `main` answers in the
+child.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Answers:
         return set(put), set(got), bool((came == sent).all())
 
     def get_and_hold(self, names: list[str], page_bytes: int, deadline_s: float) -> list[Outcome]:
-        """Gets into zeroed memory that stays; if nothing came, nothing may be written to it after the call."""
+        """Gets into zeroed memory that is kept; if nothing came, nothing may be written to it after the call."""
         self._held = np.zeros((len(names), page_bytes), np.uint8)
         outcomes = self._opened().get(names, [[page] for page in self._held], deadline_s)
         self._held[:] = 0
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 class StoreChild:
-    """The child from the test's side.
+    """The test's side of the child.
 
     Attributes:
         seconds: duration of the last call.

@@ -1,5 +1,6 @@
-"""Units whose store is a Mooncake, in a process inside its network namespace: `Units` in the child, called by
-`StoreChild`."""
+"""Units whose store is a Mooncake, in a process inside its network namespace: `Units` runs in the child and is called
+through `StoreChild`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Units(mooncake_child.Answers):
         return load_in_time(unit, chain(prompt, pages)) // BLOCK_TOKENS
 
     def set_out(self, name: str, kind: str, prompt: str, pages: int) -> bool:
-        """Returns while pages are under way."""
+        """Returns once pages are under way."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         if kind == "get":

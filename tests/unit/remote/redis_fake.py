@@ -54,7 +54,7 @@ class FakeRedis:
                 try:
                     self._script(taken, self.connections)
                 except OSError:
-                    continue  # the client hung up because of these bytes, as it should
+                    continue  # the client disconnected because of these bytes, as it should
 
 
 def says(*pieces: bytes, then: Callable[[socket.socket], None] | None = None) -> Script:

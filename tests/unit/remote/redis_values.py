@@ -1,4 +1,4 @@
-"""Values for the tests of the Redis store, and memory with guards that show writes beside them."""
+"""Values for the tests of the Redis store, in memory with guards that reveal writes outside of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split(whole: Part, sizes: Sequence[int]) -> list[Part]:
 
 
 class Guarded:
-    """Parts of a value, with bytes before and after each that nobody may write to."""
+    """Parts of a value, with bytes before and after each that must not be written."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._memory = [np.full(size + 2 * GUARD_BYTES, GUARD, np.uint8) for size in sizes]

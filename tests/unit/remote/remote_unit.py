@@ -1,4 +1,4 @@
-"""A unit with a remote tier, and the test in the engine's place: every page's bytes are made from its key."""
+"""A unit with a remote tier, with the test in place of the engine: every page's bytes are derived from its key."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RemoteUnit:
         return self.unit.pool.slot(slot)[start : start + self.shape.stripe_bytes]
 
     def digests(self, group: int, slot: int, rank: int) -> NDArray[np.uint64] | None:
-        """Digests of a page's runs, where the ranks write them in its slot; None if they make none."""
+        """Digests of a page's runs, as the ranks write them into its slot; None if they make none."""
         start = self.unit.places[rank][group].digests
         if start is None:
             return None
@@ -162,7 +162,7 @@ class RemoteUnit:
         return len(plan.stored)
 
     def match(self, keys: Sequence[Keys], request_id: str | None = None) -> tuple[str, MatchResult]:
-        """Looks up as vLLM does: again and again while the request waits."""
+        """Looks up as vLLM does: repeatedly while the request waits."""
         if request_id is None:
             self._requests += 1
             request_id = f"request {self._requests}"

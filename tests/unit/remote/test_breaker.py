@@ -1,4 +1,4 @@
-"""When a store is left alone, for how long, and what is remembered of its keys meanwhile."""
+"""When a store is not asked, for how long, and what is remembered of its keys meanwhile."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_more_than_half_of_the_last_values_failing_is_a_loss() -> None:
     # Values before a loss no longer count.
     breaker.lost("values", 0.0)
     assert breaker.judge(0, half) == ""
-    # Good values push bad ones out.
+    # Good values displace bad ones.
     assert breaker.judge(WATCHED, 0) == ""
     assert breaker.judge(0, half) == ""
 
 
 @pytest.mark.parametrize("pages", [WATCHED + 1, 101, 1011])
 def test_of_many_values_at_once_the_share_counts(pages: int) -> None:
-    """Rather than the values that happened to be counted last."""
+    """The share of all of them counts, rather than the values that happened to be counted last."""
     half = pages // 2
     assert closed().judge(pages - half // 2, half // 2) == ""
     assert closed().judge(pages - half - 1, half + 1)

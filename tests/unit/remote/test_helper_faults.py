@@ -1,4 +1,6 @@
-"""Helpers that die, hang and stop at any moment: no wrong byte, no slot lost or freed too early, and the tier heals."""
+"""Helpers that die, hang and stop at any moment: no wrong byte, no slot lost or freed too early, and the tier
+recovers.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
 
 
 def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken link does not wait for the kernel: slots are free while the process can still write to them."""
+    """The control's broken link does not wait for the kernel: slots are freed while the process can still write to
+    them.
+    """
     unit, lost = stored(), HelperLink.lost
 
     def ends(self: HelperLink, reason: str) -> None:
@@ -208,7 +212,7 @@ def test_helper_that_dies_at_each_start_is_started_ever_less_often(
     while time.monotonic() - begun_s < 4.0:
         assert load_in_time(unit, KEYS) == 0 or not unit.tier.down
         time.sleep(0.01)
-    # Rests of 0.05, 0.1, 0.2, 0.4 s, then 0.8 s, each at most a quarter shorter.
+    # Pauses of 0.05, 0.1, 0.2, 0.4 s, then 0.8 s, each at most a quarter shorter.
     assert 2 <= unit.plane.totals.restarts <= 4 + (time.monotonic() - begun_s) / 0.6 + 1
     plan.clear()
     heals(unit, KEYS)
@@ -224,7 +228,7 @@ def test_helper_that_dies_at_the_first_start_is_an_error(redis: RedisServer, pla
 
 @pytest.mark.parametrize("deed", ["kill", "hang"])
 def test_unit_starts_though_the_store_makes_its_client_fail(stored: Build, plan: Plan, deed: str) -> None:
-    """Such as a library whose server hangs, or that crashes on the server's answer: the settings are right."""
+    """For example the library's server hangs, or the library crashes on the server's answer: the settings are right."""
     plan.set("alive", deed)
     unit = stored()
     assert unit.tier.down
@@ -254,7 +258,7 @@ def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer
         for stream in (child.stdin, child.stdout):
             assert stream is not None
             stream.close()
-    # The helper's new parent may leave it unreaped.
+    # The helper's new parent may not reap it.
     wait_for(lambda: state_of(helper) in ("", "Z"), "the helper ends")
 
 

@@ -1,5 +1,6 @@
-"""Helpers killed again and again, at random moments of gets, checks and puts, beside a unit that reads the same
-pages."""
+"""Helpers are killed repeatedly, at random moments of gets, checks and puts, beside a unit that reads the same
+pages.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ class Killing:
         self.load(victim, prompt)
 
     def check(self) -> None:
-        """All heal, and every page that a killed put left in the store is right."""
+        """All units recover, and every page that a killed put left in the store is right."""
         for victim in self.victims:
             heals(victim, self.prompts[0])
         for keys in self._put:
@@ -142,7 +143,7 @@ def test_killed_helpers_deliver_no_wrong_byte_and_lose_no_slot(killing: Killing,
 def test_control_a_plane_whose_killed_ops_are_good(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """For pages that were never read, a reader gets the former bytes of their slots."""
+    """A control: for pages that were never read, a reader gets the former bytes of their slots."""
 
     def published(self: RemotePlane, moving: Moving, reason: str) -> None:
         del self._moving[moving.op.op_id]
@@ -157,7 +158,7 @@ def test_control_a_plane_whose_killed_ops_are_good(
 def test_control_a_plane_that_loses_an_op(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """Its slots are never free again, which the end of a test notices."""
+    """A control: its slots are never freed, which the end of a test notices."""
     reaped = RemotePlane.reaped
 
     def loses(self: RemotePlane, how: str) -> None:

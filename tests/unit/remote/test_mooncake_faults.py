@@ -1,4 +1,4 @@
-"""Mooncake's servers and clients die, hang and come back: calls end, report what they know, and work again later."""
+"""Mooncake's servers and clients die, hang and come back: calls end, report the known result, and work again later."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_stopped_master_holds_a_call_for_a_second(child: StoreChild, servers: tu
     assert_nothing_is_known(child, HANG_S)
     master.resume()
     until(lambda: works(child))
-    # The master had queued a removal that nobody waited for: it is now carried out.
+    # The master had queued a removal for which no call waited: it is now carried out.
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO]
 
 
@@ -121,7 +121,9 @@ def test_store_opens_before_its_stopped_master_goes_on(
 def test_values_of_a_killed_owner_exist_and_cannot_be_read(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """The store lies until the owner's time to live ends: it claims that the name exists and that it was put again."""
+    """The store gives wrong answers until the owner's time to live ends: that the name exists, and that it was put
+    again.
+    """
     _, owner = servers
     owner.kill()
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.YES]
@@ -161,7 +163,7 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
     shared = set(os.listdir("/dev/shm"))
     with store_child(namespace, tmp_path, servers[0].url) as killed:
         assert killed.ask("alive", DEADLINE_S) == ""
-        # Repeats the names: the call outlasts the kill.
+        # Repeats the names, so that the call outlasts the kill.
         killed.begin("get", names * 30, [[1 << 20]] * 960, HEALED_S)
         time.sleep(0.5)
         killed.kill_now()

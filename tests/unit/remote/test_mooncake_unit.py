@@ -1,4 +1,5 @@
-"""Units over a real Mooncake whose servers die, stop and lie: equal bytes or a miss, no slot lost, and the tier heals.
+"""Units over a real Mooncake whose servers die, stop and lie: equal bytes or a miss, no slot lost, and the tier
+recovers.
 
 All of it runs in a network namespace; without one, the tests are skipped and say so.
 """
@@ -111,7 +112,7 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
     assert unit.call("load_pages", "one", "prompt", PAGES) == 0
     assert unit.call("store_pages", "one", "new", 4) == 0
     if how == "killed":
-        # A new owner too: the new master does not know the former owner's values.
+        # There is a new owner too, because the new master does not know the former owner's values.
         owner.kill()
         master.start()
         owner.start()
@@ -122,8 +123,9 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
 
 @pytest.mark.parametrize("kind", ["get", "put"])
 def test_owner_killed_in_an_op(unit: StoreChild, servers: tuple[Master, Owner], kind: str) -> None:
-    """The master still reports the owner's values as present (-800, or -703 for those being put): a miss, and no wrong
-    byte."""
+    """The master still reports the owner's values as present (-800, or -703 for those being put): reads are misses,
+    without a wrong byte.
+    """
     _, owner = servers
     if kind == "get":
         assert unit.call("store_pages", "one", "long", MANY) == MANY
@@ -156,7 +158,7 @@ def test_owner_stopped_for_a_while(unit: StoreChild, servers: tuple[Master, Owne
 def test_full_store_takes_no_more_and_serves_what_it_has(
     child: StoreChild, namespace: Namespace, tmp_path: Path
 ) -> None:
-    # By itself the store would evict, on a slow machine, values that nobody has read yet.
+    # By default, on a slow machine, the store would evict values that have not been read yet.
     flags = ["--default_kv_lease_ttl=600000", "--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0"]
     with mooncake(namespace, tmp_path, mib=16, flags=flags) as (master, _):
         for name in ("one", "two"):
@@ -183,11 +185,11 @@ def test_control_a_store_without_its_owner_does_not_serve(
 
 
 def test_store_that_evicts_stays_in_use(child: StoreChild, namespace: Namespace, tmp_path: Path) -> None:
-    """A value written a moment ago may be gone already: a miss, and no sign of a lost store."""
+    """A value that was just written may already be gone: this is a miss, and no sign of a lost store."""
     with mooncake(namespace, tmp_path, mib=16) as (master, _):
         assert child.call("make", "one", master.url) == ""
         for number in range(16):
-            # Some values may find no room until others are evicted.
+            # There may be no room for some values until others are evicted.
             child.call("store_pages", "one", f"prompt {number}", MANY)
             child.call("load_pages", "one", f"prompt {number}", MANY)
             assert child.call("down", "one") == ""

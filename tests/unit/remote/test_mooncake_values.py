@@ -1,4 +1,4 @@
-"""Mooncake's real master and owner: a value comes back whole, and is written nowhere else."""
+"""Mooncake's real master and owner: a value comes back unchanged, and is written nowhere else."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_names_are_found_until_they_are_removed(child: StoreChild) -> None:
     names = [f"name/{i}" for i in range(300)]
     assert child.ask("exists", names, DEADLINE_S) == [Presence.NO] * 300
     assert child.call("put", names[:3], [random_value([10], i) for i in range(3)], DEADLINE_S) == [0] * 3
-    # `exists` gives a lease, which an unforced removal would respect.
+    # `exists` takes a lease, which an unforced removal would respect.
     assert child.ask("exists", names, DEADLINE_S) == [Presence.YES] * 3 + [Presence.NO] * 297
     assert child.ask("remove", names, DEADLINE_S) == [True] * 300
     assert child.ask("exists", names, DEADLINE_S) == [Presence.NO] * 300

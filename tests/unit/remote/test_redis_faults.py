@@ -1,4 +1,6 @@
-"""A server's fault costs the values asked of it, but neither time beyond the deadline nor others' answers."""
+"""A server's fault costs the values requested from it, but neither time beyond the deadline nor other servers'
+answers.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
 
 
 def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list[RedisServer]) -> None:
-    """After the first call, whose names on this server fail."""
+    """This holds after the first call, in which the names on this server fail."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].stop()
@@ -124,7 +126,7 @@ def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list
 
 
 def test_all_servers_are_asked_again_where_none_is_used(servers: list[RedisServer]) -> None:
-    """However long each is to be left alone: the caller has waited already."""
+    """However long each server is to be left alone: the caller has waited already."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     for server in servers:
@@ -217,7 +219,7 @@ def test_control_the_same_server_with_a_right_answer(tmp_path: Path) -> None:
 
 
 def test_what_nobody_asked_for_ends_the_connection() -> None:
-    """Otherwise it would be taken for the answer to the next question."""
+    """Otherwise the late answer would be taken for the answer to the next question."""
     with FakeRedis(says(b":0\r\n:1\r\n")) as server:
         store = open_store(StoreOptions((server.url,)))
         assert store.exists(["a"], DEADLINE_S) == [Presence.NO]
@@ -227,7 +229,7 @@ def test_what_nobody_asked_for_ends_the_connection() -> None:
 
 
 def test_a_value_too_long_to_be_skipped_costs_the_connection_alone() -> None:
-    """The server sends none of its bytes: reading the value would wait until the deadline."""
+    """The server sends none of the value's bytes: reading the value would wait until the deadline."""
 
     def script(taken: socket.socket, number: int) -> None:
         says(b"$999999999\r\n" if number == 1 else VALUE)(taken, number)

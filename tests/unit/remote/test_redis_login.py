@@ -1,4 +1,4 @@
-"""Which users may use a Redis server, the server's own identity, and that no password is shown."""
+"""Users that a Redis server admits, the server's own identity, and that no password is shown."""
 
 from __future__ import annotations
 

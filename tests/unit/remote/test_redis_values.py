@@ -40,7 +40,7 @@ def test_batches_of_64_large_values_come_back(redis_store: Store) -> None:
 
 @pytest.mark.parametrize("stored", [0, 1, 99, 101, 100_000, SKIP_BYTES, SKIP_BYTES + 1])
 def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: Store, stored: int) -> None:
-    """And the values after it in the same call are read."""
+    """The values after it in the same call are also read."""
     right = drawn(100, 3)
     assert redis_store.put(["other", "right"], [[drawn(stored, 4)], [right]], DEADLINE_S) == [Outcome.OK] * 2
     other, after = Guarded([60, 40]), Guarded([100])
@@ -90,7 +90,7 @@ def test_absent_names_are_told_from_present_ones(redis_store: Store) -> None:
 
 
 def test_sizes_are_those_of_the_values(redis_store: Store) -> None:
-    """Including a size that equals a code, and a large one among others."""
+    """The sizes include one that equals a code, and a large one among others."""
     sizes = [0, 1, 4, 3_000_001, 7]
     names = [f"of {size}" for size in sizes]
     redis_store.put(names, [[drawn(size, size)] for size in sizes], DEADLINE_S)
@@ -113,7 +113,7 @@ def test_thousands_of_names_are_answered_in_order(redis_store: Store) -> None:
 
 
 def test_a_put_overwrites(redis_store: Store) -> None:
-    """So a value that fails its check does not stay for good."""
+    """So a value that fails its check does not stay for ever."""
     for seed, size in [(7, 50), (8, 50), (9, 70)]:
         assert redis_store.put(["name"], [[drawn(size, seed)]], DEADLINE_S) == [Outcome.OK]
     memory = Guarded([70])

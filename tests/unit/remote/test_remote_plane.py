@@ -1,4 +1,6 @@
-"""Ops and questions between a unit and its store's process, which the test plays: each ends once, at the right time."""
+"""Ops and questions between a unit and its store's process, which the test plays: each ends exactly once, at the right
+time.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def test_control_get_that_just_began_is_not_silent(played: PlayedPlane) -> None:
 
 
 def test_process_that_answers_no_question_is_killed(played: PlayedPlane) -> None:
-    """Each request goes on after its time limit; the process must not delay every one of them."""
+    """Each request continues after its time limit; the process must not delay every one of them."""
     played.ask(1)
     played.after(0.1)
     assert [(op_id, len(found)) for op_id, found in played.plane.answers()] == [(1, 0)]

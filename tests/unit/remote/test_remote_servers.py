@@ -1,4 +1,6 @@
-"""Servers of a unit's store that die, stop, forget, fill up and hang up: misses, and the tier heals."""
+"""Servers of a unit's store that die, stop, forget, fill up and disconnect: the results are misses, and the tier
+recovers.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
         server.start()
         unit.up()
         assert load_in_time(unit, KEYS) == 0, "it is empty"
-        # The unit asks again for what it knew, and missing pages are computed and written.
+        # The unit asks again for the keys that it knew, and missing pages are computed and written.
         write_all(other, KEYS)
         unit.poll_until(lambda: load_in_time(unit, KEYS) == PAGES * BLOCK_TOKENS, "absence is forgotten")
         unit.check_no_leaks()
@@ -99,7 +101,7 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
 
 
 def test_one_frozen_server_of_three_costs_its_own_pages(build: Build, tmp_path: Path) -> None:
-    """Prompts of one page each: those on the other servers are served, and the tier stays up."""
+    """Prompts of one page each: the prompts on the other servers are served, and the tier stays up."""
     with redis_server(tmp_path) as one, redis_server(tmp_path) as two, redis_server(tmp_path) as three:
         urls = ",".join(server.url for server in (one, two, three))
         prompts = [chain(f"prompt {number}", 1) for number in range(24)]
@@ -153,7 +155,7 @@ def test_full_server_keeps_what_it_has(build: Build, tmp_path: Path) -> None:
 
 
 class Proxy:
-    """Stands for a network between a unit and its server: hangs up after so many bytes of answers."""
+    """A stand-in for the network between a unit and its server: it disconnects after so many bytes of answers."""
 
     def __init__(self, port: int) -> None:
         self._to = port

@@ -1,4 +1,4 @@
-"""Units with a store that machines share: a unit reads what another has written, and nothing wrong is ever loaded."""
+"""Units with a store that machines share: a unit reads what another has written, and no wrong byte is ever loaded."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_at_the_end_what_waits_is_written_and_nothing_else(
 
 
 def test_what_the_store_lacks_is_written_from_between_what_it_has(build: Build) -> None:
-    """Takes more than one question, and batches of pages that are not adjacent."""
+    """Needs more than one question, and batches of pages that are not adjacent."""
     keys = chain("prompt", 700)
     there = np.arange(700) % 3 == 1
     first = build(host_bytes=16 << 20)
@@ -192,7 +192,7 @@ def test_a_prefetch_goes_on_when_the_store_has_answered(build: Build) -> None:
 def test_a_prefetch_asks_the_store_and_reads_it_as_its_request_allows(
     build: Build, settings: RequestSettings, pages: int
 ) -> None:
-    """Also when it goes on with the store's answer."""
+    """This also holds when the lookup goes on with the store's answer."""
     keys = chain("prompt", 12)
     written(build(), keys)
     unit = build()
@@ -210,7 +210,7 @@ def test_a_budget_slows_what_is_written_and_loses_nothing(build: Build) -> None:
     begun_s = time.monotonic()
     written(unit, keys)
     assert unit.plane.totals.puts["ok"] == 64
-    # One second's worth may be sent at once, and the last batch ahead of its time.
+    # One second's worth may be sent at once, and the last batch ahead of schedule.
     batch = unit.plane.totals.bytes_put // 8
     assert time.monotonic() - begun_s > (unit.plane.totals.bytes_put - batch) / rate - 1
 
@@ -256,7 +256,7 @@ def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> 
 
 
 class Spoiler:
-    """Damages values in the store, like a store that loses bytes or somebody who writes to it."""
+    """Damages values in the store, like a store that loses bytes or another program that writes to it."""
 
     def __init__(self, store: Store, unit: RemoteUnit) -> None:
         self._store = store
@@ -350,7 +350,7 @@ def test_short_long_and_exchanged_values_are_misses(build: Build, redis_store: S
 def test_many_foreign_values_are_misses_and_leave_the_store_in_use(
     build: Build, redis: RedisServer, redis_store: Store, kind: str
 ) -> None:
-    """More of them than the breaker watches: the tier heals as pages are recomputed and written again."""
+    """There are more of them than the breaker watches: the tier recovers as pages are recomputed and written again."""
     keys = chain("prompt", WATCHED + 10)
     first = build()
     written(first, keys)

@@ -1,4 +1,4 @@
-"""Without `remote.urls` there is no trace of the remote tier: no process, no import, no question."""
+"""Without `remote.urls` there is no trace of the remote tier: no process, no import, no question to a store."""
 
 from __future__ import annotations
 

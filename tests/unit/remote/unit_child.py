@@ -1,4 +1,4 @@
-"""A process with a unit that reads `prompt`'s pages, and writes its helper's pid; it runs until it is killed."""
+"""A process with a unit that reads the pages of `prompt` and prints its helper's pid; it runs until it is killed."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Engine:
         self.cache.manager.release("s")
 
     def find(self, hashes: list[str]) -> int:
-        """How many leading blocks are available; those on disk are fetched."""
+        """The number of leading blocks that are available; blocks on disk are fetched."""
         found = self.cache.match("r", self.keys(hashes), 30.0)
         self.cache.manager.check_integrity()
         return found

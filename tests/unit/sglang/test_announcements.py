@@ -1,5 +1,6 @@
-"""A router that knows nothing but what is announced predicts what a rank serves, over evictions, forgotten pages,
-flushes of the engine, resets and restarts. SGLang is not needed."""
+"""A router that knows only the announced pages predicts what a rank serves, through evictions, forgotten pages, flushes
+of the engine, resets and restarts. SGLang is not needed.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ IDENTITY = bytes(32)
 
 
 class Router:
-    """What it was told of, by medium. A page that is announced twice, or removed without having been announced, is an
-    error here, because the routers of Dynamo and llm-d count announcements.
+    """The pages that were announced to it, by medium. A page that is announced twice, or removed without having been
+    announced, is an error here, because the routers of Dynamo and llm-d count announcements.
 
     Args:
-        misses_one: does not hear that a prompt's first page leaves its last medium, and hears of all else.
+        misses_one: a control: it misses the event that a prompt's first page leaves its last medium, and gets all
+            others.
     """
 
     def __init__(self, misses_one: bool = False) -> None:
@@ -75,7 +77,7 @@ class Router:
 
 
 def chain(prefix: int, parted: int, turn: int, pages: int) -> list[str]:
-    """Hashes of a prompt that leaves a common prefix after `parted` pages."""
+    """Hashes of a prompt that diverges from a common prefix after `parted` pages."""
     common = hashes_of(*((prefix, at) for at in range(parted)))
     return common + hashes_of(*((prefix, parted, turn, at) for at in range(pages - parted)))
 
@@ -89,7 +91,7 @@ FIRSTS = {
 
 
 class Announced:
-    """A rank with little host memory and a disk, its router, and drawn requests."""
+    """A rank with little host memory and a disk, its router, and randomly drawn requests."""
 
     def __init__(self, worlds: Callable[..., World], folder: Path, router: Router, **settings: Any) -> None:
         disk: dict[str, Any] = {
@@ -115,7 +117,7 @@ class Announced:
         )
 
     def store(self, hashes: list[str]) -> bool:
-        """Offloads a node's pages, as the linker does, and waits for its end."""
+        """Offloads a node's pages, as the linker does, and waits for the end."""
         named = [Named(page.encode(), page.encode()) for page in hashes]
         self.told.begin_store(self.world.cache.keys(hashes), named)
         stored = self.world.store(hashes, list(range(1, len(hashes) + 1)))
@@ -123,7 +125,7 @@ class Announced:
         return stored
 
     def settle(self) -> None:
-        """Lets the disk end what it has to write, and the router hear of it."""
+        """Waits until the disk has written all pages and the router has heard of them."""
         ends_s = time.monotonic() + WAIT_S
         while self.world.cache.disk_busy:
             assert time.monotonic() < ends_s
@@ -140,8 +142,8 @@ class Announced:
     def serve_one(self) -> tuple[int, int]:
         """Serves a request and stores it; returns the pages that the router predicted, and those that were served.
 
-        A lookup that reads from disk makes room in host memory. If what leaves is written to a full disk, a page of the
-        prompt may leave that, which counts if the router hears of it.
+        A lookup that reads from disk makes room in host memory. If an evicted page is written to a full disk, a page of
+        the prompt may be evicted from that disk; this is counted if the router hears of it.
         """
         hashes = self.prompt()
         self.settle()
@@ -199,7 +201,7 @@ def test_control_a_removal_that_is_not_heard_is_seen(make: Make) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["through", "evict"])
 def test_a_router_predicts_what_is_served_over_restarts(make: Make, mode: str) -> None:
-    """The router of each process hears that process alone."""
+    """The router of each process hears only that process."""
     for number in range(3):
         announced = make(disk__mode=mode)
         announced.settle()

@@ -41,13 +41,13 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def counts(world: World) -> tuple[int, int]:
-    """Pages loaded and stored without a page of host memory."""
+    """Numbers of pages loaded and stored without a page of host memory."""
     disk = world.cache.manager.tiers[1].counts
     return disk.gds_read, disk.gds_written
 
 
 def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch.Tensor]]:
-    """A rank for which only the disk has four pages, and their content."""
+    """A rank with four pages that are only on disk, and their content."""
     first = worlds(**settings(folder, **more))
     contents = [first.page(page) for page in PAGES]
     assert first.store(hashes_of(*PAGES), PAGES)
@@ -105,7 +105,7 @@ def test_a_damaged_page_fails_its_request_by_name_and_is_computed_next_time(
 
 
 def test_control_bytes_of_a_failed_load_are_wrong(worlds: Any, tmp_path: Path) -> None:
-    """Using them all the same would mean computing with the former bytes of the pages."""
+    """Using them anyway would mean computing with the former bytes of the pages."""
     world, contents = restarted(worlds, tmp_path)
     spoil(tmp_path)
     assert load(world) == (4, False)
@@ -207,7 +207,7 @@ def test_an_offload_by_two_ways_ends_with_the_last_of_them(
 def test_promises_of_one_forward_wait_for_the_disk_together(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool, waits: list[float]
 ) -> None:
-    """The engine stands still meanwhile; and if one of a forward's loads is lost, all of them are."""
+    """The engine stands still meanwhile; and if one of the loads of a forward pass is lost, all of them are."""
     world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
     match, clock_s, waited = world.cache.match, [100.0], []
 

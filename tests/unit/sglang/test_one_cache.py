@@ -1,4 +1,6 @@
-"""One folder, several engines: a page stored from one pool arrives in another's order, or is a miss with a name."""
+"""One folder, several engines: a page stored from one pool arrives in another pool's order, or is a miss with a named
+reason.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,7 @@ def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_pat
 
 
 def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
-    """The index is from the start; each page identifies itself."""
+    """The index was read at the start; each page identifies itself."""
     slots = {"disk__bytes_per_folder": 3 * 8192}
     one = start(sglang(), **slots)
     one.store(PAGES, FROM)
@@ -205,7 +207,7 @@ def test_nothing_in_another_units_folder_changes(start: Start, tmp_path: Path) -
         files = [path for path in sorted((tmp_path / "disk").rglob("*")) if path.is_file()]
         return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
-    # A slab that was cut short has rows beyond its end: its own unit drops them, nobody else does.
+    # A slab that was cut short has rows beyond its end: only its own unit drops them.
     [slab] = (tmp_path / "disk").rglob("*.slab")
     with open(slab, "r+b") as file:
         file.truncate(slab.stat().st_size // 2)
@@ -252,7 +254,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     assert other.find(PAGES) == 0
     assert not manager.tiers[2].present(0, other.keys(PAGES)).any()
     other.cache.manager.check_integrity()
-    # The page arrives at last, and is discarded: the slot may be another's by now.
+    # The page finally arrives, and is discarded, because its slot may belong to another page by now.
     hangs.set()
     other.close()
     assert "was not read within" in brought[0]
@@ -277,7 +279,7 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
     assert other.cache.manager.work.moving
     other.cache.close()
     assert not other.cache.manager.work.moving, "what hangs was given up"
-    # The host slots are freed by now, or another's.
+    # By now the host slots are free or hold other pages.
     hangs.set()
     assert ended.wait(60)
     assert brought[0].startswith("closed, and a page was not read within")

@@ -1,4 +1,4 @@
-"""Batches of pages from several threads: a wait in one of them delays none of the others."""
+"""Batches of pages from several threads: a wait in one thread does not delay the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HeldReads:
 
 @pytest.fixture
 def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, PageBatches, HeldReads]]:
-    """Only the disk has pages 1 to 3, and its reads are held back."""
+    """Pages 1 to 3 are only on disk, and its reads are held back."""
     settings = {"disk__folders": str(tmp_path), "disk__bytes_per_folder": 4 << 20}
     first = worlds(**settings)
     first.store(hashes_of(1, 2, 3), [1, 2, 3])
@@ -71,7 +71,7 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
 
 @contextmanager
 def in_thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs a call in a thread beside the block; its answer is in the list when the block has ended."""
+    """Runs a call in a thread during the block; its result is in the list when the block has ended."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
     thread.start()
@@ -144,8 +144,9 @@ def test_what_was_stored_goes_to_disk_without_further_calls(slow: Any) -> None:
 def test_a_load_that_did_not_run_costs_its_own_pages_alone(
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, fails_requests: bool
 ) -> None:
-    """Each page of a batch gets its own answer. Control: an engine that ends failed requests is promised nothing for a
-    while."""
+    """Each page of a batch gets its own answer. The control: an engine that ends failed requests is promised nothing
+    for a while.
+    """
     world = worlds(fails_requests=fails_requests, load__deadline_s=0.5)
     batches = PageBatches(world.cache, LONG_S)
     assert batches.store(hashes_of(1, 2), blocks([1, 2])).all()

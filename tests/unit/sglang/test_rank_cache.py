@@ -166,7 +166,7 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
         world.offloads.add(world.cache.keys(hashes_of(number)), blocks([number]), None)
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
-    # As if the first were still under way: those after it have to wait.
+    # As if the first load were still under way: the loads after it must wait.
     first.under_way.add(OpId(0))
     assert second.done
     assert third.done
@@ -236,7 +236,7 @@ def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
     late = testing_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
     world = worlds(
         testing_ext.FaultyMover(c_ext.HostMover(), [late]),
-        fails_requests=False,  # or else nothing would be promised for a while
+        fails_requests=False,  # otherwise nothing would be promised for a while
         load__deadline_s=0.01,
         transfer__stuck_s=30.0,
     )
@@ -347,12 +347,12 @@ def test_a_refused_cache_holds_no_folder(
 
     with monkeypatch.context() as broken:
         broken.setattr(rank_cache, "MetricReport", fails)
-        # The exception's traceback keeps alive everything that was made.
+        # The exception's traceback keeps all created objects alive.
         with pytest.raises(RuntimeError) as caught:
             worlds(**settings)
     world = worlds(**settings)
     assert world.store(hashes_of(1), [1])
-    # The control: a working cache has the folder for itself.
+    # The control: a working cache keeps the folder locked.
     with pytest.raises(DiskError, match="in use"):
         worlds(**settings)
     assert caught.value.args

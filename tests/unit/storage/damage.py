@@ -1,4 +1,4 @@
-"""Files of a closed disk tier, and the flipping of a bit in them."""
+"""Files of a closed disk tier, and bit flips in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A disk tier with a host pool and a transfer engine, and no engine's pool: pages are made up in host slots."""
+"""A disk tier with a host pool and a transfer engine, but without an engine's pool: pages are generated in host
+slots.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ def make_group(
 
 
 def sharing_groups() -> list[DiskGroup]:
-    """A full group, and two that share its slabs: a window with images of the same size, and a state with smaller
-    ones."""
+    """A full group, and two groups that share its slabs: a window with images of the same size, and a state with
+    smaller images.
+    """
     full = make_group(layers=3, run_bytes=4608, kv=1)
     state = make_group(layers=2, run_bytes=2560, kv=2)
     return [
@@ -154,7 +157,7 @@ class DiskWorld:
         return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.groups[of].stripe_bytes)]
 
     def payload(self, number: int, epoch: int = 0, of: int = 0) -> NDArray[np.uint8]:
-        """The stripes of block `number` with these weights: everything of its image before the trailer."""
+        """The stripes of block `number` with these weights: all bytes of its image before the trailer."""
         size = self.codecs[of].trailer_offset
         words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         words += np.uint64(number + (epoch << 32) + (of << 56))

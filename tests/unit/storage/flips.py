@@ -1,4 +1,4 @@
-"""Folders of a disk tier with one flipped bit in one file, opened again and again as the product opens them."""
+"""Folders of a disk tier with one flipped bit in one file, opened repeatedly as the product opens them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
 
 
 class Copies:
-    """Copies of a folder, each damaged in its own way, one at a time.
+    """Makes copies of a folder, each damaged in a different way, one at a time.
 
     Args:
         original: a root that `make_folder` filled.
@@ -84,7 +84,7 @@ class Copies:
 
         Raises:
             AssertionError: a page does not have its block's bytes, a generation was given before, or the disk is
-            unusable.
+                unusable.
         """
         unit = StripedSlabs.open(
             [self._work], IDENTITY, [GROUP], DiskOptions(SLOTS * IMAGE_BYTES, preallocate=False)

@@ -1,4 +1,4 @@
-"""A disk tier in a process for which the kernel refuses a system call, as a container's seccomp filter does.
+"""Runs a disk tier in a process for which the kernel refuses a system call, as a container's seccomp filter does.
 
 Arguments: folder, `io` of the tier, number of the call, its errno, and the call's second argument if only calls with
 that one are refused, or -1. Prints, as JSON, the disk's state and the log; or the error that ended it.
@@ -68,7 +68,7 @@ def main() -> None:
     assert world.unit._lane is not None
     (_, _, backend, note), *_ = world.unit._lane.states()
     rings = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
-    # A line per entry of the table, with address and length if memory is registered there.
+    # One line per entry of the table, with address and length if memory is registered in it.
     pinned = sum(
         len(PLACE.findall(text.partition("UserBufs:")[2].partition("PollList:")[0])) for text in rings
     )

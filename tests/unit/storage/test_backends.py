@@ -1,5 +1,6 @@
 """The tier works without features that the kernel refuses, and says so: io_uring, and buffers that stay registered with
-it."""
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index that is damaged, lost or locked costs no page that is whole."""
+"""An index that is damaged, lost or locked costs no intact page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> N
 def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     world = make_disks()
-    given = world.unit.next_generations(3)  # a power cut may lose everything that was written under them
+    given = world.unit.next_generations(3)  # a power cut may lose everything written with these settings
     assert world.close()
     (slab.parent / "index.sqlite").write_bytes(b"no database at all" * 300)
     assert make_disks().unit.next_generations(1)[0] > given.max()
@@ -48,7 +48,7 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     make_disks: MakeDisks, lost: str, repair: bool
 ) -> None:
     slab, _ = filled(make_disks)
-    for _ in range(3):  # opens that write no page
+    for _ in range(3):  # openings that write no page
         world = make_disks()
         given = world.unit.next_generations(3)
         assert world.close()
@@ -255,7 +255,7 @@ def test_an_index_without_a_version_is_a_damaged_one(make_disks: MakeDisks) -> N
 def test_what_the_file_system_refuses_is_no_damage(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """SQLite reports a flipped bit and a file system that takes no writes in the same words."""
+    """SQLite reports a flipped bit and a read-only file system in the same words."""
     slab, _ = filled(make_disks)
     flip(slab.parent / "index.sqlite", 47)
     allocate = os.posix_fallocate

@@ -1,4 +1,4 @@
-"""Any fault in a slab's bytes makes the pages concerned a miss: never wrong bytes, never a crash."""
+"""Any fault in a slab's bytes makes the affected pages a miss, never wrong bytes or a crash."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_flipped_bit_on_the_disk_is_a_miss_and_fsck_names_it(make_disks: MakeD
     failed = world.read_rows(world.unit.rows(0))
     assert list(failed) == [2]
     assert "disk miss (data)" in failed[2]
-    world.write([2], [2])  # the slot is as good as before
+    world.write([2], [2])  # the slot is usable as before
     assert world.unit.stats().misses["data"] == 1
 
 
@@ -125,7 +125,7 @@ def test_sixty_four_bytes_of_something_else_are_a_miss(make_disks: MakeDisks) ->
 
 
 def test_a_place_whose_write_failed_can_be_written_again(make_disks: MakeDisks) -> None:
-    """Nothing stays charged or locked, for the page, the place or the host slot."""
+    """Nothing stays counted or locked for the page, the place or the host slot."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=0)])
     world = make_disks(faults=faults)
     result, _ = world.write([1], [0])

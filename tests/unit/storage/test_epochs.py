@@ -1,4 +1,4 @@
-"""After a reset no page of the former weights is served, whichever disk or index was away during the reset."""
+"""After a reset no page of the former weights is served, whichever disk or index was missing during the reset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, ke
 
 
 class TwoDisks:
-    """A unit on two disks, one of which may be away: a file stands in place of its folder."""
+    """A unit on two disks, one of which may be missing: then a file is in place of its folder."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.disks = [tmp_path / "disk0", tmp_path / "disk1"]
@@ -81,7 +81,7 @@ def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -
 
 
 def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) -> None:
-    """It missed the second reset and no other disk knows of it: pages of an odd epoch are dropped all the same."""
+    """The disk missed the second reset, and no other disk has recorded it: pages of an odd epoch are dropped anyway."""
     two = TwoDisks(tmp_path)
     world = two.open()
     world.unit.reset(1)

@@ -46,7 +46,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def at_rest(memory: Path) -> Copies:
-    """A folder that was closed: its index is one file."""
+    """A folder that was closed, whose index is one file."""
     world = make_folder(memory / "original")
     assert world.close()
     return Copies(memory / "original", memory / "work", world)
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: Copies) -> None:
 
 
 def test_a_schema_that_is_no_text_any_more_costs_no_page(at_rest: Copies) -> None:
-    """SQLite quotes it in its message, which is then not valid text either."""
+    """SQLite quotes the damaged text in its message, which is then not valid text either."""
     schema = (at_rest.fresh() / "index.sqlite").read_bytes().index(b"CREATE TABLE")
     for offset in range(schema, schema + 60):
         flip_bit(at_rest.fresh() / "index.sqlite", offset, 7)
@@ -102,7 +102,7 @@ def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["epoch", "opens", "lock"])
 def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) -> None:
-    """It also repeats no generation, and serves no pages of other weights."""
+    """The tier also repeats no generation, and serves no pages of other weights."""
     world = make_folder(memory / "original", epoch=2)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -112,8 +112,9 @@ def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(crashed: Copies, name: str) -> None:
-    """A log that ends early looks like one after a crash: its missing commits are not served. Nothing else is lost or
-    wrong."""
+    """A log that ends early looks like a log after a crash: its missing commits are not served. Nothing else is lost or
+    wrong.
+    """
     size = (crashed.fresh() / name).stat().st_size
     for length in range(0, size, 1000):
         os.truncate(crashed.fresh() / name, length)
@@ -178,7 +179,7 @@ def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
 def test_without_epoch_and_index_no_page_is_served(
     memory: Path, epoch: int, lose: Callable[[Path], object]
 ) -> None:
-    """Nothing shows any more whether the pages belong to the present weights."""
+    """It can no longer be known whether the pages belong to the present weights."""
     world = make_folder(memory / "original", epoch=epoch)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)

@@ -1,4 +1,4 @@
-"""How much of a file system a unit's folder may take."""
+"""The share of a file system that a unit's folder may take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.storage.disk_world import IDENTITY, make_group
 
 @pytest.fixture(autouse=True)
 def _disk_of_a_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that this test alone fills: the machine's own free space changes during a test."""
+    """A file system that only this test fills: the machine's own free space changes during a test."""
     monkeypatch.setattr(
         "shutil.disk_usage", lambda root: SimpleNamespace(free=(1 << 30) - held_bytes(tmp_path))
     )
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
         return bytes_per_folder(config.disk, 1, own_bytes(IDENTITY, make_group()))
 
     assert size(bad, good) == size(good)
-    # Two folders on one file system share the size that one would have.
+    # Two folders on one file system share the size that a single folder would have.
     assert size(good, tmp_path / "beside") == size(good) // 2
     with pytest.raises(
         DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory; disk.folders "

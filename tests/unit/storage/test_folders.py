@@ -1,4 +1,4 @@
-"""A unit's folder: one user at a time, and as many slots as its budget holds."""
+"""A unit's folder: one unit uses it at a time, and it has as many slots as fit its budget."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
 def test_a_unit_starts_while_another_reads_its_index(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units of one node start together, and each holds the others' folders for a moment."""
+    """Units of one node start together, and each locks the others' folders for a moment."""
     world = make_disks()
     folder = world.folder
     assert world.close()
@@ -157,7 +157,7 @@ def test_lock_is_closed_once_by_threads_that_release_it_together(
     def close_and_come_again(closing: int) -> None:
         closed.append(closing)
         if len(closed) == 1:
-            lock.release()  # like another thread, before this one goes on
+            lock.release()  # as another thread would, before this one continues
         real(closing)
 
     monkeypatch.setattr(os, "close", close_and_come_again)

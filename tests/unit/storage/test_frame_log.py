@@ -1,4 +1,4 @@
-"""The file of frames beside an index: what a crash, damage, another writer and another identity leave of it."""
+"""The file of frames beside an index: what is left of it after a crash, damage, another writer or another identity."""
 
 from __future__ import annotations
 

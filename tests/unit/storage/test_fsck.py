@@ -12,7 +12,7 @@ from tests.unit.storage.disk_world import MakeDisks
 
 
 def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
-    """The pages are still there, whole. They come back only if no record of their eviction is left."""
+    """The pages are still there and intact. They come back only if no record of their eviction is left."""
     world = make_disks()
     _, generations = world.write(range(6), range(6))
     world.wait_durable(range(6), generations)

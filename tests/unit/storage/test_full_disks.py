@@ -1,4 +1,6 @@
-"""A full disk costs the pages that find no space: its pages are served, and it is written to again later."""
+"""A full disk costs only the pages for which it has no space: its pages are served, and it is written to again
+later.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
     assert "takes no new pages: No space left on device" in caplog.text
     for at in range(0, len(good), 8):
         assert world.read(good[at : at + 8], good[at : at + 8], generations[at : at + 8]).reason == ""
-    # A slot that has its space takes another page, whether the disk is full or not.
+    # A slot that has its space accepts another page, whether the disk is full or not.
     result, _ = world.write([700], [good[0]], publish=False)
     assert result.status is OpStatus.OK
     world.poll()
@@ -105,7 +107,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
 
 
 def punch(fd: int, world: DiskWorld, places: list[int]) -> None:
-    """Gives the space of pages back, like a person who makes room on the disk."""
+    """Frees the space of pages, like an operator who makes room on the disk."""
     import ctypes
 
     keep_size, punch_hole = 1, 2
@@ -197,7 +199,7 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
             path.unlink()
         shutil.copytree(left, small_disk, dirs_exist_ok=True)
     fill_up(small_disk)
-    for _ in range(2):  # the second start has what the first one needed
+    for _ in range(2):  # the second start has the space that the first one needed
         world = DiskWorld([small_disk], slots=8)
         assert world.unit.alive == (True,)
         rows = world.unit.rows(0)
@@ -217,7 +219,7 @@ def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
 
 
 def full_world(small_disk: Path, spare: bool = True, pages: int = 8) -> tuple[DiskWorld, Path]:
-    """A unit with durable pages on a disk that was filled since, with or without the folder's spare room."""
+    """A unit with durable pages on a disk that has been filled since, with or without the folder's spare room."""
     world = DiskWorld([small_disk], slots=8)
     _, generations = world.write(range(pages), range(pages))
     world.wait_durable(range(pages), generations)
@@ -293,7 +295,7 @@ def test_a_reset_without_spare_room_waits_for_space(
 
 
 def test_a_reset_that_finds_no_space_by_its_deadline_takes_the_disk_out(small_disk: Path) -> None:
-    """Otherwise nothing on the disk would keep the next process from serving its pages."""
+    """Otherwise nothing on the disk would prevent the next process from serving its pages."""
     world, _ = full_world(small_disk, spare=False)
     world.unit.reset(2, 0.1)
     (lost,) = world.poll().lost

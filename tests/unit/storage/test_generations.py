@@ -1,4 +1,4 @@
-"""Generations of writes: none is given twice, in one open or over several."""
+"""Generations of writes: none is given twice, within one opening or across several."""
 
 from __future__ import annotations
 

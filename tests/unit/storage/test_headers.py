@@ -1,4 +1,4 @@
-"""A slab's header says whose pages follow. A damaged header costs its slab; another's slab is left alone."""
+"""A slab's header says whose pages follow. A damaged header costs its slab; the slab of another model is left alone."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ def test_a_slab_without_a_copy_of_its_header_gets_one(make_disks: MakeDisks) -> 
 
 
 def test_the_copy_of_another_slabs_header_gives_no_page_away(make_disks: MakeDisks) -> None:
-    """With another model's header the slab is left alone; one of the same model names another slab, so no trailer
-    matches."""
+    """With another model's header the slab is left alone. A header of the same model belongs to another slab, so no
+    trailer matches.
+    """
     slab, _ = filled(make_disks)
     other, _ = filled(make_disks, identity=replace(IDENTITY, fingerprint=bytes(32)))
     shutil.copy(other.with_suffix(".header"), slab.with_suffix(".header"))
@@ -171,7 +172,7 @@ def header_of(*groups: DiskGroup, slab: int = 0) -> bytes:
 
 
 def test_what_one_full_group_leaves_on_disk_is_byte_for_byte_that_of_version_1() -> None:
-    """Digests of files written before there were several groups."""
+    """Digests of files of the format before several groups."""
     group = replace(make_group(layers=3, run_bytes=2304, ranks=2), format_id="a format")
     raw = header_of(group)
     assert len(raw) == 4096
@@ -267,7 +268,7 @@ RECORD_AT = FIXED.size
     ],
 )
 def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, at: int, value: int) -> None:
-    """Its digest matches: no disk has damaged it, so its pages are not thrown away."""
+    """The header's digest matches, so no disk has damaged it, and its pages are not dropped."""
     first, *more = sharing_groups()
     world = make_disks(group=first, more=more)
     slab = world.folder / "group0.slab"
@@ -289,7 +290,7 @@ def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, 
 def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In both directions, and for a version that is unknown yet."""
+    """In both directions, and for a version that does not exist yet."""
     caplog.set_level(logging.INFO, "flexkv.storage")
     first, *more = sharing_groups()
     plain, _ = filled(make_disks)
@@ -310,7 +311,7 @@ def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
 
 
 def test_models_lie_side_by_side(make_disks: MakeDisks, tmp_path: Path) -> None:
-    """Even two models whose names give the same folder name."""
+    """This holds even for two models whose names give the same folder name."""
     other = replace(IDENTITY, model="a model", fingerprint=bytes(32))
     slab, _ = filled(make_disks)
     other_slab, _ = filled(make_disks, identity=other)

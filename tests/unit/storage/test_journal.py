@@ -1,4 +1,4 @@
-"""When a group commit begins, and which rows wait for it, with a clock and a journal of the test's own."""
+"""When a group commit begins, and which rows wait for it, with the test's own clock and journal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rows:
     """Rows that arrive `gaps` seconds apart, and a clock that advances only during waits for them.
 
     Attributes:
-        hurry_s: time from which nothing may be waited for.
+        hurry_s: time from which the journal must not wait for more rows.
         waits: the timeout of each wait.
     """
 
@@ -110,7 +110,7 @@ def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two striped disks, a use takes half of its places from each journal's room."""
+    """With two striped disks, a record of use takes half of its places from the room of each journal."""
     go_on, write = threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:
@@ -158,7 +158,7 @@ class Watched(threading.Condition):
 def test_there_is_a_lag_from_a_publish_until_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Including the moment when the batch has left the queue and its commit has not begun."""
+    """This includes the moment when the batch has left the queue and its commit has not begun."""
     condition = Watched()
     monkeypatch.setattr(
         "flexkv.storage.journal.threading",

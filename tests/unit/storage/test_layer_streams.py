@@ -1,5 +1,6 @@
-"""Layers that go on to an engine's pool while the rest of their pages is still on disk: a layerwise DISK_READ on one
-transfer engine, and on another a layerwise load that names the read for each page."""
+"""Layers that are copied to an engine's pool while the rest of their pages is still on disk: one transfer engine runs a
+layerwise DISK_READ, and another a layerwise load that names the read for each page.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SLOTS = range(40, 40 + PAGES)
 
 
 class Streaming:
-    """PAGES pages on disk, and an engine's pool whose blocks they are to fill."""
+    """PAGES pages on disk, and an engine's pool whose blocks they will fill."""
 
     def __init__(self, make_disks: MakeDisks, run_bytes: int = 4096) -> None:
         self.faults = testing_ext.IoFaults([])
@@ -117,7 +118,7 @@ def test_layers_are_in_the_engines_pool_while_later_ones_are_on_disk(
 
 
 def test_a_read_by_pages_holds_every_layer_back(make_streaming: Callable[..., Streaming]) -> None:
-    """Shows the use of a layerwise read: the same load, of pages that arrive whole."""
+    """Shows the benefit of a layerwise read: the same load, of pages that arrive as a whole."""
     s = make_streaming()
     s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     load = s.load()

@@ -1,4 +1,4 @@
-"""Disks that fail, fill up, hang or cannot be opened: each is taken out alone."""
+"""Disks that fail, fill up, hang or cannot be opened: each is taken out of service by itself."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
 def test_an_opening_that_breaks_off_at_the_second_disk_lets_the_first_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example if memory is short for a large index: the first disk's journal runs already."""
+    """For example, memory is too small for a large index: the first disk's journal runs already."""
     before = set(threading.enumerate())
     begin_use, begun = DiskVolume.begin_use, []
 

@@ -1,4 +1,4 @@
-"""Pages go to the disks and come back, or are misses with a reason."""
+"""Pages are written to the disks and read back, or are misses with a reason."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_expired_page_is_a_miss(make_disks: MakeDisks) -> None:
 
 
 def test_layers_of_one_page_fail_alone(make_disks: MakeDisks) -> None:
-    """Damage in the last layer is found there; the first layer had arrived before."""
+    """Damage in the last layer is found with that layer; the first layer had arrived before."""
     world = make_disks()
     _, generations = world.write([1], [0])
     world.engine.close(30)
@@ -165,6 +165,7 @@ def test_a_page_that_was_written_again_is_not_the_one_that_an_earlier_tag_names(
 
 
 def test_a_new_page_format_is_a_new_format_of_values() -> None:
-    """Values in stores are pages with their trailers, but their names have a version of their own. Whoever changes the
-    page's adds the new pair here, with both numbers raised."""
+    """Values in stores are pages with their trailers, but their names have a separate version. A change of the page's
+    version adds the new pair here, with both numbers raised.
+    """
     assert (c_ext.PAGE_VERSION, VALUE_VERSION) in {(1, 1)}

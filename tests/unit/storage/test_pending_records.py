@@ -1,5 +1,6 @@
-"""Records that a full journal had no room for: the page serves, is durable once there is room, and the record goes with
-its page."""
+"""Records for which a full journal had no room: the page is served, becomes durable once there is room, and the record
+is dropped with its page.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ def test_a_disk_that_hangs_takes_no_time_of_the_others(
     assert world.engine.close(GENEROUS_S)
     closing = threading.Thread(target=world.unit.close, args=(GENEROUS_S,))
     closing.start()
-    other._thread.join(GENEROUS_S / 2)  # the close has not given up by then
+    other._thread.join(GENEROUS_S / 2)  # the close does not give up before then
     assert other.ended
     assert not hanging.ended
     go_on.set()
@@ -188,7 +189,7 @@ def test_a_lost_disk_owes_nothing(make_disks: MakeDisks, held_up: threading.Even
 
 
 def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> None:
-    """Even before the disk is found lost."""
+    """This holds even before the disk is found lost."""
     world = make_disks(**FULL)
     result, generations = world.write(range(8), range(8), publish=False)
     assert result.status is OpStatus.OK

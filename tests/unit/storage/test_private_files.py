@@ -1,4 +1,6 @@
-"""Pages are users' prompts: only the engine's own user can read or enter what the disk tier makes."""
+"""Pages contain users' prompts: only the engine's own user can read the files and enter the folders that the disk tier
+makes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_nobody_else_can_read_what_the_tier_makes(tmp_path: Path) -> None:
 
 
 def test_a_file_made_by_the_umask_alone_is_seen(tmp_path: Path) -> None:
-    """Without the tier's care, the other tests would find something."""
+    """A control: without the tier's precautions, the other tests would find something."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "group0.slab").touch()
     assert readable_by_others(tmp_path / "kv") == {"kv": "0o755", "kv/group0.slab": "0o644"}

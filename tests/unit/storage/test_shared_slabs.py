@@ -1,4 +1,4 @@
-"""Several KV groups in one set of slabs: each page belongs to its own group alone."""
+"""Several KV groups in one set of slabs: each page belongs only to its own group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(make_disks: MakeDisks, disks: int = 1, **options: object) -> DiskWorl
 
 
 def pages(rows: IndexRows) -> dict[int, tuple[int, int]]:
-    """Per place: its group and block."""
+    """Group and block of each place."""
     assert rows.groups is not None
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     return dict(zip(rows.places.tolist(), zip(rows.groups.tolist(), numbers, strict=True), strict=True))
@@ -100,7 +100,7 @@ def test_a_page_of_one_group_read_as_anothers_is_a_miss(make_disks: MakeDisks) -
 def test_without_the_number_in_the_trailer_another_groups_page_would_be_served(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the two groups' images are alike in everything else."""
+    """The control: the two groups' images are equal in everything else."""
     monkeypatch.setattr(striped_slabs, "codec_of", lambda group, number: codec_of(group))
     world = shared(make_disks)
     with pytest.raises(AssertionError, match="block 7: wrong bytes"):
@@ -122,7 +122,7 @@ def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np
 def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
     make_disks: MakeDisks, first: int, then: int, lost_index: str
 ) -> None:
-    """Even if the earlier, larger image's trailer is still whole."""
+    """This holds even if the trailer of the earlier, larger image is still intact."""
     world = shared(make_disks)
     old, new = overwritten(world, first, then)
     assert world.read([1], [4], old, of=first).failed.tolist() == [0]
@@ -150,7 +150,7 @@ def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
 def test_by_the_first_whole_trailer_an_overwritten_page_would_come_back(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: two trailers in the slot are whole."""
+    """The control: two trailers in the slot are intact."""
     world = shared(make_disks)
     overwritten(world, FULL, STATE)
     folder = world.folder

@@ -1,4 +1,4 @@
-"""A trailer that is stored apart from its page's stripes, as in values of a shared store."""
+"""A trailer that is stored separately from its page's stripes, as in values of a shared store."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def test_every_stripe_is_covered(at: int) -> None:
     image, apart = image_of(of, False), np.zeros(of.trailer_bytes, np.uint8)
     of.seal_apart(image, apart, *PLACE, TAG, 1)
     image[at] ^= 1
-    expected = "none" if at == 4700 else "data"  # after the first stripe's end is only padding
+    expected = "none" if at == 4700 else "data"  # after the first stripe's end there is only padding
     assert of.check_apart(image, apart, *PLACE, TAG, 2)[0] == expected

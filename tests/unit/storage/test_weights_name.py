@@ -1,4 +1,4 @@
-"""The name of the weights that a folder's pages were computed with: written durably, and unknown unless it is whole."""
+"""The name of the weights with which a folder's pages were computed: written durably, and unknown if it is damaged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_disk_that_takes_no_name_is_logged(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_where_pages_are_gone_their_weights_name_no_later_ones(tmp_path: Path) -> None:
-    """Slabs were made anew: pages are written before the next name, and a crash may come in between."""
+    """Slabs were made anew: pages are written before the next name is, and a crash may come in between."""
     write_weights(tmp_path, ONE, 0)
     NamedDisks().begin(0, tmp_path, has_pages=False)
     after_crash = NamedDisks()

@@ -1,4 +1,4 @@
-"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here: it makes the calls of the engine's
+"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here. It makes the calls of the engine's
 connector manager and executor loop, in their order and with their checks, over a block-first pool in plain memory.
 
 Its "model" writes the expected numbers into the pool. Before a chunk is computed, it compares every earlier position in
@@ -50,16 +50,16 @@ class Executor:
     """One rank. Every rank gets the same requests in the same order.
 
     Args:
-        scheduler: on rank 0 only.
+        scheduler: the connector's scheduler, on rank 0 only.
         chunk: the most tokens in a context chunk.
         version: the engine's version.
-        hooks: whether the forward calls the hooks of its layers; the replay of a CUDA graph does not.
+        hooks: whether the forward pass calls the hooks of its layers; the replay of a CUDA graph does not.
 
     Attributes:
-        in_layer: called in the forward at each layer, once the layer may be read.
+        in_layer: called in the forward pass at each layer, once the layer may be read.
         kept: how many tokens of an offer the engine takes; it hands back the rest.
         calls: how often each hook was called.
-        wrong: (request, position) where a forward found wrong numbers.
+        wrong: (request, position) where a forward pass found wrong numbers.
         loaded: tokens that each request did not compute because they were loaded.
     """
 
@@ -110,7 +110,7 @@ class Executor:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Acts for a client that is gone: the request ends where it is."""
+        """Acts like a client that has disconnected: the request ends in its present state."""
         if request.state != "done" and request.state != "saving":
             self._finish(request)
 
@@ -131,7 +131,7 @@ class Executor:
     # --- one iteration ---
 
     def step(self) -> bool:
-        """One iteration of the loop. Returns whether a forward ran."""
+        """One iteration of the loop. Returns whether a forward pass ran."""
         batch = [r for r in self.requests if r.state in ("context", "generation")]
         ran = False
         if batch:
@@ -210,7 +210,9 @@ class Executor:
         return self.version.scheduler_output(new_requests=new, cached_requests=cached)
 
     def loaded_in_step(self, request: Request) -> bool:
-        """Whether this iteration's own lookup matched it: only then its first report leaves the match out."""
+        """Whether this iteration's own lookup matched the request: only then does its first report leave the match
+        out.
+        """
         return (
             request.matched > 0 and request.state == "context" and not getattr(request, "was_loading", False)
         )

@@ -1,7 +1,7 @@
-"""Packages named tensorrt_llm that hold nothing but the connector's base classes, in the form of three generations.
+"""Packages named tensorrt_llm that contain only the connector's base classes, in the form of three generations.
 
-G1 is 1.1 and 1.2, G2 is 1.3, G3 came after: each in its own module, with its abstract methods, the fields of its
-`RequestData`, and the names that a connector may use from the package.
+G1 is 1.1 and 1.2, G2 is 1.3, and G3 came later. Each has its own module, abstract methods, fields of `RequestData`, and
+names that a connector may use from the package.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FIELDS = {
         new_block_ids_by_layer_group: list = field(default_factory=list)
         """,
 }
-# Methods with a default in a version; those of G3 refuse or do nothing, which shows that a connector has its own.
+# Methods with a default in a version; the defaults of G3 raise or do nothing, which shows that a connector has its own.
 WORKER_DEFAULTS = {
     "g1": "",
     "g2": "",

@@ -8,8 +8,9 @@ from tests.unit.tensorrt_llm.world import World
 
 
 class LateOrders:
-    """Stands between a rank and its wire, and keeps incoming orders until they are let through, like a socket that is
-    slower than the engine's own messages. Keeps their order."""
+    """Sits between a rank and its wire, and holds incoming orders until they are released, like a socket that is slower
+    than the engine's own messages. Preserves their order.
+    """
 
     def __init__(self, world: World) -> None:
         self._wire: Any = world.worker.side._wire

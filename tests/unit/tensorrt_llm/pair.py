@@ -1,4 +1,4 @@
-"""Two ranks in two processes: the same script on both, every step of it together."""
+"""Two ranks in two processes run the same script, each step of it at the same time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def run_pair(script: Script, environment: dict[str, str], **options: Any) -> lis
     """Runs `script` on rank 0 here and on rank 1 in a separate process.
 
     Raises:
-        AssertionError: the other process failed; with its traceback.
+        AssertionError: the other process failed; the error has its traceback.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     result, result_there = context.Pipe(duplex=False)
-    # Both processes' environment, which the connector reads.
+    # The environment of both processes, which the connector reads.
     saved = dict(os.environ)
     os.environ.update(settings(**environment))
     try:

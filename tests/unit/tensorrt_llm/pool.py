@@ -104,7 +104,7 @@ class Pool:
         )
 
     def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
-        """The same for one layer; `truth` has the expected numbers of the positions to compare, from 0 on."""
+        """Does the same for one layer; `truth` has the expected numbers of the positions to compare, from 0 on."""
         s, end = self.shape, truth.shape[3]
         here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]
         rows = here.transpose(1, 2, 0, 3, 4).reshape(s.kv, s.heads, -1, s.size)[:, :, :end]

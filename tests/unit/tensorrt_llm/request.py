@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class Request:
-    """A request as a connector sees it, and the executor's own state of it."""
+    """A request as a connector sees it, with the executor's own state."""
 
     request_id: int
     tokens: list[int]

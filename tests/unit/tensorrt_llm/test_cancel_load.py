@@ -1,4 +1,4 @@
-"""An engine that hands back a promise: all of it, an end of it, or a part of a load that is under way."""
+"""An engine that hands back a promise: all of it, its end, or a part of a load that is under way."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
     ([(20, WHOLE), (0, 8)], [2, 3, 4]),
     ([(0, 8), (20, WHOLE)], [2, 3, 4]),
     ([(0, 16), (16, WHOLE)], []),
-    # Pieces that meet inside a block leave nothing of it.
+    # Pieces that meet inside a block leave no part of it.
     ([(0, 10), (10, WHOLE)], []),
     ([(10, WHOLE), (0, 10)], []),
     ([(0, 10), (8, WHOLE)], []),
@@ -55,7 +55,7 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
 
 
 def names(world: World, saving: list[int], loading: list[int]) -> tuple[list[int], list[int]]:
-    """Names ids to the worker, and asks until one comes back."""
+    """Names ids to the worker, and asks until one is returned."""
     ends_s = time.monotonic() + LONG_S
     found: tuple[list[int], list[int]] = world.worker.get_finished(saving, loading)
     while not found[0] + found[1]:
@@ -66,7 +66,7 @@ def names(world: World, saving: list[int], loading: list[int]) -> tuple[list[int
 
 
 def filled(world: World, request: Request) -> list[int]:
-    """Ordinals of the request's blocks with the right numbers; checks that the others still hold garbage."""
+    """Indexes of the request's blocks with the right numbers; checks that the others still hold garbage."""
     truth = world.executor.pool.truth(request, 0, WHOLE)
     found = []
     for ordinal, block in enumerate(request.blocks[:BLOCKS]):
@@ -218,7 +218,7 @@ def expire(manager: Any) -> None:
 
 
 def test_an_engine_with_memory_for_less_than_it_was_promised(make_world: Make) -> None:
-    """It gives the blocks of the first chunk alone, and computes the tokens beyond them."""
+    """The engine gives only the blocks of the first chunk, and computes the tokens beyond them."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks[:3])

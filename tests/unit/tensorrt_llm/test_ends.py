@@ -1,4 +1,4 @@
-"""Requests that are cancelled or reset, and ranks whose scheduler is gone: every block comes back."""
+"""Requests that are cancelled or reset, and ranks whose scheduler has ended: every block is returned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None
 def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
     make_world: Make,
 ) -> None:
-    """No forward reads its blocks, so the other requests do not stop for them."""
+    """No forward pass reads its blocks, so the other requests do not wait for them."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, {"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
     first = world.request(PROMPT)
@@ -135,7 +135,7 @@ def _preempted(world: World) -> float:
 def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
     make_world: Make,
 ) -> None:
-    """The engine paused it, asks again, and the client is gone before the next forward."""
+    """The engine has paused the request and asks again, and the client disconnects before the next forward pass."""
     world = make_world()
     world.warm_up()
     request = world.request(PROMPT, new_tokens=50)

@@ -42,7 +42,7 @@ def restarted(make_world: Make, environment: dict[str, str]) -> World:
 
 
 def counts(world: World) -> tuple[int, int]:
-    """Pages loaded and stored without a page of host memory."""
+    """Numbers of pages loaded and stored without a page of host memory."""
     assert world.scheduler is not None
     disk = world.scheduler.side.unit.manager.tiers[1].counts  # type: ignore[attr-defined]
     return disk.gds_read, disk.gds_written
@@ -93,7 +93,7 @@ def test_a_load_between_steps_that_fails_is_never_reported_as_loaded(
         world.executor.step()
     assert request.state != "done", "it waits until it is cancelled"
     assert world.executor.wrong == [], "no forward has read its blocks"
-    # Other requests go on.
+    # Other requests continue.
     world.serve_beside([9_000 + n for n in range(30)])
     world.executor.cancel(request)
     world.executor.run()
@@ -107,7 +107,7 @@ def test_a_load_inside_the_step_that_fails_ends_the_step(make_world: Make, tmp_p
     world.request(PROMPT)
     with pytest.raises(TransferError, match="did not fill blocks"):
         world.executor.run()
-    # By layers, the forward has read the page that failed, and ends without an output.
+    # In a layerwise load, the forward pass has read the failed page, and ends without an output.
     wrong = {position // 4 for _, position in world.executor.wrong}
     assert wrong == ({2} if mode == "layerwise" else set())
 

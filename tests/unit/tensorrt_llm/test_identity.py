@@ -1,4 +1,6 @@
-"""Ranks take the steps of the scheduler that they have joined, and a scheduler takes the reports of its own ranks."""
+"""Ranks accept only the steps of the scheduler that they have joined, and a scheduler accepts only the reports of its
+own ranks.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def planned_step(world: World, request: Any, blocks: list[int]) -> Any:
 
 @pytest.mark.parametrize("ahead", [0, 1000], ids=["steps-behind", "steps-ahead"])
 def test_a_step_of_another_scheduler_is_refused_with_its_loads(make_world: Make, ahead: int) -> None:
-    """Even if it would pass for a step that was carried out already, after which the forward would read garbage."""
+    """This holds even if the step looks like one that was already carried out, after which the forward pass would read
+    garbage.
+    """
     one, other = stored(make_world, SYNC), stored(make_world, SYNC)
     request, blocks = promised(other)
     step = planned_step(other, request, blocks)
@@ -193,7 +197,7 @@ def test_strangers_are_bounded() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_report_to_another_unit_frees_and_publishes_nothing(make_world: Make, own: bool) -> None:
-    """With `own`, the control: the report of a rank of this unit does both."""
+    """With `own`, the control, the report of a rank of this unit has both effects."""
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
     world.warm_up()

@@ -1,5 +1,6 @@
-"""Loads that the forward waits for layer by layer, forwards that do not call those hooks, and forwards that break
-off."""
+"""Loads that the forward pass waits for layer by layer, forward passes that do not call those hooks, and forward passes
+that fail midway.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ MORE = 68
 
 
 def eager() -> Any:
-    """Arguments with which every forward calls its layers' hooks."""
+    """Arguments with which every forward pass calls its layers' hooks."""
     return arguments(cuda_graph_config=None)
 
 
 def by_layer(make_world: Make, environment: dict[str, str] = LAYERWISE, **options: Any) -> World:
-    """A world that has stored PROMPT, and whose forwards wait for each layer of their loads."""
+    """A world that has stored PROMPT, and whose forward passes wait for each layer of their loads."""
     return stored(make_world, environment, **({"llm_args": eager()} | options))
 
 
@@ -131,7 +132,7 @@ def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(
     assert len(request.tokens) == len(LONGER)
     end_failed(world)
     rest_over(world)
-    # From now on loads end before the forward; nothing that the step computed was stored.
+    # From now on loads end before the forward pass; nothing that the step computed was stored.
     assert world.hit(world.serve(LONGER)) == WHOLE
     assert world.hit(world.serve(LONGER)) == MORE
     world.check()
@@ -153,11 +154,11 @@ def test_a_page_that_fails_in_a_layer_ends_the_step(make_world: Make, layer: int
 
 
 class BrokenForwardError(Exception):
-    """The error that a forward raises in these tests."""
+    """The error that a forward pass raises in these tests."""
 
 
 def break_at(world: World, layer: int) -> None:
-    """Makes the forward of the next step raise at this layer."""
+    """Makes the forward pass of the next step raise at this layer."""
 
     def in_layer(reached: int) -> None:
         if reached == layer:
@@ -171,8 +172,9 @@ def break_at(world: World, layer: int) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
 def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> None:
-    """The engine ends its requests as if it had run: blocks that it never wrote would be stored under the prompt's
-    keys."""
+    """The engine ends the requests as if the step had run: blocks that it never wrote would be stored under the
+    prompt's keys.
+    """
     world = make_world({"FLEXKV_LOAD_MODE": mode}, llm_args=eager())
     world.warm_up()
     world.request(LONGER)

@@ -29,7 +29,7 @@ def disk(folder: Path, wait_s: float) -> dict[str, str]:
 
 
 class HeldReads:
-    """Takes reads and reports the end of none until they are let go."""
+    """Accepts reads, and does not report their end until they are released."""
 
     def __init__(self, world: World) -> None:
         assert world.scheduler is not None
@@ -51,7 +51,7 @@ class HeldReads:
 
 
 class Clock:
-    """A clock that advances in sleeps alone.
+    """A clock that advances only in sleeps.
 
     Attributes:
         slept_s: total time slept.

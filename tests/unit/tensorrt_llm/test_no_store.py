@@ -1,4 +1,4 @@
-"""Requests of broken steps: never stored, and their memory never exceeds the bound."""
+"""Requests of failed steps are never stored, and the memory for their ids never exceeds the bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_is_taken_once() -> None:
 
 @pytest.mark.parametrize("ascending", [True, False])
 def test_the_bound_forgets_none(monkeypatch: pytest.MonkeyPatch, ascending: bool) -> None:
-    """An id that was added and not taken counts for good; if ids ascend, no newer id counts."""
+    """An id that was added and not taken counts for ever; if ids ascend, no newer id counts."""
     monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
     ids = list(range(100))
     if not ascending:

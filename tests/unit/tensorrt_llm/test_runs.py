@@ -1,4 +1,4 @@
-"""The connector under a stand-in executor: computed and loaded blocks, and that every byte is right."""
+"""The connector under a stand-in executor: blocks are computed and loaded, and every byte is right."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_loads_that_end_before_the_forward_need_no_hooks(make_world: Make, mode:
 
 
 def test_worker_and_scheduler_are_made_at_once() -> None:
-    """The engine makes them in two threads, before there is a pool."""
+    """The engine makes the two classes in two threads, before there is a pool."""
     ready = threading.Barrier(2)
 
     def make(kind: Any) -> Any:
@@ -216,7 +216,7 @@ def test_disk_tier_after_a_restart(make_world: Make, tmp_path: Path) -> None:
     second = make_world(disk)
     second.warm_up()
     assert lookup(second) == 0, "only what is in host memory and verified is promised"
-    # Nothing is computed meanwhile: the hit can only come from disk.
+    # Nothing is computed meanwhile, so the hit can only come from disk.
     wait_for_the_disk(second)
     assert second.hit(second.serve(PROMPT)) == WHOLE
     second.check()

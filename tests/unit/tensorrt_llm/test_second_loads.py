@@ -1,5 +1,6 @@
-"""A request whose load between steps was taken back, and that asks again: its engine names loads by the request's id
-alone, and may name one to a rank before the rank has its order."""
+"""A request whose load between steps was taken back asks again. Its engine names loads only by the request's id, and
+may name a load to a rank before the rank has its order.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ def handed_back_and_reset(world: World, late: LateOrders, request: Request) -> N
 
 
 def handed_back_late_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The rank has no order of it yet when the engine names the second load."""
+    """The rank does not have its order yet when the engine names the second load."""
     late.hold()
     handed_back_and_reset(world, late, request)
 
 
 def ordered_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The load is ordered, and lost with its blocks before the engine has named it."""
+    """The load is ordered, and is lost with its blocks before the engine has named it."""
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -60,7 +61,7 @@ def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> N
 
 
 def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """An engine without memory for any of it: an order with no copy in it, whose end no rank reports."""
+    """An engine without memory for any of the load: the order contains no copy, and no rank reports its end."""
     world.scheduler.update_state_after_alloc(request, [])
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -79,7 +80,8 @@ FIRST: list[First] = [
 
 def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, list[int]]:
     """The request asks again; if it was promised anything, the engine names it to the rank before the order arrives.
-    Returns the promise, and its positions with wrong numbers when the rank calls it loaded."""
+    Returns the promise, and the positions with wrong numbers at the time when the rank reports it as loaded.
+    """
     tokens, is_async = world.scheduler.get_num_new_matched_tokens(request, 0)
     world.scheduler.update_state_after_alloc(request, request.blocks)
     if not is_async:
@@ -141,8 +143,9 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
 
 
 def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
-    """The load ends while the request asks again: late messages about the first load would let the rank return a second
-    one that fails."""
+    """The load ends while the request asks again: late messages about the first load could make the rank return a
+    second one that fails.
+    """
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
     late = LateOrders(world)

@@ -1,4 +1,4 @@
-"""Each trap of TensorRT-LLM's connector interface, in a test of its own."""
+"""One test for each trap of TensorRT-LLM's connector interface."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_metadata_that_stays_bound_is_carried_out_once(make_world: Make) -> None
 
 
 def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
-    """The engine cannot be notified: its request waits until it is cancelled, and the others go on."""
+    """The engine cannot be notified: its request waits until it is cancelled, and the others continue."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request = world.request(PROMPT)
     steps(world)
@@ -135,8 +135,9 @@ def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
 def test_failed_loads_without_a_line_are_counted_in_the_log(
     make_world: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, at_end: bool
 ) -> None:
-    """In the next call after the minute is over, or when the rank is closed, even for a load that ends with its
-    lanes."""
+    """The report comes in the next call after the minute is over, or when the rank is closed, even for a load that ends
+    with its lanes.
+    """
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     monkeypatch.setattr(failed_ops, "MOST_LINES", 0)
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
@@ -171,8 +172,9 @@ def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
 
 
 def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_world: Make) -> None:
-    """Nor to others for a while, because this engine ends a request whose load fails. Nothing is wrong with the
-    pages."""
+    """They are not promised to other requests either for a while, because this engine ends a request whose load fails.
+    Nothing is wrong with the pages.
+    """
     late = {"FLEXKV_LOAD_MODE": "sync", "FLEXKV_LOAD_DEADLINE_S": "0.02"}
     world = stored(make_world, late, movers=Faults(DELAY, OpKind.H2D, delay_s=0.1))
     request = world.request(PROMPT)
@@ -214,7 +216,9 @@ def test_an_order_waits_for_its_id(make_world: Make) -> None:
 
 
 def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
-    """Its first report does not say how many tokens it took: only blocks computed in any case are stored."""
+    """Its first report does not say how many tokens it took, so only blocks that are computed in any case are
+    stored.
+    """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request = Request(900, [*PROMPT[:28], *range(500, 530)])
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)

@@ -1,4 +1,4 @@
-"""Two ranks as processes: each holds its own heads, and no block is used before both have ended."""
+"""Two ranks as processes: each holds its own heads, and no block is used before both ranks' copies have ended."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def late_and_cancelled(world: World) -> list[Any]:
 
 
 def test_a_late_rank_holds_the_others() -> None:
-    """The engine goes on when every rank has returned an id; ids that one rank returned early are not lost."""
+    """The engine continues when every rank has returned an id; ids that one rank returned early are not lost."""
     assert run_pair(late_and_cancelled, {}, movers=stalls_on_rank_1) == [[True, True, WHOLE, WHOLE]] * 2
 
 

@@ -1,4 +1,4 @@
-"""Requests that were promised a load between steps which was never ordered, and that the engine names all the same."""
+"""Requests that were promised a load between steps which was never ordered, but which the engine names to its ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
 
 
 def nothing_left(world: World, request: Request) -> None:
-    """Checks that neither side knows the request any more, and that others are served as before."""
+    """Checks that neither side still knows the request, and that others are served as before."""
     world.executor.free += request.blocks
     table, rank = world.scheduler.side.ranks.joined.requests, world.worker.side
     assert (table._spent, table._unsettled, table.get(900)) == (set(), set(), None)

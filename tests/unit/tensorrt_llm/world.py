@@ -1,4 +1,4 @@
-"""An executor with the connector's two classes, as one rank of an engine has them."""
+"""An executor with the connector's two classes, as in one rank of an engine."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ class World:
         return request
 
     def serve_beside(self, tokens: list[int]) -> Request:
-        """Runs one request to its end, whatever the others do."""
+        """Runs one request to its end, whatever the state of the others."""
         request = self.request(tokens)
         self.executor.run(until=lambda: request.state == "done")
         return request
 
     def warm_up(self) -> None:
-        """Iterates until every rank has joined: before that nothing is promised."""
+        """Iterates until every rank has joined, because nothing is promised before that."""
         ends_s = time.monotonic() + LONG_S
         for number in itertools.count():
             assert time.monotonic() < ends_s, "the unit does not become usable"
@@ -119,11 +119,11 @@ class World:
             time.sleep(0.001)
 
     def hit(self, request: Request) -> int:
-        """Tokens that the request did not compute."""
+        """Number of tokens that the request did not compute."""
         return self.executor.loaded[request.request_id]
 
     def check(self) -> None:
-        """Checks that no forward read a wrong number, no block is lost, and the manager's state is consistent."""
+        """Checks that no forward pass read a wrong number, no block is lost, and the manager's state is consistent."""
         assert self.executor.wrong == []
         assert self.executor.idle
         assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
@@ -172,7 +172,7 @@ def steps(world: World, count: int = 20) -> None:
 
 
 def lookup(world: World) -> int:
-    """Tokens of PROMPT that are promised to a request, which then ends."""
+    """Number of PROMPT's tokens that are promised to a request, which then ends."""
     request = Request(99, list(PROMPT))
     assert world.scheduler is not None
     tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)

@@ -1,4 +1,5 @@
-"""Moves that are large, far apart or verified, between a host pool and memory of the CPU or of a GPU, by the same code.
+"""Moves that are large, far apart or verified, between a host pool and memory of the CPU or of a GPU, with the same
+code.
 
 `device` is a CUDA device, or None for plain memory.
 """
@@ -81,7 +82,7 @@ class MovesWorld:
         self._ids = itertools.count(1)
 
     def wait_pinned(self, slots: int) -> None:
-        """Waits for pinned slots: the kernel reads registered memory alone, so a test of it must not begin before."""
+        """Waits for pinned slots: the kernel reads only registered memory, so a test of it must not begin earlier."""
         if self.device is not None:
             self.pool.pin(self.device)
         assert self.pool.wait_ready(slots, LONG_S), self.pool.stopped_reason
@@ -183,7 +184,7 @@ def check_far_blocks(device: int | None) -> None:
 
 
 def check_digests(device: int | None, verify: bool) -> None:
-    """A flipped byte in host memory is found by the load; without digests (a control) it arrives."""
+    """The load finds a flipped byte in host memory; without digests (a control) the flipped byte arrives."""
     world = MovesWorld(device, 4, 4096, 6, 3, verify=verify)
     for block in (0, 1, 2):
         world.write(block)
@@ -217,7 +218,7 @@ def _second_process(connection: Connection, descriptor: PoolDescriptor, device: 
 
 
 def check_second_process(device: int | None) -> None:
-    """A process attaches another's pool and moves its own memory to and from it; both see the same bytes."""
+    """A process attaches another process's pool and moves its own memory to and from it; both see the same bytes."""
     page = SECOND_LAYERS * SECOND_RUN
     pool = pool_for(page, SECOND_LAYERS, SECOND_BLOCKS, shared=True)
     assert pool.wait_ready(SECOND_BLOCKS, LONG_S)

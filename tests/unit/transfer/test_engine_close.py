@@ -44,7 +44,7 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
     make_world: Callable[..., World],
 ) -> None:
     class Memory:
-        """Stands for the engine's pool; a test can watch its lifetime."""
+        """A stand-in for the engine's pool; a test can watch its lifetime."""
 
     world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)])
     owner = Memory()
@@ -66,7 +66,7 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
 
 def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: Callable[..., World]) -> None:
     class Memory:
-        """Stands for the engine's pool; a test can watch its lifetime."""
+        """A stand-in for the engine's pool; a test can watch its lifetime."""
 
     world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)])
     idle, used = Memory(), Memory()
@@ -90,7 +90,7 @@ def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: 
 
 
 class SlowAnswers:
-    """The native core, with a late answer to one call: the call has been carried out, and another thread goes on."""
+    """The native core, with a late answer to one call: the call has been carried out, and another thread continues."""
 
     def __init__(self, native: object, late: str) -> None:
         self._native = native
@@ -114,7 +114,7 @@ class SlowAnswers:
 @pytest.mark.parametrize("late", ["attach_view", "detach_view"])
 def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., World], late: str) -> None:
     class Memory:
-        """Stands for the engine's pool; a test can watch its lifetime."""
+        """A stand-in for the engine's pool; a test can watch its lifetime."""
 
     world = make_world()
     native = world.engine._native
@@ -143,7 +143,7 @@ def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., 
     first.start()
     assert slow.done.wait(GENEROUS_S)
     second.start()
-    second.join(0.2)  # it waits for the first, or it has already returned
+    second.join(0.2)  # it waits for the first close, or it has already returned
     slow.go_on.set()
     first.join(GENEROUS_S)
     second.join(GENEROUS_S)

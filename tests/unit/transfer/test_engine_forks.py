@@ -1,4 +1,4 @@
-"""A forked child cannot use its parent's engine and pool, and harms nothing when it drops them."""
+"""A forked child cannot use its parent's engine and pool, and does no harm when it drops them."""
 
 from __future__ import annotations
 

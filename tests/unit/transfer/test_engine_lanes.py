@@ -1,4 +1,4 @@
-"""Lanes: which op goes first, which never starves, and the effect of a device that hangs."""
+"""Lanes: which op goes first, that no op starves, and the effect of a device that hangs."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "moving\n"
         os.kill(child.pid, signal.SIGSTOP)
-        time.sleep(5.0)  # longer than op_stuck_s: by the clock its copy has hung
+        time.sleep(5.0)  # longer than op_stuck_s: according to the clock its copy has hung
         os.kill(child.pid, signal.SIGCONT)
         child.stdin.write("\n")
         child.stdin.flush()
@@ -241,7 +241,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
 def test_progress_page_by_page_is_not_a_hang(make_world: Callable[..., World]) -> None:
     world = make_world(
         rules=[testing_ext.FaultRule(1, delay_s=0.1)], op_stuck_s=5.0
-    )  # far apart: the machine may be busy
+    )  # far apart, because the machine may be busy
     op = world.op(OpKind.D2H, range(4))
     assert world.run(op)[op.op_id].status is OpStatus.OK
     assert all(lane.up for lane in world.engine.lanes())

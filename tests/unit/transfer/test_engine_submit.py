@@ -1,4 +1,4 @@
-"""Submit: the graphs that it accepts, those that it refuses, and that a refusal leaves nothing behind."""
+"""Submit: the graphs that it accepts and refuses, and that a refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_views_of_two_groups_may_share_memory_only_block_by_block(world: World) 
     with pytest.raises(GeometryError, match=r"groups 2 and 0: block 0 .* and block 1 .* share bytes"):
         world.engine.attach_view(2, view, world.pool)
     wider = rows[:1].copy()
-    wider[0, 1] = 2 * world.run_bytes  # another stride: block 1 is block 2 of group 0
+    wider[0, 1] = 2 * world.run_bytes  # with another stride, block 1 is block 2 of group 0
     view = c_ext.KvView(wider, world.blocks // 2, world.run_bytes)
     with pytest.raises(GeometryError, match="share bytes"):
         world.engine.attach_view(2, view, world.pool)

@@ -40,7 +40,7 @@ def wait_copied(world: World, moves: int) -> None:
 
 
 def test_each_layer_is_copied_when_it_is_named_and_not_before(world: World) -> None:
-    """A step's forward, layer by layer: the page finally holds what the forward wrote."""
+    """A step's forward pass, layer by layer: the page finally holds what the forward pass wrote."""
     world.scribble(seed=1)
     op = store(world)
     ticket = gated(world, op)
@@ -112,7 +112,7 @@ def test_what_is_cancelled_before_its_last_layer_stores_nothing(
 
 
 def test_others_pass_a_store_at_its_gate(world: World) -> None:
-    """Later stores and loads do not wait for its forward."""
+    """Later stores and loads do not wait for its forward pass."""
     ticket = gated(world, store(world))
     world.run(world.op(OpKind.D2H, [7]))
     world.run(world.op(OpKind.H2D, [8], [7]))

@@ -1,4 +1,4 @@
-"""Host pools across processes: same bytes, dead creators, recycled numbers."""
+"""Host pools across processes: same bytes, dead creators, reused process ids."""
 
 from __future__ import annotations
 

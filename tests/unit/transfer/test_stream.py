@@ -20,7 +20,7 @@ ADDRESS = 0x7F00_1234_5678
 
 
 class Speaks:
-    """An object with the protocol, as cuda.core's streams have it."""
+    """An object with the stream protocol, like cuda.core's streams."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer

@@ -1,5 +1,6 @@
-"""Measured ways of a GPU's copies: files that are whole and of this key are taken, all others refused by a ConfigError
-that says why. The lane that goes by a table is over the FAKE driver; nothing here ran on a GPU."""
+"""Measured ways of a GPU's copies: complete files with this GPU's key are used, and all others are refused by a
+ConfigError that says why. The lane that uses a table runs over the FAKE driver; nothing here ran on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +183,7 @@ def test_the_link_is_what_both_ends_can_do(tmp_path: Path) -> None:
     (devices / "0000:17:00.0").symlink_to(gpu)
     assert pci_link("0000:17:00.0", devices) == (0, 0)
     (gpu / "current_link_width").write_text("16\n")
-    (gpu / "current_link_speed").write_text("2.5 GT/s PCIe\n")  # of an idle GPU: not looked at
+    (gpu / "current_link_speed").write_text("2.5 GT/s PCIe\n")  # of an idle GPU: ignored
     (gpu / "max_link_speed").write_text("32.0 GT/s PCIe\n")
     assert pci_link("0000:17:00.0", devices) == (16, 5)
     (bridge / "max_link_speed").write_text("16.0 GT/s PCIe\n")
@@ -201,7 +202,7 @@ def test_the_driver_is_named_with_its_module_where_that_is_known(tmp_path: Path)
 
 
 def test_a_lane_goes_by_the_table_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the fake driver: the key is the fake GPU's, the file a real one."""
+    """Over the fake driver: the key is that of the fake GPU, and the file is a real one."""
     gpu = FakeGpu()
     built_in, identity = gpu.ways(), gpu.identity()
     monkeypatch.setattr(c_ext, "cuda_identity", lambda _: identity)

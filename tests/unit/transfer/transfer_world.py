@@ -38,7 +38,9 @@ def ids(values: Sequence[int]) -> NDArray[np.int32]:
 
 
 class World:
-    """`layers` arrays of [blocks, run_bytes] (layer-first), one group; block b's page consists of all layers of b."""
+    """A layer-first pool of `layers` arrays [blocks, run_bytes], one group; the page of block b consists of all layers
+    of b.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class World:
         self.op_ids = itertools.count(1)
 
     def scribble(self, seed: int = 0) -> NDArray[np.uint8]:
-        """Fills the engine's pool with noise; returns a copy."""
+        """Fills the engine's pool with random bytes; returns a copy."""
         rng = np.random.default_rng(seed)
         self.memory[:] = rng.integers(0, 256, self.memory.shape, dtype=np.uint8)
         return self.memory.copy()

@@ -1,4 +1,4 @@
-"""A unit's behaviour in each of its states, and what a failed build leaves behind."""
+"""A unit's behaviour in each of its states, and that a failed build leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def build() -> Iterator[Build]:
 
 
 def store(unit: EngineUnit) -> OpResult | None:
-    """Begins a store of `KEYS`. Returns its good result, or None if nothing is to be stored."""
+    """Begins a store of `KEYS`. Returns a successful result for it, or None if there is nothing to store."""
     plan = unit.manager.begin_store("store", 0, KEYS, BLOCKS, 0)
     if plan.graph is None:
         return None
@@ -326,7 +326,7 @@ def test_a_unit_without_groups_is_refused() -> None:
 
 
 class Unopenable(TierPlan):
-    """A tier that comes after the disks, and cannot be opened."""
+    """A tier that comes after the disks and cannot be opened."""
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         raise DiskError("no such luck")

@@ -1,4 +1,4 @@
-"""Pages outside host memory are served to the weights that computed them, and to no others."""
+"""Pages outside host memory are served only for the weights that computed them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture(autouse=True)
 def _patient_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start waits for weights that are read at once, however busy the machine."""
+    """Makes a start wait for weights that are read at once, however busy the machine is."""
     monkeypatch.setattr(weights_gate, "START_WAIT_S", DEADLINE_S)
 
 
@@ -52,7 +52,9 @@ def build(tmp_path: Path) -> Iterator[Build]:
     units: list[LiveUnit] = []
 
     def make(content: WeightsContent | Path = NAMED, **settings: object) -> LiveUnit:
-        """An engine of these weights. Their fingerprint stays the same in all of these tests, whatever they change."""
+        """An engine with these weights. Their fingerprint stays the same in all of these tests, whatever they
+        change.
+        """
         while units:
             finish(units.pop())
         if isinstance(content, Path):
@@ -94,12 +96,12 @@ def poll_until(unit: LiveUnit, done: Callable[[], object]) -> None:
 
 
 def on_disk(unit: LiveUnit) -> int:
-    """Pages that the disk would serve."""
+    """Number of pages that the disk would serve."""
     return len(KEYS) if unit.manager.tiers[1].in_use and unit.manager.present(0, KEYS).all() else 0
 
 
 def asked(unit: LiveUnit) -> int:
-    """Blocks that a request is promised, in whichever tier they are."""
+    """Number of blocks that a request is promised, from any tier."""
     name = f"request {time.monotonic_ns()}"
     ends_s = time.monotonic() + DEADLINE_S
     while (result := unit.manager.match(name, [KEYS], 0)).reads or unit.manager.waits(name):
@@ -213,7 +215,7 @@ class LateDigest:
         self._go, self._digest_files = threading.Event(), digest.digest_files
         monkeypatch.setattr(check, "digest_files", self)
         monkeypatch.setattr(check, "SOON_BYTES", 0)
-        # On a slow machine files get old enough to have their digests in the table, which would not be late.
+        # On a slow machine, files get old enough for the table to have their digests, which would then not be late.
         monkeypatch.setattr(WeightsTable, "known", lambda *_: {})
         self._monkeypatch = monkeypatch
         self.failure: Exception | None = None
@@ -349,7 +351,7 @@ def test_a_file_that_changed_after_the_start_leaves_host_memory(
 def test_a_tier_that_cannot_open_goes_down_alone(
     build: Build, model: Path, late: LateDigest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, its thread that names the disks cannot start; the engine's step must not fail because of it."""
+    """For example, its thread that names the disks cannot start; the engine's step must not fail because of that."""
     unit = stored(build(model))
 
     def refused(*_: object) -> None:
@@ -402,7 +404,9 @@ def test_weights_without_a_name_leave_host_memory(build: Build) -> None:
 def test_a_reset_before_the_name_keeps_all_pages_out(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New weights in the running engine, while its files still have the old ones: their pages are this run's alone."""
+    """New weights in the running engine, while its files still have the old ones: pages of the new weights are only for
+    this run.
+    """
     written(build(model))
     late = LateDigest(monkeypatch)
     unit = build(model, disk__bytes_per_folder="1MiB")

@@ -1,4 +1,4 @@
-"""Small models of safetensors files, and changes at single places in them."""
+"""Small models of safetensors files, and changes of single values in them."""
 
 from __future__ import annotations
 

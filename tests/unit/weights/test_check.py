@@ -31,7 +31,7 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were read whole."""
+    """Names of the files that were read completely."""
     read: list[str] = []
     digest_files = digest.digest_files
 
@@ -410,7 +410,7 @@ def test_nobody_waits_for_the_reading_of_another_model(
 def test_control_the_same_model_waits(
     tmp_path: Path, reads: list[str], holder: subprocess.Popen[str]
 ) -> None:
-    """Even under another path."""
+    """This holds even under another path."""
     write_model(tmp_path / "a")
     (tmp_path / "other").symlink_to(tmp_path / "a")
     waiting = WeightsCheck(WeightsContent((str(tmp_path / "other"),)), tmp_path, time.time_ns() + LATER_NS)

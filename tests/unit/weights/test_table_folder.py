@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def temporary(home: Path) -> Path:
-    """The private folder for a home that is a file, so that nobody can write it."""
+    """The private folder for a home that is a file, so that it cannot be written."""
     home.write_bytes(b"")
     return home.parent / "temporary" / f"flexkv-{os.geteuid()}"
 
@@ -81,7 +81,7 @@ def test_a_home_that_nobody_writes_is_left_out(home: Path, monkeypatch: pytest.M
 def test_a_folder_of_another_user_is_not_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever can write the table can name other weights."""
+    """A user who can write the table can name other weights."""
     temporary.mkdir(0o700)
     user = os.geteuid()
     (temporary.parent / f"flexkv-{user + 1}").mkdir(0o700)

@@ -1,9 +1,9 @@
-"""The numbers worked out in the five documents that flexkv realises, each computed by the code that they are about.
+"""The numbers worked out in the five documents that flexkv implements, each computed by the code that it describes.
 
 The documents, by subject: the layer pipeline (buffers to paged memory); the walk of two requests through a CPU offload
-connector; the flow by POSIX files; staged GDS transfers; tokens and blocks of a cache's connector. Where a document
-slips (two different sizes of a block, V of layer 0 taken for layer 1, an enumeration in another order), the test
-follows the document's own premises, and a comment names the slip.
+connector; the flow by POSIX files; staged GDS transfers; tokens and blocks of a cache's connector. Where a document has
+a mistake (two different sizes of a block, V of layer 0 taken for layer 1, an enumeration in another order), the test
+follows the document's own premises, and a comment names the mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_the_table_of_steps_for_32_layers() -> None:
     step_of: dict[tuple[str, int], int] = {}
     step = 0
     for number, work in enumerate(device.given):
-        # A step begins with its scatter, or without one with its transform, or with the first load.
+        # A step begins with its scatter; if it has none, with its transform; otherwise with the first load.
         if work[0] == "scatter" or (work[0] == "transform" and device.given[number - 1][0] != "scatter"):
             step += 1
         step_of[work] = step
@@ -67,7 +67,7 @@ def test_the_table_of_steps_for_32_layers() -> None:
         for stage, expected in zip(("scatter", "transform", "load"), layers, strict=True):
             found = [of for (name, of), when in step_of.items() if name == stage and when == at]
             assert found == ([] if expected is None else [expected]), (at, stage)
-    # "One layer's way": layer 5 is loaded at step 5, turned at 6 and written at 7.
+    # "One layer's way": layer 5 is loaded at step 5, transformed at 6 and written at 7.
     assert [step_of[(stage, 5)] for stage in ("load", "transform", "scatter")] == [5, 6, 7]
     assert len(device.buffers) == 2, "two buffers serve all layers"
 
@@ -85,7 +85,7 @@ def test_the_settings_of_the_walk_are_taken_by_their_names() -> None:
 def test_k_of_a_block_in_one_layer_is_128_kib(tmp_path: Path) -> None:
     """Sections "assumptions" and "worker": 16 tokens of 32 heads of 128 halves are 128 KiB, 4 MiB over 32 layers.
 
-    The document calls that a block; it is K alone. With V it is twice as much.
+    The document calls that a block, but it is only K. With V it is twice as much.
     """
     k_bytes = BLOCK_TOKENS * 32 * 128 * 2
     assert k_bytes == 128 * KIB
@@ -97,8 +97,8 @@ def test_k_of_a_block_in_one_layer_is_128_kib(tmp_path: Path) -> None:
 def test_a_second_request_loads_the_three_tokens_that_the_first_one_stored() -> None:
     """Sections "request A" to "final state": 3 tokens in a block of 16, then 7 that begin with them, in 50 host blocks.
 
-    The second request loads 3 tokens and computes 4, in a separate block; both tails stay, and 48 of 50 are free. (The
-    document gives the engine a block 101 of 100, and two contents one key.)
+    The second request loads 3 tokens and computes 4, in a separate block; both tails stay, and 48 of 50 blocks are
+    free. (The document gives the engine a block 101 of 100, and two contents one key.)
     """
     first = np.array([11, 12, 13], np.uint32)
     second = np.concatenate([first, np.array([21, 22, 23, 24], np.uint32)])
@@ -161,8 +161,8 @@ class RawRank:
 def test_the_table_of_offsets_in_a_file(tmp_path: Path) -> None:
     """Section "details of the offsets": a header of 1 KiB, then K and V of each layer, 2 MiB each.
 
-    256 tokens of 32 heads of 128 halves. The document reads its array as one offset per layer; it has one for K and one
-    for V, so [1] is V of layer 0 and layer 1 begins at [2].
+    256 tokens of 32 heads of 128 halves. The document reads its array as one offset per layer; the array has one for K
+    and one for V, so [1] is V of layer 0 and layer 1 begins at [2].
     """
     token = 32 * 128 * 2
     assert token == 8 * KIB
@@ -215,8 +215,8 @@ def test_staging_of_a_70b_model_takes_a_gib_and_a_quarter(tmp_path: Path) -> Non
     assert gds.max_staging_bytes // files.block_stride >= 64
 
 
-# Number of calls for a block of 80 layers: engine, without and with staging. 0 vLLM, 1 TensorRT-LLM, 2 SGLang in that
-# document's own interface; its example of an enumeration has another order.
+# Number of calls for a block of 80 layers: engine, without staging, with staging. 0 vLLM, 1 TensorRT-LLM, 2 SGLang in
+# that document's own interface; its example of an enumeration has another order.
 CALLS = {"vLLM": (0, 80, 1), "TensorRT-LLM": (1, 1, 1), "SGLang": (2, 160, 1)}
 
 
@@ -238,7 +238,7 @@ def test_calls_for_a_block_of_80_layers(engine: str, tmp_path: Path) -> None:
 
 
 def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Section "settings": on and 64 by default; 0 turns it off, 128 makes staging larger; arguments win."""
+    """Section "settings": on and 64 by default; 0 turns staging off, 128 makes it larger; arguments take precedence."""
     rank, files = RawRank(2, 1, 4096), RawFileLayout.dense(2, 4096, blocks_per_file=1)
 
     def worker(**arguments: object) -> tuple[bool, int, int]:
@@ -259,7 +259,7 @@ def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, t
 
 
 def paged_layers(layers: int, blocks: int) -> tuple[PagedLayers, list[NDArray[np.int32]]]:
-    """Paged memory of [layer][K, V][block][token][head][width], and the arrays that it is a view of."""
+    """Paged memory [layer][K, V][block][token][head][width], and the arrays of which it is a view."""
     memory = [np.zeros((2, blocks, BLOCK_TOKENS, 1, 4), np.int32) for _ in range(layers)]
     return PagedLayers([list(layer) for layer in memory]), memory
 

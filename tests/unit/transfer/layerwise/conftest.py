@@ -1,4 +1,4 @@
-"""Devices of plain memory, whose threads have ended after the test."""
+"""Devices of plain memory, whose threads must have ended after the test."""
 
 from __future__ import annotations
 

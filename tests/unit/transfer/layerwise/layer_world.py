@@ -76,7 +76,7 @@ class LayerWorld:
         return [PageRows([rows]) for rows in self.stored[layer]]
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[np.int32]]:
-        """Loads all, rotates, zeroes, scatters. `failed_from`: chunk -> the first layer in which it is lost."""
+        """Loads everything, rotates, zeroes, scatters. `failed_from`: chunk -> the first layer in which it is lost."""
         out = []
         for layer in range(self.layers):
             rows = np.zeros((self.planes, self.chunks.rows, self.heads, self.width), np.int32)
@@ -115,7 +115,7 @@ class LayerWorld:
 
 
 class ReorderedEvent(Event):
-    """Reached when the device has run everything before it."""
+    """An event, reached when the device has run everything before it."""
 
     def __init__(self, device: ReorderingDevice) -> None:
         self._device = device
@@ -165,12 +165,12 @@ class ReorderedStream(Stream):
             self._device.ran.append((stage, layer))
             try:
                 work()
-            except Exception as error:  # every device catches it
+            except Exception as error:  # every device catches this error
                 self.failure = str(error)
 
 
 class ReorderingDevice(LayerDevice):
-    """Runs queued work only when somebody waits, and then runs streams in any order that their events allow.
+    """A device that runs queued work only when the host waits, and then in any order that the streams' events allow.
 
     Attributes:
         given: stage and layer of all work, in the order of submission; ran: in the order of execution.

@@ -30,10 +30,10 @@ def load(
     see: Callable[[Any], None] | None = None,
 ) -> dict[int, str]:
     """Writes the chunks' rows of each layer to the slots of `world.memory` and then takes the next step. The next
-    layers begin before.
+    layers begin before that.
 
     Args:
-        lost: a chunk whose rows do not come from layer 1 on.
+        lost: a chunk whose rows are missing from layer 1 on.
         see: called with each layer's buffer.
     """
 
@@ -79,8 +79,9 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
-    """The world's, without what the caller does not write: gaps, and the rows of a chunk from the layer on in which it
-    is lost."""
+    """The world's expected result, without what the caller does not write: gaps, and the rows of a chunk from the layer
+    in which it is lost.
+    """
     found = world.expected()
     for layer, paged in enumerate(found):
         gaps = list(world.chunks.gaps)
@@ -103,7 +104,7 @@ def gapped_world() -> LayerWorld:
 
 
 def values_of_gaps(world: LayerWorld, layers: CallerLayers | PagedLayers) -> set[int]:
-    """What gaps hold in the buffers of a load whose device hands out memory that is full of 77."""
+    """The content of gaps in the buffers of a load whose device allocates memory that is full of 77."""
     numbers = np.arange(world.chunks.rows, dtype=np.int64)
     slots = numbers if isinstance(layers, CallerLayers) else world.slots
     pipeline = LoadPipeline(ReorderingDevice(0), layers, slots, world.chunks, turn, GENEROUS_S)
@@ -124,7 +125,7 @@ def test_control_paged_memory_gets_zeros() -> None:
 
 
 class NoScatterToLoad(LoadPipeline):
-    """Control: a layer's buffer is filled again as soon as there is a layer to fill it with."""
+    """Control: a layer's buffer is refilled as soon as there is another layer for it."""
 
     def _buffer_is_leaving(self, layer: int) -> bool:
         return True

@@ -106,7 +106,7 @@ def test_a_caller_may_stop_half_way(host: HostDevice, sends: int) -> None:
 
 
 class LeavesAtOnce(LoadPipeline):
-    """Control: a close that waits for nothing."""
+    """Control: a close that does not wait."""
 
     def _end_early(self) -> None:
         pass

@@ -1,5 +1,6 @@
 """The load pipeline compared with a straightforward reference, in every order of its streams; and the effect of a
-missing edge."""
+missing dependency.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_whatever_order_the_streams_run_in(seed: int) -> None:
     assert world.same(world.expected())
 
 
-# Without one of these edges some order of the streams gives other bytes.
+# Without one of these dependencies, some order of the streams gives wrong bytes.
 
 
 class NoScatterToLoad(LoadPipeline):

@@ -1,4 +1,4 @@
-"""When the load pipeline gives which layer to which stream, and which step waits for what."""
+"""When the load pipeline gives which layer to which stream, and which step waits for which event."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_layer_n_is_scattered_at_step_n_plus_2() -> None:
         table += [("transform", step - 1)] if 0 < step <= world.layers else []
         table += [("load", step)] if step < world.layers else []
     assert given == table
-    # A send submits its layer's load, and then the next step up to the point where that needs its own layer.
+    # A send submits its layer's load, and then the next step up to the point where that step needs its own layer.
     assert of_step[0] == []
     assert of_step[1] == [("load", 0), ("transform", 0)]
     assert of_step[2] == [("load", 1), ("scatter", 0), ("transform", 1)]

@@ -1,4 +1,6 @@
-"""Layers that begin ahead of their steps: the same bytes even if one is edited, in as many buffers as requested."""
+"""Layers whose loads begin ahead of their steps: the bytes are the same even if a layer is edited, in as many buffers
+as requested.
+"""
 
 from __future__ import annotations
 

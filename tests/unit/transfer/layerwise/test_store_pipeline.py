@@ -1,4 +1,4 @@
-"""The store pipeline: every row in its place, its edges, its faults."""
+"""The store pipeline: every row in its place, its dependencies, its faults."""
 
 from __future__ import annotations
 
