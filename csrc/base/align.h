@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-// Unit: bytes. The largest logical block size of the disks we meet, cuFile's unit, and the host's page size.
+// Unit: bytes. The largest logical block size of usual disks, cuFile's unit, and the host's page size.
 inline constexpr int64_t kIoAlignBytes = 4096;
 
 FLEXKV_HD constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }

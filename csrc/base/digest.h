@@ -51,8 +51,8 @@ FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
 // The sums of one digest lane, over the words whose index is congruent to the lane's number. Addition is
 // commutative, so each thread may hold partial sums, and they are added up in any order.
 struct LaneSums {
-  uint64_t products = 0;  // depends on which word stood where
-  uint64_t words = 0;     // changes with every single word, whatever the product does
+  uint64_t products = 0;  // depends on the position of each word
+  uint64_t words = 0;     // changes with every single word, even if the product does not
 
   // `key` is digest_constant(i) for word i of the leaf, little-endian, zero-filled past the leaf's end.
   FLEXKV_HD void add(uint64_t word, uint64_t key) {

@@ -1,5 +1,5 @@
-// A mutex that threads get in the order in which they ask for it: one that takes it again and again, for a
-// piece of its work each time, lets those that wait go first.
+// A mutex that threads get in the order in which they ask for it: a thread that takes it repeatedly, for one
+// piece of its work each time, lets waiting threads go first.
 #pragma once
 #include <condition_variable>
 #include <cstdint>

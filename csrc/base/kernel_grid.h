@@ -7,8 +7,8 @@ namespace flexkv {
 
 inline constexpr int kWarpThreads = 32;
 
-// Unit: threads. The block size of a kernel that leaves most multiprocessors to the model: the largest there
-// is. Blocks go to idle multiprocessors first, so two blocks of 512 take two where one of 1,024 takes one. A
+// Unit: threads. The block size of a kernel that leaves most multiprocessors to the model: the maximum.
+// Blocks go to idle multiprocessors first, so two blocks of 512 take two where one of 1,024 takes one. A
 // multiprocessor's 65,536 registers hold one such block only if it takes more than 32 registers per thread.
 inline constexpr int kFullBlockThreads = 1024;
 

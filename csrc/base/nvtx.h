@@ -16,7 +16,7 @@ struct Functions {
 extern std::atomic<const Functions*> functions;
 
 // Turns ranges on for the rest of the process: they cannot be turned off, because threads may be inside one.
-// Throws ConfigError, with the loader's words, where `library` cannot be loaded or lacks a function. A second
+// Throws ConfigError, with the loader's message, if `library` cannot be loaded or lacks a function. A second
 // call with another library changes nothing.
 void load(const std::string& library);
 

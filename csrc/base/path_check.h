@@ -10,7 +10,7 @@ template <typename E>
 void require_no_nul(const std::string& path) {
   const size_t at = path.find('\0');
   if (at == std::string::npos) return;
-  // The byte itself would end the message.
+  // The NUL byte itself would end the message.
   throw E("'" + path.substr(0, at) + "\\0...': a path has no NUL byte");
 }
 

@@ -60,8 +60,8 @@ py::array view_of_rows(const RowBuffer& rows) {
   return view;
 }
 
-// The index of the first new item in a list that starts at block (or token) `start`, if `done` items exist
-// already. Throws ContractError for a gap.
+// The index of the first new item in a list that starts at block (or token) `start`, if `done` items already
+// exist. Throws ContractError for a gap.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
   throw ContractError("extend: the list starts at " + std::to_string(start) + " and the chain ends at " +

@@ -102,7 +102,7 @@ void bind_slot_image(py::module_& m) {
       .def_property_readonly("trailer_offset", &SlotImage::trailer_offset)
       .def_property_readonly("trailer_bytes", &SlotImage::trailer_bytes)
       .def_property_readonly("total_bytes", &SlotImage::total_bytes)
-      // For any other object the result is NotImplemented, not an error.
+      // For any other object, the result is NotImplemented and not an error.
       .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; }, py::is_operator());
 }
 

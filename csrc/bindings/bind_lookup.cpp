@@ -24,7 +24,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Room is negative if more is reserved than allowed: it then counts as none.
+// Room is negative if more is reserved than allowed; it then counts as 0.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
 // Unit: tokens. For longer requests, products would overflow.

@@ -81,7 +81,7 @@ void show(SlotBoard& board, const Slots& slots, uint32_t group, const py::array&
   for (size_t i = 0; i < of.size(); ++i) board.publish(static_cast<uint32_t>(of[i]), group, named[i]);
 }
 
-// Checks what a peer has said of its pool against sizes that it cannot have.
+// Checks a peer's facts about its pool for impossible sizes.
 PeerPool map_peer_pool(const PoolFile& told) {
   const auto [fd, bytes, offset, slot_bytes, per_extent, stride] = told;
   const bool right = offset >= 0 && offset < bytes && slot_bytes > 0 && slot_bytes % 4096 == 0 &&
@@ -170,7 +170,7 @@ py::tuple bring(PeerDirectory& directory, const HostPool& pool, uint32_t group, 
   require_length(valid.size(), wanted.size(), "tokens");
   require_length(until.size(), wanted.size(), "expiries");
   require_length(targets.size(), wanted.size(), "slots");
-  for (const int32_t slot : targets) pool.slot(slot);  // throws where there is none
+  for (const int32_t slot : targets) pool.slot(slot);  // throws if there is none
   const auto count = static_cast<py::ssize_t>(wanted.size());
   Bytes ends(count);
   Slots peers(count);

@@ -44,8 +44,8 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   return runs;
 }
 
-// Closes a slab whose last owner may be Python: a server that does not answer holds up the close of a file,
-// and must not hold up all threads of the interpreter.
+// Closes a slab whose last owner may be Python: a server that does not answer delays the close of a file, and
+// must not delay all threads of the interpreter.
 struct CloseWithoutGil {
   void operator()(SlabFile* slab) const {
     // Lanes close slabs on threads of their own, and an interpreter that ends has no other thread to run.
@@ -236,7 +236,7 @@ void bind_storage(py::module_& m) {
                                return py::make_tuple(to_path(f.path()), s.header_bytes, s.slot_bytes, s.slots,
                                                      s.id);
                              })
-      // A server that does not answer holds up the look at the path.
+      // A server that does not answer delays the check of the path.
       .def_property_readonly("in_place",
                              py::cpp_function(&SlabFile::in_place, py::call_guard<py::gil_scoped_release>()))
       .def(

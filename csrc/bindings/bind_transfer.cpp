@@ -62,8 +62,8 @@ std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, c
 }
 
 std::vector<OpResult> poll(TransferEngine& engine, size_t max_results) {
-  // The engine polls in each step, and mostly nothing has ended. Without the lock it then costs the step no
-  // wait for a lane's thread, nor for another Python thread.
+  // The engine polls in each step, and usually no op has ended. Checking this without the lock saves the step
+  // a wait for a lane's thread or for another Python thread.
   if (!engine.has_results()) return {};
   const py::gil_scoped_release release;
   return engine.poll(max_results);

@@ -12,8 +12,8 @@ class ByteBuffer {
  public:
   enum Access { kReadable = 0, kWritable = PyBUF_WRITABLE };
 
-  // Throws GeometryError if the object gives no contiguous buffer, or only a read-only one for kWritable.
-  // Make and destroy it with the GIL held; data() may be used without it.
+  // Throws GeometryError if the object has no contiguous buffer, or has only a read-only one and kWritable is
+  // requested. Make and destroy it with the GIL held; data() may be used without it.
   ByteBuffer(const pybind11::buffer& object, Access access) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS | access) != 0) {
       PyErr_Clear();

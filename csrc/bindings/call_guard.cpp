@@ -9,7 +9,7 @@ namespace {
 
 using Dispatcher = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
 
-Dispatcher dispatcher = nullptr;  // pybind11's own, one for all functions of a module
+Dispatcher dispatcher = nullptr;  // pybind11's own dispatcher, the same for all functions of a module
 
 // Must not be noexcept, nor catch (...): a thread that ends while it waits for the GIL unwinds through this
 // function.

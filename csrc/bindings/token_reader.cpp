@@ -106,7 +106,7 @@ std::vector<uint32_t> read_tokens(py::handle tokens, size_t begin, size_t count)
       throw TokenError("the token list became shorter while it was read");
     }
     PyObject* item = PySequence_Fast_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(begin + i));
-    if (PyLong_CheckExact(item)) {  // runs no Python code, so the list's reference to the item is enough
+    if (PyLong_CheckExact(item)) {  // no Python code runs, so the list's reference to the item is enough
       out[i] = token_from_int(begin + i, item, item);
     } else {
       out[i] = token_from_object(begin + i, py::reinterpret_borrow<py::object>(item).ptr());

@@ -12,8 +12,9 @@ namespace {
 
 constexpr const char* kWaitKernel = "the kernel that waits for a layer";
 
-// A point that is reached when a kernel has passed a stage. A wait may still be under way when the word's
-// memory is freed: as all known drivers do, cuMemFree then waits for it, whose kernel has ended by then.
+// A point that is reached when a kernel has passed a stage. A wait for it may still be under way when the
+// word's memory is freed: in all known drivers, cuMemFree then waits for that wait, which ends because the
+// kernel has ended.
 class StagePoint : public StreamEvent {
  public:
   StagePoint(std::shared_ptr<Copier> copier, const uint32_t* passed, uint32_t value)
@@ -33,7 +34,7 @@ class StagePoint : public StreamEvent {
 
 std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
                                                        CopyStream& stream, int32_t stages) {
-  // The kernel counts them all, even if there is no memory for the points.
+  // The kernel counts all stages, even if there is no memory for the points.
   uint32_t passed = stream.count_stages(stages);
   std::vector<std::shared_ptr<StreamEvent>> points;
   for (int32_t stage = 0; stage < stages; ++stage) {
@@ -101,7 +102,7 @@ void Copier::note(const std::string& text) {
   notes_ += (notes_.empty() ? "" : "; ") + text;
 }
 
-// Ends the use of a kernel that could not be started.
+// Stops using a kernel that could not be started.
 void Copier::give_up(bool Capabilities::* means, const std::string& why) {
   const bool copies = means == &Capabilities::kernel;
   {
@@ -111,7 +112,7 @@ void Copier::give_up(bool Capabilities::* means, const std::string& why) {
                 " is not used any more, " + why;
     }
   }
-  ++failed_launches_;  // whoever sees it finds the note
+  ++failed_launches_;  // a thread that sees this finds the note
 }
 
 std::string Copier::wait(const uint32_t* passed, uint32_t value, StreamId stream) {
@@ -229,9 +230,9 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
   }
   BatchAttributes attributes;
   // A loaded page was complete in host memory before its op could start, so its bytes may be read at any
-  // time. The work that the stream waits for writes what a store reads.
+  // time. What a store reads is written by work that the stream waits for.
   attributes.order = to_device ? SourceOrder::kAny : SourceOrder::kStream;
-  size_t first = 0;  // the one set of attributes applies from the first copy on
+  size_t first = 0;  // the only set of attributes applies from the first copy on
   const Driver& driver = device_->driver();
   Code code = kSuccess;
   if (driver.batch_13000 != nullptr) {

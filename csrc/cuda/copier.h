@@ -17,7 +17,7 @@
 namespace flexkv::cuda {
 
 struct CopySwitches {
-  bool batch = true;   // off: never cuMemcpyBatchAsync, whatever the self-test says
+  bool batch = true;   // off: never cuMemcpyBatchAsync, whatever the result of the self-test
   bool kernel = true;  // off: never the kernel
   std::array<std::optional<int64_t>, 2> measured_below = {};  // see Capabilities
 };
@@ -28,18 +28,18 @@ struct PathCount {
   int64_t calls = 0;  // driver calls and launches
 };
 
-// Several threads may use it, each with streams of its own.
+// Several threads may use it, each with its own streams.
 class Copier {
  public:
   // Runs the self-tests of batched copies and of the kernel; a path that fails its test is not used, and
   // notes() says why. Precondition: the device is current. Throws CapacityError.
   Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches);
 
-  // Has one kernel copy `segments` of `pages`, all in memory that is registered with the device. False:
-  // nothing of them is enqueued, because there is no kernel, no room for its tables, or it could not be
-  // started. A kernel that could not be started is not tried again. `stages`: how many of the segments belong
-  // to the stages up to each one, which it then copies in order and counts (stage_points()); none: it counts
-  // nothing.
+  // Copies `segments` of `pages`, all in memory that is registered with the device, with one kernel. False:
+  // no copy is enqueued, because there is no kernel or no room for its tables, or because it could not be
+  // started. A kernel that could not be started is not tried again. `stages`: for each stage, the number of
+  // segments up to its end; the kernel then copies the stages in order and counts them (stage_points()).
+  // Empty: it counts nothing.
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream, std::span<const size_t> stages = {});
   // Gives some copies to the copy engine. `registered`: all their host memory is registered with the device.
@@ -48,10 +48,11 @@ class Copier {
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
-  // Has what the stream is given next start when StageWords::passed has come to `value`. Empty, or why not: a
-  // kernel that could not be started is not tried again, and from then on no launch should count stages.
+  // Makes the work that is enqueued next on the stream start when StageWords::passed has reached `value`.
+  // Empty, or why not: a kernel that could not be started is not tried again, and from then on no launch
+  // should count stages.
   std::string wait(const uint32_t* passed, uint32_t value, StreamId stream);
-  // Which paths are not used and why, in words; empty if all are.
+  // A description of the paths that are not used and why; empty if all are used.
   std::string notes() const;
   // Kernels that could not be started after their self-test.
   int64_t failed_launches() const { return failed_launches_; }
@@ -66,7 +67,7 @@ class Copier {
   void note(const std::string& text);
   void give_up(bool Capabilities::* means, const std::string& why);
   void add(Path path, int64_t bytes, int64_t calls);
-  // Empty, or why it failed; nothing if there is no room for its tables.
+  // Empty, or why it failed; unset if there is no room for its tables.
   std::optional<std::string> by_kernel(Direction direction, std::span<const Segment> segments,
                                        std::span<const PageEnds> pages, CopyStream& stream,
                                        std::span<const size_t> stages) const;

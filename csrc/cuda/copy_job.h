@@ -14,7 +14,7 @@
 
 namespace flexkv::cuda {
 
-// Loads of a thread in flight: a warp has a run of 4 KiB on its way at once, so that two multiprocessors fill
+// Loads that a thread has in flight: a warp loads 4 KiB of a run at once, so that two multiprocessors fill
 // the link.
 inline constexpr int kCopyLoadsInFlight = 8;
 // Unit: bytes. The bytes that one warp copies before it takes the next item: two rounds of kCopyLoadsInFlight
@@ -38,7 +38,7 @@ struct CopyPage {
 // How many stages a kernel can count.
 inline constexpr int32_t kMostStages = 256;
 
-// Words in device memory, by which streams wait for a stage of a job that still runs. Null: nothing is
+// Words in device memory with which streams wait for a stage of a job that is still running. Null: nothing is
 // counted.
 struct StageWords {
   uint32_t* warps = nullptr;   // for each stage: how many warps have passed it; 0 before and after a job
@@ -52,12 +52,12 @@ struct CopyJob {
   int32_t chunk_count = 0;
   int32_t page_count = 0;
   bool to_device = false;
-  // A word in device memory, which is quick to read again and again: once it is `number`, warps begin no
-  // further item. Null: nothing ends the job early.
+  // A word in device memory, which is fast to read repeatedly: once it is `number`, warps begin no further
+  // item. Null: nothing ends the job early.
   const uint32_t* stop = nullptr;
   uint32_t number = 0;
-  // Parts of the job that are copied one after the other, a layer each, say: how many of the chunks belong to
-  // the stages up to each one. Null: all chunks are one stage.
+  // Parts of the job that are copied one after the other, for example one layer each: for each stage, the
+  // number of chunks up to its end. Null: all chunks are one stage.
   const int32_t* stage_ends = nullptr;
   int32_t stage_count = 1;
   StageWords words = {};
@@ -131,18 +131,18 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
 // Segments cut to chunks, in order.
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
-// Unit: bytes. Tables up to this size travel with the launch, which then waits for no copy of them: kernels
-// of any toolkit take this much as parameters, beside the job.
+// Unit: bytes. Tables up to this size are passed with the launch, which then need not wait for a copy of
+// them: kernels of any toolkit accept this much as parameters, beside the job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
-// Start kernels on a stream. Each returns nothing, or why it failed.
+// Functions that start kernels on a stream. Each returns an empty string, or why it failed.
 struct CopyKernels {
-  // Loads all of them into the current context. Otherwise the first launch of each would, which may wait for
-  // what the device does: not beside a kernel that waits itself.
+  // Loads all kernels into the current context. Otherwise the first launch of each would load it, which may
+  // wait for the device's work, and so must not happen beside a kernel that itself waits.
   std::string (*load)() = nullptr;
-  // `multiprocessors` bounds what the job takes from the engine's kernels. Its tables lie in memory that the
-  // device can read until the stream has passed the job; or they are `tables`, at most kTablesInLaunch bytes
-  // of the caller's memory, which are read before this returns.
+  // `multiprocessors` bounds how many multiprocessors the job takes from the engine's kernels. Its tables lie
+  // in memory that the device can read until the stream has passed the job; or they are `tables`, at most
+  // kTablesInLaunch bytes of the caller's memory, which are read before this returns.
   std::string (*copy)(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors,
                       void* stream) = nullptr;
   // Work enqueued on the stream after this starts when StageWords::passed, whose number wraps around, has
@@ -150,7 +150,7 @@ struct CopyKernels {
   std::string (*wait)(const uint32_t* passed, uint32_t value, void* stream) = nullptr;
 };
 
-// Those of this build; null without a CUDA toolkit.
+// The kernels of this build; null without a CUDA toolkit.
 CopyKernels copy_kernels();
 
 }  // namespace flexkv::cuda

@@ -35,7 +35,7 @@ __device__ inline void copy_own_share(const CopyJob& job) {
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
 
-// Ends when that many stages have been passed. docs/gpu.md says what a stream's own wait for a word cost.
+// Ends when that many stages have been passed. docs/gpu.md has the cost of a stream's own wait for a word.
 __global__ void __launch_bounds__(1, 1) wait_kernel(const uint32_t* passed, uint32_t value) {
   while (static_cast<int32_t>(read_word(passed) - value) < 0) __nanosleep(200);
   __threadfence();

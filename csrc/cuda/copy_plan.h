@@ -45,14 +45,14 @@ struct Copy {
 struct PageEnds {
   int64_t block = 0;
   std::byte* stripe = nullptr;
-  int64_t piece = 0;  // the one that the stripe's slot was registered with
+  int64_t piece = 0;  // the piece with which the stripe's slot was registered
 };
 
 // Lists all runs of some pages as copies, page by page and some at a time. Neighbours in one piece and region
-// that continue each other at both ends make one copy, and empty runs none; a copy that would be longer than
+// that are contiguous on both sides make one copy, and empty runs none; a copy that would be longer than
 // `longest` is cut. Segments that lie within each other's blocks belong to one region, as in pools with all
-// layers in a block; others may be layers that were allocated one by one. Segments and pages must live as
-// long as the lister.
+// layers in a block; other segments may be layers that were allocated separately. Segments and pages must
+// live as long as the lister.
 class CopyLister {
  public:
   CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest);

@@ -12,7 +12,8 @@ namespace flexkv::cuda {
 namespace {
 
 constexpr size_t kAlign = 64;
-// Words that kernels look at. If the sixteenth stop after one overwrites it, the kernel only ends later.
+// Number of words that kernels look at to stop. If the sixteenth stop after another overwrites its word, that
+// kernel only ends later.
 constexpr uint32_t kStopWords = 16;
 // Unit: seconds. How long the trial of a word may take; on an idle stream it takes some microseconds.
 constexpr double kWordTrialS = 1;
@@ -70,7 +71,7 @@ std::string CopyStream::mark() {
                          std::forward_as_tuple(device_, handle()));
     return {};
   } catch (const CapacityError& error) {
-    // If this fails too, nothing has ended well.
+    // If this fails too, no work has ended successfully.
     if (driver.stream_synchronize(handle()) == kSuccess) {
       events_.clear();
       word_->store(marks_, std::memory_order_release);

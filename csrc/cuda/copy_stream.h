@@ -1,5 +1,4 @@
-// A stream of our own that pages are copied on, with marks that show how far it has got and memory for
-// kernels' tables.
+// Our own stream for copying pages, with marks that show its progress and memory for kernels' tables.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -30,12 +29,12 @@ class CopyStream {
 
   // The number that the next mark() will have. Numbers wrap around, and 0 is none.
   uint32_t next_mark() const { return marks_ + 1 == 0 ? 1 : marks_ + 1; }
-  // Marks the end of what the stream has been given: by a word in pinned memory, which the stream writes when
-  // it gets there and a thread reads in some nanoseconds, or by an event if the driver refuses that. Empty,
-  // or why there is no mark: then this has waited for the stream instead, or the stream is broken.
+  // Marks the end of the work enqueued so far: by a word in pinned memory, which the stream writes when it
+  // gets there and a thread reads in some nanoseconds, or by an event if the driver refuses that. Empty, or
+  // why there is no mark: then this has waited for the stream instead, or the stream is broken.
   std::string mark();
-  // Whether the work enqueued before that mark has ended well. It stays false if the stream is broken, and
-  // failure() says why.
+  // Whether the work enqueued before that mark has ended successfully. It stays false if the stream is
+  // broken; failure() then says why.
   bool reached(uint32_t mark);
   // Why nothing moves any more on the stream; empty while it does.
   std::string failure() const;
@@ -44,8 +43,8 @@ class CopyStream {
     std::byte* host;       // pinned: what the thread writes
     DeviceAddress device;  // where send() copies it: a kernel that stores must not read over the link
   };
-  // Room for a kernel's tables, free again when the next mark has been reached. None: the room is in use, or
-  // is never that much.
+  // Room for a kernel's tables, free again when the next mark has been reached. Unset: the room is in use, or
+  // too small.
   std::optional<Tables> reserve(size_t bytes);
   // Enqueues a copy of the tables to the device. Empty, or why it failed.
   std::string send(const Tables& tables, size_t bytes);

@@ -44,7 +44,7 @@ std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mov
   for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
     const auto& pages = direction == Direction::kToDevice ? there : home;
     const std::string failure = move(direction, segments, pages, stream);
-    // Also after a failure: some copies may be under way, in memory that is written or freed next.
+    // Waits after a failure too: some copies may be under way, in memory that is written or freed next.
     const Driver& driver = device->driver();
     const std::string ended =
         driver.failure(driver.stream_synchronize(stream.handle()), "cuStreamSynchronize");

@@ -1,4 +1,4 @@
-// Tries copies before any page is copied: do they bring the right bytes?
+// Tests, before any page is copied, whether copies bring the right bytes.
 #pragma once
 #include <functional>
 #include <memory>

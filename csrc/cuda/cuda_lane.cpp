@@ -38,7 +38,7 @@ CudaLane::~CudaLane() { abandon(); }
 
 // Only the threads hold the source: if the lane did, scheduler and lane would keep each other alive for ever.
 void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
-  // One after the other, so that a start which ran out of threads can be tried again.
+  // One after the other, so that a start that failed for lack of threads can be repeated.
   static constexpr std::pair<OpKind, const char*> kThreads[] = {{OpKind::kH2D, "flexkv-h2d"},
                                                                 {OpKind::kD2H, "flexkv-d2h"}};
   while (threads_.size() < std::size(kThreads)) {

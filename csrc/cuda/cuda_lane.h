@@ -1,5 +1,5 @@
-// Moves pages of H2D and D2H ops between one GPU and the host pool: a thread and streams of its own for each
-// direction (lane_direction.h). Nothing synchronises with the device as a whole.
+// Moves pages of H2D and D2H ops between one GPU and the host pool, with a thread and streams for each
+// direction (lane_direction.h). No call synchronises with the whole device.
 #pragma once
 #include <array>
 #include <climits>
@@ -26,9 +26,9 @@ class CudaLane : public Lane {
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  // Stuck items of one direction say nothing about the other.
+  // Stuck items of one direction do not mean that the other is stuck.
   int32_t concurrency() const override { return INT32_MAX; }
-  // Enough of an op for the thread to look ahead; a more urgent op waits for two such items, some 3 ms.
+  // Enough of an op for the thread to look ahead; a more urgent op waits for two such items, about 3 ms.
   int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }

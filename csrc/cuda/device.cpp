@@ -20,7 +20,7 @@ class DeviceRegistrar : public Registrar {
 
   void remove(void* base) override {
     const QuietCurrent current(*device_);
-    // At exit the driver may be gone already; then there is nothing left to undo.
+    // At exit the driver may already be unloaded; then there is nothing left to undo.
     device_->driver().host_unregister(base);
   }
 

@@ -45,9 +45,9 @@ class Device {
   bool host_addresses_work_ = false;
 };
 
-// Lets this thread call the driver while another captures a graph, for a scope: in the mode that every thread
-// starts with, registration, allocation or a look at an event would fail and invalidate the engine's capture
-// (vllm-project/vllm#48053). Nothing of ours is enqueued on a stream that is captured.
+// For a scope, lets this thread call the driver while another thread captures a graph: in the mode that every
+// thread starts with, registration, allocation or a query of an event would fail and invalidate the engine's
+// capture (vllm-project/vllm#48053). We enqueue no work on a stream that is being captured.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver);
@@ -90,9 +90,9 @@ class Current : public QuietCurrent {
 // refused; empty for success.
 std::string bind_thread(const Device& device);
 
-// Throws ContractError while the engine's stream is being captured: nothing of ours may touch it then, as an
-// event on it would draw our streams into the graph. Throws CapacityError if the driver cannot tell.
-// Precondition: its device is current.
+// Throws ContractError while the engine's stream is being captured: none of our calls may touch it then,
+// because an event on it would draw our streams into the graph. Throws CapacityError if the driver cannot
+// tell. Precondition: its device is current.
 void require_no_capture(const Device& device, StreamHandle stream);
 
 // Registers host memory with a device, for all contexts (cuMemHostRegister, portable).

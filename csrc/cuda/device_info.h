@@ -1,5 +1,5 @@
-// What CUDA support this build and this machine have. Asking is safe everywhere: nothing is started where
-// there is none.
+// The CUDA support of this build and this machine. These calls are safe on every machine: without CUDA they
+// start nothing.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,7 +17,7 @@ struct Info {
 
 Info device_info();
 
-// What tells a device from another one of the same kind.
+// What distinguishes a device from others of the same kind.
 struct Identity {
   std::string uuid;  // "GPU-" and its digits
   std::string pci;   // its address on the bus, such as "0000:17:00.0"
@@ -28,7 +28,8 @@ Identity identify(int ordinal);
 Identity identify(int ordinal, const Driver& driver);
 
 // Unit: bytes. The largest window of a PCI device's memory on the bus, which for an NVIDIA GPU is BAR1: disks
-// reach no more of it at once. 0 if the kernel does not say. `pci`: its address, such as "0000:17:00.0".
+// reach no more of it at once. 0 if the kernel does not report it. `pci`: its address, such as
+// "0000:17:00.0".
 int64_t bar_bytes(const std::string& pci, const std::string& devices = "/sys/bus/pci/devices");
 
 // The device whose context is current for this thread; 0 if there is none. Precondition: device_info() has

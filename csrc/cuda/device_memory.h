@@ -1,4 +1,4 @@
-// Memory of a GPU, owned, and how fast bare copies to and from it are: the baseline of `flexkv bench
+// Owned memory of a GPU, and the speed of bare copies to and from it, which is the baseline of `flexkv bench
 // transfer`.
 #pragma once
 #include <memory>
@@ -19,7 +19,7 @@ class DeviceMemory {
   size_t bytes() const { return bytes_; }
   int multiprocessors() const { return device_->multiprocessors(); }
   // The seconds that `calls` copies of `call_bytes` to or from pinned host memory take, with one driver call
-  // each, on a stream of their own, until the last has ended. The calls walk through the memory. Throws
+  // each, on a separate stream, until the last has ended. The calls walk through the memory. Throws
   // CapacityError, or ContractError when one call is larger than the memory.
   double time_copies(bool to_device, size_t call_bytes, int64_t calls) const;
 

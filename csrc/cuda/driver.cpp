@@ -95,7 +95,8 @@ LoadedDriver find_functions(FindFunction find) {
     loaded.missing = d.error_text(code, "cuInit");
     return loaded;
   }
-  // The version decides the parameters, so exactly one is requested. Without it copies go one by one.
+  // The version decides the parameters, so exactly one version is requested. Without this function, each copy
+  // needs its own call.
   if (d.version >= kBatchVersionWithoutIndex) {
     find_one(find, "cuMemcpyBatchAsync", kBatchVersionWithoutIndex, d.batch_13000);
   } else if (d.version >= kBatchVersion) {

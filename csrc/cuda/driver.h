@@ -12,10 +12,10 @@ using Code = int;  // CUresult
 inline constexpr Code kSuccess = 0;
 inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
-inline constexpr Code kErrorCaptureImplicit = 906;  // of the legacy stream, while another one is captured
+inline constexpr Code kErrorCaptureImplicit = 906;  // for the legacy stream, while another one is captured
 
 // CUstreamCaptureMode. Every thread starts in global mode: while another thread captures a graph in that
-// mode, each potentially unsafe call of this one fails, and the capture with it.
+// mode, each potentially unsafe call of this thread fails and invalidates the capture.
 inline constexpr int kCaptureGlobal = 0;
 inline constexpr int kCaptureThreadLocal = 1;
 inline constexpr int kCaptureRelaxed = 2;
@@ -55,7 +55,7 @@ struct MemoryLocation {
 enum class SourceOrder : int {
   kStream = 1,         // after the work before it in the stream
   kDuringApiCall = 2,  // while the call runs
-  kAny = 3,            // at any time before the copy ends: only if its bytes are complete already
+  kAny = 3,            // at any time before the copy ends; only if its bytes are already complete
 };
 
 struct BatchAttributes {  // CUmemcpyAttributes_v1
@@ -66,7 +66,8 @@ struct BatchAttributes {  // CUmemcpyAttributes_v1
 };
 static_assert(sizeof(BatchAttributes) == 24);
 
-// CUDA 12.8's cuMemcpyBatchAsync says which copy failed; 13.0's, of the same name, has no such parameter.
+// cuMemcpyBatchAsync of CUDA 12.8 reports which copy failed; that of 13.0 has the same name but no such
+// parameter.
 using BatchCopy12080 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
                                 BatchAttributes* attributes, size_t* attribute_indices,
                                 size_t attribute_count, size_t* failed_index, StreamHandle stream);
@@ -127,7 +128,7 @@ struct Driver {
   BatchCopy13000 batch_13000 = nullptr;  // with drivers from 13.0 on
 
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
-  // "what: the driver's words"
+  // "what: the driver's message"
   std::string error_text(Code code, const char* what) const;
   // error_text(), or empty for success.
   std::string failure(Code code, const char* what) const {
@@ -144,7 +145,7 @@ struct LoadedDriver {
 LoadedDriver find_functions(FindFunction find);
 
 // The driver of this machine, loaded and initialised once at the first call; null with a reason if there is
-// none. Do not call it before it is needed: an initialised driver does not survive a fork.
+// none. Do not call this before the driver is needed: an initialised driver does not survive a fork.
 const Driver* system_driver(std::string* missing = nullptr);
 
 }  // namespace flexkv::cuda

@@ -8,7 +8,7 @@
 
 namespace flexkv::cuda {
 
-// A stream of our own. It does not wait for the legacy null stream, nor does that wait for it.
+// A stream of our own. It does not wait for the legacy null stream, and the null stream does not wait for it.
 class Stream {
  public:
   // `urgent`: its kernels get multiprocessors before those of other streams. Throws CapacityError.
@@ -35,10 +35,10 @@ class Event : public StreamEvent {
 
   std::string make_wait(StreamId stream) override;
   bool reached() override;
-  // Whether the work enqueued before the event has ended well. Precondition: the device is current.
+  // Whether the work enqueued before the event has ended successfully. Precondition: the device is current.
   bool ended_well() const;
-  // Sleeps until the work enqueued before the event has ended. Empty, or how it failed: then nothing moves
-  // any more either.
+  // Sleeps until the work enqueued before the event has ended. Empty, or how it failed; after a failure no
+  // work moves any more either.
   std::string wait();
 
  private:
@@ -46,7 +46,7 @@ class Event : public StreamEvent {
   EventHandle handle_ = nullptr;
 };
 
-// An event recorded after all that the engine's `stream` has been given so far. Throws ContractError while
+// An event recorded after all work enqueued on the engine's `stream` so far. Throws ContractError while
 // the stream is being captured into a graph, whose events mean nothing outside it, and CapacityError.
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream);
 

@@ -6,8 +6,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes. How much goes to the copy engine as one part, or has its digests checked as one: that much
-// ends at once for whatever waits for its pages.
+// Unit: bytes. How much is given to the copy engine, or has its digests checked, as one part: the pages of a
+// part end together for whatever waits for them.
 constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
@@ -29,8 +29,8 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Whether one kernel can take several stages of all pages and a stream can wait for each stage. Not if the
-// bytes of later stages are checked while those of earlier ones move.
+// Whether one kernel can copy several stages of all pages and a stream can wait for each stage. Not if the
+// bytes of later stages are checked while those of earlier stages move.
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
   if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
@@ -48,8 +48,8 @@ bool ItemMove::has_short_runs_only(int32_t stage) const {
                      [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Stages with the same fence go together: those of a layerwise op as long as their layers are small, or as
-// one kernel takes them; those of another op all.
+// Stages with the same fence are copied together: for a layerwise op, as long as their layers are small or
+// one kernel can copy them; for any other op, all of them.
 void ItemMove::begin_pass(int64_t layers_bytes) {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
@@ -69,7 +69,7 @@ void ItemMove::begin_pass(int64_t layers_bytes) {
     if (item_->fence_of(next) != item_->fence_of(stage_)) break;
     last_of_pass_ = next;
   }
-  // The end of a kernel that has one stage, or as little to do, comes as soon as a count.
+  // A kernel with one stage, or with so little work, ends as early as its count would come.
   if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 
@@ -80,7 +80,7 @@ int64_t ItemMove::most_bytes(bool registered) const {
   return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
 
-// Cuts the next part, without its pages' ends, and moves the cursor behind it.
+// Cuts the next part, without the ends of its pages, and moves the cursor behind it.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
   part->registered = view_.pool().registered(item_->page(page_).slot);
@@ -90,7 +90,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   };
   part->first_stage = stage_;
   part->last_stage = last_of_pass_;
-  // A page that is longer goes in ranges of its layers.
+  // A longer page is copied in ranges of its layers.
   while (part->last_stage > stage_ && bytes_to(part->last_stage) > most) --part->last_stage;
   size_t count = 1;
   if (part->last_stage == last_of_pass_ && stage_ == first_of_pass_) {
@@ -100,7 +100,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   const bool whole_pass = part->last_stage == last_of_pass_;
   for (; page_ < pages_.size() && part->indices.size() < count; ++page_) {
     if (!may_move(page_)) continue;
-    // Pages that the kernel cannot reach would take the others with them to the copy engine.
+    // Pages that the kernel cannot reach would force the others onto the copy engine, too.
     if (view_.pool().registered(item_->page(page_).slot) != part->registered) break;
     part->indices.push_back(page_);
     if (!whole_pass) break;  // the page's other layers are next
@@ -163,7 +163,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   return now_ = part;
 }
 
-// From now on the page ends with `why`, once nothing of it is under way.
+// Makes the page end with `why`, once none of its copies is under way.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = std::make_unique<MoveResult>(why);
@@ -174,7 +174,7 @@ void ItemMove::spoil(size_t index, const MoveResult& why) {
 void ItemMove::stop(const MoveResult& why) {
   if (over_) return;
   over_ = why;
-  // A part that is not wholly enqueued counts as not copied.
+  // A part that is not completely enqueued counts as not copied.
   if (const std::shared_ptr<Part> part = std::exchange(now_, nullptr)) {
     part->bad = why;
     part->enqueued = true;

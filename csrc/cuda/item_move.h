@@ -1,5 +1,5 @@
-// A work item under way: in which parts it is enqueued, and how each of its pages ends. One direction's
-// thread uses it; nothing here calls the driver.
+// A work item under way: the parts in which it is enqueued, and how each of its pages ends. One direction's
+// thread uses it; this code does not call the driver.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -19,18 +19,18 @@ struct Part {
   std::vector<size_t> indices;  // of the item's positions
   std::vector<PageEnds> pages;  // one for each of `indices`
   int32_t first_stage = 0, last_stage = 0;
-  bool last_of_stages = false;  // with it all pages of the item are on their way through its stages
+  bool last_of_stages = false;  // with this part, all pages of the item are on their way through its stages
   bool registered = true;       // all of the pages' memory is registered with the device
   SplitRuns runs;
-  // If one kernel takes all runs and counts its stages: how many of runs.by_kernel belong to the stages up to
-  // each one.
+  // If one kernel copies all runs and counts its stages: for each stage, the number of runs.by_kernel up to
+  // its end.
   std::vector<size_t> stage_runs;
   std::vector<std::shared_ptr<StreamEvent>> stage_points;  // behind each stage, once that kernel is enqueued
   std::optional<CopyLister> copies;                        // lists runs.by_engine, from the first portion on
   // The lane keeps these from the first portion until the part ends.
   int portions = 0;  // under way
   bool enqueued = false;
-  MoveResult bad;  // how all its pages end, unless kOk
+  MoveResult bad;  // how all its pages end, if not kOk
 };
 
 class ItemMove {
@@ -40,26 +40,26 @@ class ItemMove {
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether there are stages that it was taken without and that may become free.
+  // Whether the item was taken without some stages that may still become free.
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
-  // The part that is being enqueued; if there is none, begins the next one, whose pages are under way from
-  // then on. Null if there is no next one. If a load has digests, the crew checks the bytes of its pages
-  // here: only pages with the right bytes are in the part, and the others are refused.
-  // `layers_bytes` bounds what one kernel takes of several layers; see kLayersLaunchBytes.
+  // The part that is being enqueued. If there is none, begins the next one; its pages are under way from then
+  // on. Null if there is no next one. If a load has digests, the crew checks the bytes of its pages here:
+  // only pages with the right bytes are in the part, and the others are refused. `layers_bytes` bounds what
+  // one kernel takes of several layers; see kLayersLaunchBytes.
   const std::shared_ptr<Part>& part(DigestCrew& digests, int64_t layers_bytes = kLayersLaunchBytes);
   // Whether part() may be enqueued now. Not while a refused page is under way: its earlier layers must end
-  // before it does, and before anything is reported about later ones.
+  // before the page does, and before later layers are reported.
   bool may_enqueue() const { return !over_ && refused_under_way_ == 0 && (now_ || has_next()); }
   // The first stage that part() has or will have.
   int32_t stage() const { return now_ ? now_->first_stage : stage_; }
   // Call when all of part() is enqueued.
   void part_is_enqueued() { now_.reset(); }
 
-  // From now on nothing of the item is enqueued; pages that are not wholly enqueued end with `why`.
+  // Enqueues no more of the item; pages that are not completely enqueued end with `why`.
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
-  // Records that the part has ended, and ends the pages that wait for nothing else.
+  // Records that the part has ended, and ends the pages that wait for no other part.
   void end(const Part& part);
 
   // Pages that have ended since the last call.
@@ -72,7 +72,7 @@ class ItemMove {
  private:
   struct Page {
     int32_t under_way = 0;            // parts
-    std::unique_ptr<MoveResult> bad;  // how it ends, unless well
+    std::unique_ptr<MoveResult> bad;  // how it ends, if not successfully
     bool through = false;             // it has passed all of the item's stages
     bool finished = false;
   };

@@ -18,11 +18,12 @@ namespace {
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
 constexpr double kRestShare = 0.96;
-// Unit: seconds. How long before a portion is due the thread wakes up, as a sleep may take longer.
+// Unit: seconds. How long before a portion is due the thread wakes up, because a sleep may last longer than
+// requested.
 constexpr double kEarlyS = 40e-6;
-// Unit: seconds. How long after a portion was due the thread looks for its end without a pause.
+// Unit: seconds. For how long after a portion was due the thread looks for its end without a pause.
 constexpr double kPollS = 2e-3;
-// Unit: seconds. Pauses between looks for a portion that is later than that, or waits behind the engine's
+// Unit: seconds. Pauses between looks for a portion that is even later, or that waits behind the engine's
 // work.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
@@ -80,7 +81,7 @@ bool LaneDirection::has_room(const Queue& queue) const {
          (by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)]);
 }
 
-// Takes items until enough of them wait to be enqueued, and makes those under way grow or end early.
+// Takes items until enough of them wait to be enqueued, and lets items under way grow or end early.
 void LaneDirection::look_at_items(WorkSource& source, int32_t lane) {
   if (woken_.exchange(false)) {
     may_take_ = true;
@@ -125,7 +126,7 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
         portion.stopped = queue.stream->stop(portion.mark).empty();
       }
-      // A caller that orders the engine's stream behind it has to wait only for the portions under way.
+      // So a caller that orders the engine's stream behind the op must wait only for the portions under way.
       say_issued(source, *move, move->item()->stages() - 1);
     }
     finish_pages(source, *move);
@@ -235,8 +236,8 @@ void LaneDirection::finish_pages(WorkSource& source, ItemMove& move) {
   if (move.ended()) std::erase_if(moves_, [&](const auto& one) { return one.get() == &move; });
 }
 
-// Enqueues a portion of an item that the engine's stream is to be ordered behind, whether there is room or
-// not. False: there is none.
+// Enqueues a portion of an item that the engine's stream must be ordered behind, whether there is room or
+// not. False: there is no such portion.
 bool LaneDirection::enqueue_expedited(WorkSource& source) {
   for (const auto& move : moves_) {
     if (!move->item()->expedited() || !move->may_enqueue()) continue;
@@ -246,8 +247,8 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
   return false;
 }
 
-// Enqueues one portion: of the layerwise load that is least far, as each forward waits for its next layer;
-// else of the oldest item.
+// Enqueues one portion: of the layerwise load that is furthest behind, because each forward pass waits for
+// its next layer; else of the oldest item.
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
@@ -261,7 +262,8 @@ bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   return true;
 }
 
-// Layerwise loads that take turns, 1 at least: each launch has its share, so that all first layers come soon.
+// Number of layerwise loads that take turns, at least 1: each launch gets its share, so that all first layers
+// arrive soon.
 int64_t LaneDirection::layerwise_moves() const {
   const auto count = std::count_if(moves_.begin(), moves_.end(), [](const auto& move) {
     return move->item()->layerwise() && move->may_enqueue();
@@ -308,8 +310,7 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   }
 }
 
-// Enqueues the runs of a part that go to the kernel, then the others portion by portion. Empty, or why it
-// failed.
+// Enqueues the part's runs for the kernel, then its other runs portion by portion. Empty, or why it failed.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
   // Waits for the engine's stream first: the forwards enqueued before must have written what a store reads,
   // and must have read what a load overwrites.
@@ -352,7 +353,7 @@ void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& p
   if (move.may_grow()) source.extend(move.item());
 }
 
-// If nothing moves on the stream any more, ends what is under way on it.
+// If no work moves on the stream any more, ends the portions under way on it.
 void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   if (queue.under_way.empty()) return;
   const std::string failure = queue.stream->failure();
@@ -383,7 +384,7 @@ Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clo
   return now + pause;
 }
 
-// Rests until there may be something to do. False: there never will be.
+// Sleeps until there may be something to do. False: there never will be.
 bool LaneDirection::rest(WorkSource& source) {
   const auto now = Clock::now();
   auto look = Clock::time_point::max();

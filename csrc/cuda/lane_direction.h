@@ -1,11 +1,10 @@
 // One direction of a GPU's lane: a thread that takes items, enqueues their copies, and ends items whose
 // copies have ended.
-//
-// A kernel takes as much of an item as its tables have room for. The copy engine gets portions, of which
+// A kernel copies as much of an item as its tables have room for. The copy engine gets portions, of which
 // kPortionsUnderWay are under way, and serves other streams between them. Work that the engine's stream waits
 // for is enqueued at once, however much is under way. When a portion is due, the thread looks for its end in
-// a loop that does not call the driver. A portion that is late waits behind the engine's work, and the thread
-// looks for it now and then.
+// a loop that does not call the driver. A late portion probably waits behind the engine's work, so the thread
+// only looks for its end from time to time.
 #pragma once
 #include <array>
 #include <atomic>
@@ -44,7 +43,7 @@ class LaneDirection {
     int64_t bytes = 0;
     bool by_kernel = false;
     bool stopped = false;
-    std::shared_ptr<StreamEvent> fence;  // of the engine's stream, which it may still wait for
+    std::shared_ptr<StreamEvent> fence;  // of the engine's stream, for which it may still wait
     Clock::time_point due;               // it will hardly end before this
   };
   struct Queue {
@@ -54,7 +53,7 @@ class LaneDirection {
     Clock::time_point last_end;
     bool went_on = false;  // another portion was under way when the last one ended
     Clock::time_point last_query;
-    // Unit: seconds per byte. Pace of the latest portions, by the copy engine and by kernel.
+    // Unit: seconds per byte. Speed of the latest portions, by the copy engine and by kernel.
     std::array<double, 2> pace{};
   };
 
@@ -87,8 +86,8 @@ class LaneDirection {
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Copier> copier_;
   const std::shared_ptr<DigestCrew> digests_;
-  std::string refused_;                  // why the thread has no context
-  mutable std::array<Queue, 2> queues_;  // [1]: layerwise loads, which a forward waits for; [0]: all else
+  std::string refused_;                         // why the thread has no context
+  mutable std::array<Queue, 2> queues_;         // [1]: layerwise loads; [0]: all others
   std::list<std::shared_ptr<ItemMove>> moves_;  // in the order they were taken
   struct Undigested {
     std::shared_ptr<ItemMove> move;

@@ -23,8 +23,8 @@ class CufileIo : public FileIo {
   CufileIo(const CufileIo&) = delete;
   CufileIo& operator=(const CufileIo&) = delete;
 
-  // Says which way calls on the files go, as far as cuFile's statistics have shown, and names a file whose
-  // calls bounce.
+  // Describes the routes of calls on the files, as far as cuFile's statistics have shown them, and names a
+  // file whose calls bounce.
   std::string name() const override;
   IoOutcome transfer(const IoCall& call) override;
   // kDirect only for registered memory and files whose last observed calls were direct.
@@ -50,7 +50,7 @@ class CufileIo : public FileIo {
     int64_t offset;
     bool registered;
   };
-  // How many files go which way, and the first file whose calls bounce, with the reason.
+  // The number of files with each route, and the first file whose calls bounce, with the reason.
   struct Summary {
     int64_t files = 0;
     int64_t direct = 0;

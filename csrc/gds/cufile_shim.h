@@ -76,12 +76,12 @@ class Cufile {
 
   const CufileTable& table() const { return table_; }
   // The mechanism by which disks and GPUs can exchange bytes on this machine, such as "nvidia-fs 2.0" or "PCI
-  // P2PDMA"; whether calls use it is known only per file. Empty in compatibility mode, where every call is a
-  // POSIX call inside cuFile.
+  // P2PDMA"; whether calls use it is known only for each file. Empty in compatibility mode, where every call
+  // is a POSIX call inside cuFile.
   const std::string& direct_by() const { return direct_by_; }
   // Unit: bytes. The most device memory that cuFile registers in this process; 0: cuFile does not report it.
   int64_t pinned_limit() const { return pinned_limit_; }
-  // Why cuFile does not count which way its calls go; empty if it does.
+  // Why cuFile does not count the routes of its calls; empty if it does.
   const std::string& uncounted() const { return statistics_->refusal(); }
   CufileWatch& watch() { return *watch_; }
 

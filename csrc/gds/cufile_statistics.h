@@ -1,4 +1,4 @@
-// Reads from cuFile's own statistics (available since 1.15) which way its calls went: by DMA between disk and
+// Reads the routes of calls from cuFile's own statistics (available since 1.15): by DMA between disk and
 // GPU, or by POSIX calls and copies inside cuFile.
 #pragma once
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Finds out which way each of our calls to cuFile went. cuFile counts for the whole process, so the watch
-// reads the counts before and after a call: if all operations between the two readings went one way, so did
-// the call, whatever ran beside it.
+// Finds out the route of each of our calls to cuFile. cuFile counts for the whole process, so the watch reads
+// the counts before and after a call: if all operations between the two readings took one route, so did the
+// call, whatever ran beside it.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,7 +22,7 @@ struct CufileCalls {
 
 class CufileWatch {
  public:
-  // Which way a file's calls went when this was last observed; kUnknown until then.
+  // The route of a file's calls when it was last observed; kUnknown until then.
   using Route = std::shared_ptr<std::atomic<IoRoute>>;
 
   // `unseen`: the route of calls whose route the counts do not show.
@@ -31,7 +31,7 @@ class CufileWatch {
 
   // Returns the counts before a call; unset if nothing is counted.
   std::optional<CufileOps> begin();
-  // Returns which way a call on `file` went. `before` is what begin() returned; `moved` says whether the call
+  // Returns the route of a call on `file`. `before` is what begin() returned; `moved` says whether the call
   // moved bytes, because cuFile does not count a call that moved none. `file` is null for memory that is not
   // registered: such a call is bounced, since its DMA ends in one of cuFile's buffers and says nothing about
   // the file.

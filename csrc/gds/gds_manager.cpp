@@ -105,7 +105,7 @@ void GDSManager::close() {
   // A transfer ends when its I/O has ended, or gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
-  // Each is closed when its last reference goes: stuck I/O keeps what it may still touch.
+  // Each file is closed when its last reference is dropped: stuck I/O keeps what it may still touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   lock.unlock();

@@ -130,7 +130,7 @@ class FLEXKV_EXPORT GDSManager {
   // Null if the manager is out of service. Precondition: staging_mutex_ is held, and mutex_ is not.
   std::shared_ptr<StagingBuffer> own_staging(const PageMap& map, const TransferControl& control);
   std::shared_ptr<StagingBuffer> make_staging(int64_t slots, int64_t slot_bytes) const;
-  // Finds out which way calls go, using temporary memory.
+  // Finds out the routes of calls, using temporary memory.
   void look_first(const TransferControl& control);
   // Makes the pool registrations that were put off until the next transfer.
   void prepare_pool();

@@ -74,7 +74,7 @@ struct TransferReport {
   int64_t pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;  // calls that went through another buffer
-  int64_t unknown_calls = 0;  // calls that may or may not have done so
+  int64_t unknown_calls = 0;  // calls that may have gone through another buffer
   int64_t io_bytes = 0;
   int64_t launches = 0;
   bool staged = false;

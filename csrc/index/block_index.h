@@ -25,7 +25,7 @@
 
 namespace flexkv {
 
-// What an index knows about a block at a given time.
+// The state of a block in an index at a given time.
 enum class Presence : uint8_t {
   kAbsent,   // no entry
   kReady,    // may be hit
@@ -63,8 +63,8 @@ class BlockIndex {
       : BlockIndex(group_slots, policy_kind(policy), seed, shared_with) {}
 
   size_t groups() const { return class_of_.size(); }
-  // Tells `listener` of the ready blocks, and from now on of every change to a slot. Throws ContractError if
-  // the groups have slots of their own, which one number does not name.
+  // Notifies `listener` of the ready blocks, and from now on of every change to a slot. Throws ContractError
+  // if the groups have separate slots, because then one number does not identify a slot.
   void tell(std::shared_ptr<SlotListener> listener);
   void grow(uint32_t group, uint32_t slots) { class_at(group).pool.grow(slots); }
 
@@ -133,8 +133,8 @@ class BlockIndex {
   // one unless it was hit.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
-  // Ends every lease but those in `leased`, which names an entry once per lease. For a caller that an
-  // exception interrupted before it had noted what it leased. Removes pending entries that are left without a
+  // Ends every lease except those in `leased`, which names an entry once per lease. For a caller that an
+  // exception interrupted before it had recorded its leases. Removes pending entries that are left without a
   // lease. Returns how many leases ended. Throws ContractError, and changes nothing, for an entry that is
   // leased less often than it is named.
   size_t keep_leases(std::span<const EntryId> leased);
@@ -149,7 +149,7 @@ class BlockIndex {
   // each new entry, which `finish` keeps. `spare`: the new blocks are spare ones. While spare blocks have
   // more than their share of the slots, they are evicted before all others, in the order in which they were
   // stored; within their share they are not evicted. A block is no longer spare when a request hits it, or
-  // when it is offered without `spare`. An offer of spare blocks leaves known ones as they are.
+  // when it is offered without `spare`. An offer of spare blocks does not change known blocks.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
                   uint32_t leases = 0, bool spare = false);
 
@@ -254,9 +254,9 @@ class BlockIndex {
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
     return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
   }
-  // Follows the chain after `at` while its keys agree with `keys` and its entries are in `kState`; returns
-  // the number of blocks found. Calls `visit(i, id)` for each; if that returns false, the walk ends before
-  // this block.
+  // Follows the chain after `at` while its keys equal `keys` and its entries are in `kState`; returns the
+  // number of blocks found. Calls `visit(i, id)` for each; if that returns false, the walk ends before this
+  // block.
   template <EntryState kState, class Visit>
   size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
   // Finds the leading keys whose entries are in `kState`. `visit` writes each entry to `entries`.

@@ -1,5 +1,5 @@
-// What BlockIndex notes about some blocks outside their entries: which op fills a pending one, when a ready
-// one expires, and which are spare. Also counts leading ready entries.
+// What BlockIndex records about some blocks outside of their entries: which op fills a pending one, when a
+// ready one expires, and which are spare. Also counts leading ready entries.
 #include <string>
 
 #include "base/error.h"

@@ -1,5 +1,5 @@
-// What a tier that outlives the process needs from the index: it adopts the blocks found there at start,
-// retires slots that are permanently lost, and finds the blocks that will be evicted next.
+// The calls of BlockIndex for a tier that outlives the process: they adopt the blocks found there at start,
+// retire slots that are permanently lost, and find the blocks that will be evicted next.
 #include <cstring>
 #include <string>
 #include <utility>

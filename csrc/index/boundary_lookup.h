@@ -1,7 +1,6 @@
 // Looks up, over all tiers, a request whose groups need different pages. Finds the longest hits that every
 // group can restore by its own rule, and leases only pages that one of these hits needs.
-//
-// A hit of N tokens is of use if every group has the pages that its rule asks for at N. A lookup walks full
+// A hit of N tokens can be used if every group has the pages that its rule requires at N. A lookup walks full
 // groups from the start, and the shortest of them limits N; it probes the others backwards from there, since
 // a window that lacks a page rules out every N whose window holds that page.
 //

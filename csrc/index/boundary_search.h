@@ -17,7 +17,7 @@ namespace flexkv {
 struct ProbedPages {
   std::vector<uint8_t> where;    // unknown (0), absent, or a tier and a state
   std::vector<EntryId> entries;  // of the pages that were found
-  // Pages [there_from, there_to) are all there: the next length need not look at them again.
+  // Pages [there_from, there_to) are all present: the next length need not look at them again.
   size_t there_from = 0;
   size_t there_to = 0;
   bool walked = false;

@@ -11,7 +11,7 @@ inline constexpr EntryId kNoEntry = UINT32_MAX;
 
 enum class EntryState : uint32_t {
   kFree = 0,     // on the free list, or a list head
-  kPending = 1,  // has a slot that is being written; no hit, but nobody else may store it
+  kPending = 1,  // has a slot that is being written; no hit, and must not be stored a second time
   kReady = 2,    // may be hit
   kRemoved = 3,  // no longer in the map, but still leased, so its slot is not free yet
 };
@@ -20,7 +20,7 @@ enum class EntryState : uint32_t {
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
-  EntryId newer;  // neighbour in its list, away from eviction
+  EntryId newer;  // next in its list, further from eviction
   EntryId older;  // neighbour towards eviction; within a chain the next block, which speeds up walks
   uint32_t meta;  // state, group and pins in one word, so that walks test all of them in one comparison
 

@@ -104,9 +104,9 @@ struct FoundLengths : FoundPages {
   uint64_t start = 0;             // tokens that the engine already has
   std::vector<uint64_t> lengths;  // in tokens, the longest first; the pages that any of them needs are leased
   bool ready = false;             // all leased pages are ready in host memory
-  // How many tokens the groups of full attention have all pages for. Earlier requests agreed with this one up
-  // to there, even if another group lacks the page at which a hit could end. `start` if there is no such
-  // group.
+  // The number of tokens for which the groups of full attention have all pages. Earlier requests equalled
+  // this one up to there, even if another group lacks the page at which a hit could end. `start` if there is
+  // no such group.
   uint64_t shared = 0;
 };
 

@@ -33,7 +33,7 @@ class KeyHasher {
   void block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const;
 
   // Hashes `tokens`, which follow the block of key `parent` (empty: they start the request). `extra` is what
-  // the engine mixes into that block's hash beside tokens and parent. Writes kKeyBytes to `out`.
+  // the engine adds to that block's hash besides tokens and parent. Writes kKeyBytes to `out`.
   void tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,
                 std::span<const uint32_t> tokens, uint8_t* out) const;
 

@@ -36,8 +36,8 @@ class KeyMap {
 
   void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
 
-  // Prefetches what `erase` reads: it always looks at the place after the entry's, too, which in one case of
-  // eight lies in the next cache line.
+  // Prefetches what `erase` reads: it always also looks at the place after the entry's, which in one case of
+  // eight is in the next cache line.
   void prefetch_erase(uint32_t hash) const {
     places_.prefetch(home(hash));
     places_.prefetch((home(hash) + 1) & mask_);

@@ -1,4 +1,4 @@
-// Learns from a BlockIndex what its slots hold, at the moment it changes.
+// Learns from a BlockIndex what its slots hold, whenever that changes.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@ namespace flexkv {
 class SlotListener {
  public:
   virtual ~SlotListener() = default;
-  // A block that is not visible yet got the slot: it may be written from now on.
+  // A block that is not visible yet was given the slot, which may be written from now on.
   virtual void begin(uint32_t slot) = 0;
   // The slot's block became visible, and its bytes stay as they are.
   virtual void publish(uint32_t slot, uint32_t group, const BlockKey& key) = 0;

@@ -78,7 +78,7 @@ class SlotPool {
   }
 
   // Permanently takes the slots marked in `gone` (one flag for each of max_slots) out of use; a slot in use
-  // leaves when it is given back. Throws ContractError for another number of flags.
+  // leaves when it is freed. Throws ContractError for another number of flags.
   void retire(std::span<const uint8_t> gone) {
     if (gone.size() != max_slots_) {
       throw ContractError("retire: " + std::to_string(gone.size()) +
@@ -92,7 +92,7 @@ class SlotPool {
 
   bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
-  // For integrity checks: slots given back, and the first that never left the pool.
+  // For integrity checks: the freed slots, and the first slot that never left the pool.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }
 

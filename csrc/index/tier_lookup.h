@@ -45,19 +45,19 @@ class TierLookup {
 
   // Finds pages and leases them. `keys`: for each group, the keys after the start of the lookup.
   //
-  // At each page host memory comes first. Where it ends, the first tier that has the page continues for as
-  // long as it can, and then host memory is searched again. A host page that is being stored ends the prefix:
+  // At each page host memory is searched first. If it lacks the page, the first tier that has it continues as
+  // far as it can, and then host memory is searched again. A host page that is being stored ends the prefix:
   // its content may never be published, and nothing else may fill it meanwhile. Throws ContractError; then
   // nothing is leased.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
-  // Looks up the leading pages of one group, as lookups with other rules need it. Leases the pages and notes
-  // them in `found.groups[group]` and `found.expired`.
+  // Looks up the leading pages of one group, for lookups with other rules. Leases the pages and records them
+  // in `found.groups[group]` and `found.expired`.
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
                      FoundPages& found);
 
   // Undoes the leases that the current lookup has taken on the pages of `group` from page `from` on, before
-  // anybody has seen them.
+  // its result is returned.
   void take_back(FoundGroup& group, size_t from);
 
   // Ends the leases on the pages of `group` outside [first, end). Returns an error about one of them; empty

@@ -21,7 +21,7 @@ inline constexpr uint64_t kReservedCookie = ~uint64_t{0};
 
 struct IoDone {
   uint64_t cookie = 0;
-  int64_t result = 0;  // bytes moved, which may be fewer than asked for, or -errno
+  int64_t result = 0;  // bytes moved, which may be fewer than requested, or -errno
 };
 
 class IoQueue {
@@ -34,7 +34,7 @@ class IoQueue {
   // take().
   virtual void submit(const IoRequest& request) = 0;
   // Owner only. Waits until an I/O has ended or another thread has called wake(), then appends those that
-  // have ended. Throws DiskError when the kernel refuses to go on: requests under way may then never be
+  // have ended. Throws DiskError if the kernel refuses to continue: requests under way may then never be
   // reported.
   virtual void wait(std::vector<IoDone>& done) = 0;
   // The same without waiting: submits the requests held back, and appends the I/Os that have ended.
@@ -65,7 +65,7 @@ enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
 std::string uring_refusal();
 
 // Must be called in the owner's thread, because some rings belong to the thread that made them. Throws
-// DiskError when kUring is asked for and refused.
+// DiskError if kUring is requested and refused.
 std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories = {});
 
 // Wraps the queue of a disk in another one; called in the owner's thread.

@@ -88,8 +88,7 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Submits, and appends the I/Os that have ended. Returns whether there were any, or somebody has called
-// wake().
+// Submits, and appends the I/Os that have ended. Returns whether there were any, or wake() was called.
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
   // Signals are ignored; EAGAIN and EBUSY go away when completions are taken.

@@ -76,7 +76,7 @@ FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
 }
-// A NaN never becomes a number: a NaN that comes out of a turn has no payload or that of a bfloat16 key,
+// A NaN never becomes a number: a NaN that results from a rotation has no payload or that of a bfloat16 key,
 // whose lower half is zero, so rounding does not change it. This relies on check_rotation_rows(), which
 // rejects sines and cosines that are NaN.
 FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {

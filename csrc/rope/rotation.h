@@ -6,7 +6,7 @@
 // Source of the pairings: RoFormer (arXiv:2104.09864) turns neighbours (as GPT-J does); GPT-NeoX turns
 // element i of the first half with element i of the second. Turning by (new - old) at once equals undoing the
 // old position and applying the new one, and leaves any factor that a model puts on its sines and cosines
-// (YaRN's mscale) as it is.
+// (YaRN's mscale) unchanged.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Copies a page that another process may overwrite at any time: it counts only if its row's version was the
-// same before and after.
+// Copies a page that another process may overwrite at any time: the copy counts only if the version of the
+// page's row was the same before and after.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -19,11 +19,11 @@ enum class PeerEnd : uint8_t {
 };
 
 // Copies `bytes` word by word from memory that another process may be writing. All loads acquire, so that a
-// later look at the row's version cannot come before them. `from` and `to` lie on 8-byte boundaries.
+// later read of the row's version cannot come before them. `from` and `to` lie on 8-byte boundaries.
 void copy_words(std::byte* to, const std::byte* from, size_t bytes);
 
-// Whether `row` names the page that is asked for, which expires no earlier, in the state that `version` is
-// set to.
+// Whether `row` names the requested page, expiring no earlier than requested; sets `version` to the row's
+// version.
 bool row_holds(const BoardRow& row, const RowFacts& asked, uint64_t& version);
 
 inline bool row_is_at(const BoardRow& row, uint64_t version) {

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kRowsAtOnce = 1024;
 
 // Whether the file has room for all slots. No product here exceeds the file's bytes or a stride, whatever a
-// card says of them.
+// card says about them.
 bool has_room(const PeerPool& pool, int64_t slots) {
   const int64_t last = slots - 1;
   const int64_t in_extent = (last % pool.slots_per_extent + 1) * pool.slot_bytes;
@@ -92,7 +92,7 @@ size_t PeerDirectory::follow() {
   }
   size_t looked = 0;
   for (const int32_t number : numbers) {
-    // A peer that changes faster than this thread reads must not keep it from the others.
+    // A peer that changes faster than this thread reads must not keep the thread from the other peers.
     const size_t most = looked + kRingChanges + kRowsAtOnce;
     for (size_t rows = kRowsAtOnce; rows == kRowsAtOnce && looked < most;) {
       const std::lock_guard lock(mutex_);
@@ -127,7 +127,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   size_t rows = 0;
   while (rows < kRowsAtOnce && peer.seen != head) {
     const uint32_t slot = peer.parts.ring[peer.seen % kRingChanges].load(std::memory_order_acquire);
-    // The place may have been written anew meanwhile; then the next call reads all rows.
+    // The place in the ring may have been overwritten meanwhile; then the next call reads all rows.
     if (header.head.load(std::memory_order_acquire) - peer.seen > kRingChanges) break;
     if (slot < peer.slots) look(number, peer, slot);
     ++peer.seen;

@@ -1,5 +1,6 @@
 // Which pages the other units of this machine have, and where: follows their boards, and copies pages from
-// their host pools. One thread follows, another copies, and the manager's thread takes the news.
+// their host pools. One thread follows the boards, another copies pages, and the manager's thread takes the
+// news.
 #pragma once
 #include <array>
 #include <atomic>
@@ -53,8 +54,8 @@ struct PieceRun {
   int64_t digest_to;
 };
 
-// How pages of one KV group in the peer's slots become ours; without pieces the bytes have to be rewritten by
-// the caller.
+// How pages of one KV group are copied from the peer's slots to ours; without pieces, the caller must convert
+// the bytes.
 struct PeerFormat {
   std::vector<PagePiece> pieces;
   std::vector<PieceRun> runs;  // those with a digest on either side
@@ -71,7 +72,7 @@ using PeerCounts = std::array<uint64_t, kPeerEnds>;  // pages by PeerEnd
 
 // Unit: pages. Beyond it `follow` waits until the unit has taken news.
 inline constexpr size_t kMostNews = size_t{1} << 17;
-// Holders of one page that are tried; more would have it for nothing.
+// How many holders of one page are recorded and tried; further ones would be of no use.
 inline constexpr size_t kMostHolders = 8;
 
 class PeerDirectory {
@@ -114,7 +115,7 @@ class PeerDirectory {
     }
   }
 
-  // Whether the peer's weights are no more those that its card names, or the peer was dropped.
+  // Whether the peer's weights are no longer those that its card names, or the peer was dropped.
   bool retired(int32_t peer) const;
   PeerCounts counts(int32_t peer) const;
   size_t pages(int32_t peer) const;
@@ -123,7 +124,7 @@ class PeerDirectory {
  private:
   struct Peer {
     Peer(SharedFile file, std::optional<PeerPool> mapped, std::vector<PeerFormat> how);
-    std::optional<SharedFile> board;  // nothing for a peer whose pages are only kept in mind
+    std::optional<SharedFile> board;  // unset for a peer whose pages are only remembered
     std::optional<PeerPool> pool;
     std::vector<PeerFormat> formats;  // by group
     uint32_t slots = 0;

@@ -1,4 +1,4 @@
-// What a directory of peers has learned of their pages and its unit has not taken over yet.
+// What a directory of peers has learned about their pages and its unit has not processed yet.
 #pragma once
 #include <array>
 #include <atomic>
@@ -33,16 +33,16 @@ struct PeerNews {
   bool there;
 };
 
-// Keeps one record per page, which sums up all news of the page. So the thread that tells does the work of
-// summing up, and the thread that takes has less to do. Thread-safe: one thread tells, another takes.
+// Keeps one record per page, which sums up all news of the page. So the thread that adds news does this work,
+// and the thread that takes it has less to do. Thread-safe: one thread adds news, another takes it.
 class PendingNews {
  public:
   void tell(const RowFacts& facts, bool there);
-  // Moves the records of up to `most` pages to `out`, in the order in which the pages were last told: first
-  // pages that went, then those that are there now. A page that went and came back, perhaps of other tokens,
-  // is among both. Returns how many records were moved.
+  // Moves the records of up to `most` pages to `out`, in the order in which the pages were last reported:
+  // first pages that were lost, then those that are there now. A page that was lost and came back, perhaps
+  // with other tokens, is among both. Returns how many records were moved.
   size_t take(size_t most, std::vector<PeerNews>& out);
-  // The same for the records of these pages alone. Looks at each key in nanoseconds where there is none.
+  // The same for only the records of these pages. A key without a record takes some nanoseconds.
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out);
   // Unit: pages.
   size_t size() const { return size_.load(std::memory_order_acquire); }
@@ -51,7 +51,7 @@ class PendingNews {
   struct Record {
     PeerNews last;
     bool went;    // since the page was taken the last time
-    bool passed;  // taken, or told anew in a later record
+    bool passed;  // taken, or replaced by a later record
   };
 
   void pass(Record& record, std::vector<Record>& moved);
@@ -60,14 +60,14 @@ class PendingNews {
   void mark(const PageName& name);
   bool is_marked(const PageName& name) const;
 
-  // Bits by hash, of pages with a record and of some that had one: a lookup of keys that nobody has touches
-  // these 32 KiB alone, which stay in a core's cache.
+  // Bits by hash, of pages with a record and of some that had one: a lookup of keys that no peer has touches
+  // only these 32 KiB, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
   mutable std::mutex mutex_;  // guards the members below
   std::vector<Record> records_;
-  size_t first_ = 0;                                   // all before it are passed
-  std::unordered_map<PageName, size_t, NameHash> at_;  // the page's record that is not passed
+  size_t first_ = 0;                                   // all before it are done
+  std::unordered_map<PageName, size_t, NameHash> at_;  // the page's record that is not done
   std::array<uint64_t, kMarks / 64> marks_{};
   std::atomic<size_t> size_{0};
 };

@@ -26,7 +26,7 @@ BoardParts board_parts(std::byte* base) {
 std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version) {
   version = row.version.load(std::memory_order_acquire);
   if (version % 2 != 0) return std::nullopt;
-  // Acquiring, so that the second look at the version cannot come before them.
+  // Acquiring, so that the second read of the version cannot come before them.
   const uint64_t about = row.about.load(std::memory_order_acquire);
   const RowFacts facts{
       .key = {row.low.load(std::memory_order_acquire), row.high.load(std::memory_order_acquire)},

@@ -35,10 +35,10 @@ struct BoardHeader {
   std::atomic<uint64_t> slots;
   std::atomic<uint64_t> ring;     // its places, a power of two
   std::atomic<uint64_t> head;     // changes so far; change n is at place n % ring
-  std::atomic<uint64_t> retired;  // 1: the weights are no more those that the unit's card names
+  std::atomic<uint64_t> retired;  // 1: the weights are no longer those that the unit's card names
 };
 
-// What a row says at one time.
+// The content of a row at one time.
 struct RowFacts {
   BlockKey key{};
   uint32_t group = 0;
@@ -80,16 +80,16 @@ class SlotBoard : public SlotListener {
 
   // The slot may be written from now on. Call before any op that writes it is submitted.
   void begin(uint32_t slot) override;
-  // Notes what `publish` is to say of slots that `begin` has opened. Throws BlockRangeError.
+  // Records what `publish` will say about slots that `begin` has opened. Throws BlockRangeError.
   void note(std::span<const int32_t> slots, std::span<const uint32_t> tokens,
             std::span<const uint64_t> generations, std::span<const uint64_t> expiries, uint64_t epoch);
-  // The slot holds this page and is not written until `begin`.
+  // The slot holds this page, and is not written until the next `begin`.
   void publish(uint32_t slot, uint32_t group, const BlockKey& key) override;
-  // The page leaves. A reader that is copying it finds the version changed.
+  // Withdraws the page. A reader that is copying it finds the version changed.
   void withdraw(uint32_t slot) override;
   // Withdraws all pages.
   void clear() override;
-  // Makes every reader leave, for good.
+  // Makes every reader leave permanently.
   void retire();
 
  private:

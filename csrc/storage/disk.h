@@ -67,7 +67,7 @@ class Disk {
   // Queues tasks; if the disk is lost, they end at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
-  // A disk with at least this many queued pages needs no more for now.
+  // A disk with at least this many queued pages needs no further pages for now.
   size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;

@@ -15,8 +15,8 @@ namespace {
 constexpr int32_t kReadsBeforeWrite = 16;
 // Unit: bytes. The most under way on one disk, in total and as writes. 16 pages of 2 MiB keep an NVMe drive
 // at its full speed (32 are no faster on the drive measured), and at 3 GB/s a read behind that many bytes of
-// writes waits about 10 ms. Reads may have twice as much: a page behind them gains nothing by waiting outside
-// the disk's queue, and more pages in it keep the disk busy while this thread does not run.
+// writes waits about 10 ms. Reads may have twice as much: waiting outside the disk's queue would not make a
+// page faster, and more pages in the queue keep the disk busy while this thread does not run.
 constexpr int64_t kMostBytesUnderWay = int64_t{64} << 20;
 constexpr int64_t kMostWritesUnderWay = int64_t{32} << 20;
 // Unit: bytes. How many bytes of sealed pages the queue may hold back before take() is called: 0.1 ms of
@@ -72,7 +72,7 @@ std::unique_ptr<IoQueue> Disk::make_queue() {
 }
 
 void Disk::run(const std::shared_ptr<WorkSource>& source) {
-  std::unique_ptr<IoQueue> queue;  // outlives the try block, so that nobody wakes a queue that is gone
+  std::unique_ptr<IoQueue> queue;  // outlives the try block, so that no thread wakes a destroyed queue
   try {
     queue = make_queue();
     work(*queue, *source);
@@ -117,7 +117,7 @@ void Disk::work(IoQueue& queue, WorkSource& source) {
     if (arrived_.empty()) {
       {
         const std::lock_guard lock(mutex_);
-        if (pushes != pushes_) continue;  // their push would not wake wait()
+        if (pushes != pushes_) continue;  // a push of such tasks would not wake wait()
         queue_ = &queue;
       }
       queue.wait(done);

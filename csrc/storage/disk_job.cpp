@@ -94,7 +94,7 @@ void Disk::begin(const PageTask& task) {
   running_bytes_ += job.bytes;
 }
 
-// Writes the trailer alone: other lanes have written the stripes, and the op carries their digests.
+// Writes only the trailer: other lanes have written the stripes, and the op carries their digests.
 void Disk::begin_seal(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;

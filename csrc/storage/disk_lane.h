@@ -23,7 +23,7 @@ class DiskLane : public Lane {
   // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk p %
   // disks. Groups that share slabs name the same slab on each disk and share its places. A disk without slabs
   // counts as lost from the start. Throws GeometryError if the slot size of a pool or slab differs from the
-  // largest image stored in it, and DiskError if io_uring is asked for and refused.
+  // largest image stored in it, and DiskError if io_uring is requested and refused.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
            const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }

@@ -12,7 +12,7 @@ enum class PageMiss : int32_t {
   kNone = 0,    // it is served
   kTrailer,     // the trailer is damaged, or was never written
   kVersion,     // written by another version of the format
-  kElsewhere,   // another slot's or slab's image
+  kElsewhere,   // the image of another slot or slab
   kGroup,       // a page of another KV group that shares the slab
   kKey,         // another block
   kGeneration,  // the same block, but from another write than the index names
@@ -20,7 +20,7 @@ enum class PageMiss : int32_t {
   kTokens,      // another number of valid tokens
   kExpired,     // past its time to live
   kData,        // the trailer is good, but the bytes of a run are not
-  kShort,       // the file ended, or the disk moved less than was asked for
+  kShort,       // the file ended, or the disk moved fewer bytes than requested
   kIo,          // the disk reported an error
   kDiskLost,    // its disk was taken out
 };
@@ -45,7 +45,7 @@ constexpr FailureCause failure_cause_of(PageMiss miss) {
 
 struct PageCheck {
   PageMiss miss = PageMiss::kNone;
-  std::string reason = {};  // for a person; empty when kNone
+  std::string reason = {};  // for people; empty for kNone
 };
 
 }  // namespace flexkv

@@ -13,7 +13,7 @@ struct SlabShape {
   uint64_t id = 0;
 };
 
-// Stays open while anyone holds a reference: an I/O that hangs keeps the file open, and its folder locked.
+// Stays open while a reference to it exists: an I/O that hangs keeps the file open, and its folder locked.
 class SlabFile {
  public:
   // Opens the file for reading and writing, with direct I/O if the file system allows it and 4 KiB alignment

@@ -23,7 +23,7 @@ class ZeroFill {
   // `slabs`: one per group, the same one for groups that share it.
   explicit ZeroFill(const std::vector<std::shared_ptr<SlabFile>>& slabs);
 
-  // Notes that a page was written to this slot of the group's slab.
+  // Records that a page was written to this slot of the group's slab.
   void wrote(size_t group, int64_t slot);
   // Writes zeros to the next part that was never written, at most kZeroFillBytes of it, and waits for the
   // write. Returns the bytes written, 0 if there is nothing to do until more pages are written, or -errno.

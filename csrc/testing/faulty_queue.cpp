@@ -137,7 +137,7 @@ void FaultyQueue::spoil(IoDone& done) {
 
 void FaultyQueue::wait(std::vector<IoDone>& done) {
   if (!ready_.empty()) {
-    inner_->wake();  // so that the wait below takes the I/Os that have ended, if any, and returns
+    inner_->wake();  // so that the wait below collects the I/Os that have ended, if any, and returns
   }
   let_go();
   const size_t before = done.size();

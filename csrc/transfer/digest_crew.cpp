@@ -22,7 +22,7 @@ namespace {
 // The job of one caller. A thread of the crew looks at it only between two shares.
 struct Post {
   DigestJob job;
-  bool taken = false;  // a caller uses it
+  bool taken = false;  // a caller uses this job
   size_t next = 0;     // next share to take
   size_t shares = 0;
   int helping = 0;  // threads of the crew that have a share

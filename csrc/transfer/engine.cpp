@@ -57,7 +57,8 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
     : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
       op_stuck_s_(options.op_stuck_s),
       home_(getpid()) {
-  // A device's lane replaces the host copies: the engine's pool is either on a device or plain memory.
+  // A device's lane replaces the host copies, because the engine's pool is either on a device or in plain
+  // memory.
   const bool on_device =
       std::any_of(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->needs_stream(); });
   if (!on_device) lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));

@@ -23,7 +23,7 @@ namespace flexkv {
 struct EngineOptions {
   int32_t queue_ops = 1024;  // entries per (kind, priority); an op holds one until its result is polled
   int32_t copy_threads = 1;  // shared by both directions of host copies
-  double op_stuck_s = 30.0;  // a work item that makes no progress for longer takes its lane down; <= 0: never
+  double op_stuck_s = 30.0;  // a work item without progress for longer takes its lane down; <= 0: never
 };
 
 // All methods may be called from any thread, in the process that made the engine: its threads do not follow a
@@ -36,7 +36,7 @@ class TransferEngine {
   // engine.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
-  // Closes. Threads whose bytes still move after that run on, and keep the memory that they use.
+  // Closes. Threads whose bytes still move after that keep running, and keep the memory that they use.
   ~TransferEngine();
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
@@ -62,7 +62,7 @@ class TransferEngine {
   // the work enqueued on it when open_layers() named the layer.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
   std::vector<OpResult> poll(size_t max_results);
-  // Whether poll() would take any. Waits for no lock.
+  // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const;
   int event_fd() const { return scheduler_->event_fd(); }
   bool wait(int64_t ticket, double deadline_s);

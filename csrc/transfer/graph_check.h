@@ -12,11 +12,11 @@ namespace flexkv {
 // Names an op in an error, by its id and its position in the graph.
 std::string name_of(const OpSpec& op, size_t position);
 
-// Checks an op, and returns the sizes of its pages if it has no view. `view`: its group's; null if none is
-// attached or the kind has no device side. `lane`: the one that serves its kind; null if the engine has none.
-// `kinds`: those that the engine's lanes serve. Throws ContractError (kind, priority, group, lengths, a
-// target that is named twice), BlockRangeError (block or slot), ClosedError (the host pool), and what the
-// lane's check() throws.
+// Checks an op, and returns the sizes of its pages if it has no view. `view`: the view of its group; null if
+// none is attached or the kind has no device side. `lane`: the lane that serves its kind; null if the engine
+// has none. `kinds`: the kinds that the engine's lanes serve. Throws ContractError (kind, priority, group,
+// lengths, a target that is named twice), BlockRangeError (block or slot), ClosedError (the host pool), and
+// what the lane's check() throws.
 PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view, const Lane* lane,
                    KindSet kinds);
 

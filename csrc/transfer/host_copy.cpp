@@ -9,7 +9,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A shorter run does not repay aligning and fencing: memcpy is as fast.
+// Unit: bytes. For a shorter run, aligning and fencing do not pay off: memcpy is as fast.
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. Streaming stores fill whole cache lines only if they start on one.
 constexpr size_t kLineBytes = 64;

@@ -1,4 +1,4 @@
-// Copies pages of H2D and D2H ops on threads of this process, where the engine's pool is plain memory.
+// Copies pages of H2D and D2H ops on threads of this process, if the engine's pool is plain memory.
 #pragma once
 #include <memory>
 #include <thread>

@@ -33,7 +33,7 @@ inline constexpr int64_t kHeadroomBytes = int64_t{256} << 20;
 struct PoolOptions {
   bool shared = false;
   bool huge_pages = true;
-  int32_t numa_node = kAnyNode;                                // preferred, not binding: see numa_node.h
+  int32_t numa_node = kAnyNode;                                // a preference, not a binding: see numa_node.h
   std::function<MemoryLimit()> memory = machine_memory_limit;  // called before memory is taken
 };
 
@@ -44,7 +44,7 @@ struct ExtentReport {
                            // the creator knows
   int64_t huge_bytes = 0;
   double bring_up_s = 0;
-  bool registered = false;       // whether all of it is
+  bool registered = false;       // whether all of the memory is
   int32_t numa_node = kAnyNode;  // its first page's
 };
 
@@ -88,7 +88,7 @@ class HostPool {
   std::string stopped_reason() const;
   // Whether bring-up has ended, complete or not.
   bool settled() const;
-  // Whether the process that made an attached pool has ended or closed it. The memory stays valid.
+  // Whether the process that made an attached pool has ended or has closed the pool. The memory stays valid.
   bool creator_gone() const;
 
   // Registers the memory through `registrar`, in the background, in pieces of at most kPinPieceBytes (or of

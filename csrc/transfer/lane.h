@@ -1,4 +1,4 @@
-// The border between the scheduler, which knows what may move, and the lanes, which move it.
+// The border between the scheduler, which knows which pages may move, and the lanes, which move them.
 //
 // Lanes pull. A lane that copies with threads of its own blocks in take(); one that owns an asynchronous
 // device (a GPU stream, an io_uring) keeps several items under way with try_take() and is woken by wake().
@@ -22,20 +22,20 @@ namespace flexkv {
 class WorkSource {
  public:
   virtual ~WorkSource() = default;
-  // Blocks until there is a work item for lane `lane`; null when the engine is closing: the thread must then
-  // end.
+  // Blocks until there is a work item for lane `lane`. Returns null when the engine is closing; the thread
+  // must then end.
   virtual std::shared_ptr<WorkItem> take(int32_t lane) = 0;
-  // A work item of one of the kinds in `allowed`, or null. Also null while something more urgent of another
-  // kind waits, unless the lane's kinds_are_apart(): a store must not overtake a load for which the lane has
-  // no room yet.
+  // A work item of one of the kinds in `allowed`, or null. Also null while a more urgent item of another kind
+  // waits, unless the lane's kinds_are_apart(): a store must not overtake a load for which the lane has no
+  // room yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
-  // A work item of an expedited op, or null. For a lane with streams, which enqueues it however much is under
-  // way, because that may itself wait for the engine.
+  // A work item of an expedited op, or null. For a lane with streams, which enqueues the item however much is
+  // under way, because the work under way may itself wait for the engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
-  // For a lane that takes all stages: adds to an item the stages that have become free since, as they were
-  // opened or arrived in their slots. Otherwise they would be ready only after the item's bytes have arrived,
-  // which may wait for the engine. Returns whether last_stage() has grown. The lane calls this from one
-  // thread, while some page of the item is unfinished.
+  // For a lane that takes all stages: adds to an item the stages that have become free since it was taken,
+  // because they were opened or arrived in their slots. Otherwise they would be ready only after the item's
+  // bytes have arrived, which may wait for the engine. Returns whether last_stage() has grown. The lane calls
+  // this from one thread, while some page of the item is unfinished.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
   // The lane calls this when the bytes of the item's stages up to this one, for all its unfinished pages, are
   // enqueued on a stream. `events` are points after the last of these stages, one for each, in order; the
@@ -59,54 +59,54 @@ class WorkSource {
 class Lane {
  public:
   virtual ~Lane() = default;
-  // Binds the lane to one transfer engine for good: its threads pull from that engine's queue alone. False if
-  // an engine has it already.
+  // Binds the lane to one transfer engine for its whole life: its threads pull only from that engine's queue.
+  // False if the lane already has an engine.
   bool claim() { return !claimed_.exchange(true); }
-  // Undoes claim() for an engine that could not be made.
+  // Undoes claim() for an engine whose construction failed.
   void unclaim() { claimed_ = false; }
   virtual const char* name() const = 0;
   virtual KindSet kinds() const = 0;
-  // Items that can be under way at once: when that many are stuck, nothing else of this lane can move either.
+  // How many items can be under way at once: if that many are stuck, no other item of this lane can move
+  // either.
   virtual int32_t concurrency() const = 0;
   // Unit: bytes. The most that it takes as one item, unless a single page is larger. A lane that takes all
   // stages takes all ready pages of a layerwise op.
   virtual int64_t item_bytes() const { return kSubBatchBytes; }
-  // Whether an item has all stages of its pages that are free, which the lane moves in order, instead of one
-  // stage.
+  // Whether an item has all free stages of its pages, which the lane moves in order, instead of one stage.
   virtual bool takes_all_stages() const { return false; }
   // Whether its kinds are independent: items of one kind do not wait for more urgent items of another.
   virtual bool kinds_are_apart() const { return false; }
-  // For kinds that have places or no device side: checks the op, and returns what one page is where no view
-  // says it, and the stages of a layerwise op. Throws what submit throws when the op cannot be run, or names
-  // a group, slot or place that does not exist.
+  // For kinds that have places or no device side: checks the op, and returns the size of a page if no view
+  // gives it, and the stages of a layerwise op. Throws what submit throws if the op cannot be run, or names a
+  // group, slot or place that does not exist.
   virtual PageSizes check(const OpSpec& op) const;
-  // Whether the lane finds hanging items by itself and ends those that it can: the engine's watchdog then
+  // Whether the lane itself finds hanging items and ends those that it can end: the engine's watchdog then
   // only names them.
   virtual bool watches_itself() const { return false; }
   // Called when the first op of these kinds is submitted, and again if it threw: threads are started here,
-  // not before. They must own whatever they use (`source` too), as they may outlive the lane object when a
-  // device hangs for good.
+  // not before. They must own everything they use (including `source`), because they may outlive the lane
+  // object if a device hangs for ever.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
-  // Called when there may be a work item of this kind to try_take() or try_take_expedited(), or one under way
-  // to extend(), or to drop because it was cancelled. Under the scheduler's lock: only signal.
+  // Called when there may be a work item of this kind for try_take() or try_take_expedited(), or one under
+  // way that can be extended with extend() or was cancelled. Under the scheduler's lock: only signal.
   virtual void wake(OpKind) {}
   // Called when a page of a kDiskRead has ended, even one that no lane took. Under the scheduler's lock: only
   // signal.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
-  // Called when layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more are
-  // to come. Under the scheduler's lock: only signal.
+  // Called when layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more
+  // layers will follow. Under the scheduler's lock: only signal.
   virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
   // Whether graphs for it must name the engine's stream. Only then are record() and make_wait() called.
   virtual bool needs_stream() const { return false; }
-  // A point after all work that `stream` has been given so far. Throws CapacityError; ContractError while the
+  // A point after all work enqueued on `stream` so far. Throws CapacityError; ContractError while the
   // stream is captured into a graph.
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
-  // Makes the work that `stream` is given from now on start after `event`. Empty, or why that failed: the
+  // Makes work that is enqueued on `stream` from now on start after `event`. Empty, or why that failed: the
   // caller may wait on the host instead. Throws as record() does.
   virtual std::string make_wait(StreamEvent&, StreamId) { return {}; }
   // Joins the threads, after take() has returned null and no item is under way.
   virtual void join() = 0;
-  // Instead of join() when items are stuck: lets the threads go on alone.
+  // Called instead of join() if items are stuck: detaches the threads.
   virtual void abandon() = 0;
 
  private:

@@ -42,7 +42,7 @@ bool names(const std::string& list, const std::string& wanted) {
   return false;
 }
 
-// Lowers `limit` to the least that any group from `path` up to the root of its hierarchy has left.
+// Lowers `limit` to the smallest amount that any group from `path` up to the root of its hierarchy has left.
 void apply_groups(MemoryLimit& limit, const std::string& hierarchy, std::string path, const char* max_name,
                   const char* usage_name, const char* reclaimable_name) {
   for (;;) {

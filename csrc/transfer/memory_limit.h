@@ -1,4 +1,4 @@
-// How much memory this process may still take. To be asked before taking memory: the OOM killer would end a
+// How much memory this process may still take. Call this before taking memory: the OOM killer would end a
 // process that overcommits, and the engine with it.
 #pragma once
 #include <cstdint>

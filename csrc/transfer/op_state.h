@@ -28,7 +28,7 @@ namespace flexkv {
 // layerwise op, the layers of a stage before every page has passed it. The op keeps all the memory mapped.
 class OpState : public PageProgress, public std::enable_shared_from_this<OpState> {
  public:
-  // `view` may be null only for a kind without a device side: `sizes` then say what a page is.
+  // `view` may be null only for a kind without a device side: `sizes` then give the size of a page.
   OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view,
           PageSizes sizes = {});
 
@@ -61,7 +61,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   // Records the end of an op without pages that was not allowed to run.
   void fail_empty(PageState end, const std::string& reason);
 
-  // Marks the op because the engine's stream is to be ordered behind it.
+  // Marks the op because the engine's stream will be ordered behind it.
   void expedite() { expedited_ = true; }
   bool expedited() const { return expedited_; }
 
@@ -69,7 +69,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   void keep_digests(int32_t page, const std::vector<uint64_t>& digests);
   // Precondition: all_settled(). CANCELLED, SKIPPED and LANE_DOWN only if no byte of any page moved.
   OpResult result() const;
-  // Lets go of the memory that the op could touch. Precondition: all_settled().
+  // Releases the memory that the op could touch. Precondition: all_settled().
   void release_view() { view_.reset(); }
 
   // Predecessors that have not ended, by kind of edge, and the ops that wait for this one. The scheduler

@@ -30,7 +30,7 @@ struct PageMove {
 
 struct MoveResult {
   Status status = Status::kOk;
-  std::string reason;                           // for a person; empty when OK
+  std::string reason;                           // for people; empty for OK
   std::vector<uint64_t> digests = {};           // kGdsWrite: for the runs that were written
   FailureCause cause = FailureCause::kUnknown;  // counts only for kFailed
 };

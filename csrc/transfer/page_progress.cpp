@@ -87,7 +87,7 @@ void PageProgress::make_ready(int32_t page) {
 int32_t PageProgress::next_stage() {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   if (layerwise_) return lowest_ready_;
-  int32_t stage = stages() - 1;  // what waits for whole pages can then start while others still move
+  int32_t stage = stages() - 1;  // ops that wait for whole pages can then start while others still move
   while (ready_[static_cast<size_t>(stage)].empty()) --stage;
   return stage;
 }

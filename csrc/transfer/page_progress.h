@@ -65,7 +65,7 @@ class PageProgress {
   // Whether the bytes of every page at this stage are on their way, in place, or will never come.
   bool stage_issued(int32_t stage) const { return unissued_[static_cast<size_t>(stage)] == 0; }
   bool all_issued() const { return unissued_.back() == 0; }
-  // Whether what the page's current stage moves is in its slot.
+  // Whether the bytes that the page's current stage moves are in its slot.
   bool has_arrived(int32_t page) const;
   // Layers of the page that have passed their stage: [0, layers_done).
   int32_t layers_done(int32_t page) const;
@@ -73,7 +73,7 @@ class PageProgress {
   // The highest stage, from `last` on, up to which all stages are open and have arrived for all these pages.
   int32_t last_free(const std::vector<int32_t>& pages, int32_t last) const;
 
-  // Has the page wait for a read elsewhere, which brings its layers. Call before any page is ready.
+  // Makes the page wait for a read elsewhere, which brings its layers. Call before any page is ready.
   void expect(int32_t page);
   // Records that layers [0, layers) of an expected page are in its slot. Returns whether there are more than
   // before.

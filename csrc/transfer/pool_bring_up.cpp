@@ -76,7 +76,7 @@ void HostPool::bring_up_extent(int64_t index, int64_t& huge_so_far) {
     const int64_t step = std::min(kPopulateStepBytes, bytes - done);
     mapping_.populate(offset + done, step);
     if (huge_pages_ && mapping_.source() == PageSource::kMemfd && step == kHugePageBytes) {
-      // EINVAL: this kernel cannot do it at all. Any other error may be temporary, such as a lack of free
+      // EINVAL: this kernel does not support it. Any other error may be temporary, such as a lack of free
       // huge pages.
       if (mapping_.collapse(offset + done) == EINVAL) huge_pages_ = false;
     }

@@ -12,7 +12,7 @@ namespace flexkv {
 using PoolToken = std::array<uint8_t, 16>;
 
 struct PoolHeader {
-  // kPoolMagic while the creator has the pool open; nobody may attach after that.
+  // kPoolMagic while the creator has the pool open; no process may attach after that.
   std::atomic<uint64_t> magic{0};
   PoolToken token{};
   int64_t slot_bytes = 0;

@@ -105,8 +105,8 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     if (!coming.pages.empty()) coming_.push_back(std::move(coming));
   }
-  // An op that a load waits for is as urgent as the load. Edges point forward, so a backward pass visits each
-  // op after its successors.
+  // An op for which a load waits is as urgent as the load. Edges point forward, so a backward pass visits
+  // each op after its successors.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
     for (const auto& [after, kind] : (*op)->successors) {
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
@@ -149,7 +149,7 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
   has_results_ = !results_.empty();
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
-    // This fails only if somebody else has read the fd, against the contract. The counter is then 0, as it
+    // This fails only if a caller has read the fd, against the contract. The counter is then 0, as it
     // should be, so the failure is no reason to lose `taken`.
     [[maybe_unused]] const auto bytes = read(event_fd_, &count, sizeof(count));
   }

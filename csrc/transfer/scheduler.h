@@ -66,14 +66,14 @@ class Scheduler : public WorkSource {
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Takes a graph that the engine has checked. `views[i]` is the view of op i; if it is null, `sizes[i]` says
-  // what a page of the op is. Returns a ticket, or nothing if too few queue entries are free. Throws
-  // ClosedError, or ContractError if an op id is in flight already.
+  // Takes a graph that the engine has checked. `views[i]` is the view of op i; if it is null, `sizes[i]`
+  // gives the size of a page of the op. Returns a ticket, or nothing if too few queue entries are free.
+  // Throws ClosedError, or ContractError if an op id is in flight already.
   std::optional<int64_t> submit(GraphSpec graph,
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,
                                 const std::vector<PageSizes>& sizes);
   std::vector<OpResult> poll(size_t max_results);
-  // Whether poll() would take any. Waits for no lock.
+  // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const { return has_results_; }
   // Both throw ContractError for a ticket that was never returned; wait_layer() also for one that was
   // forgotten.
@@ -116,7 +116,7 @@ class Scheduler : public WorkSource {
   // `op_stuck_s`. Sleeps while nothing moves.
   void watch();
 
-  // Runs until close, on a thread of its own: starts pages whose slots another transfer engine's reads have
+  // Runs until close, on a separate thread: starts pages whose slots another transfer engine's reads have
   // filled, and ends those whose read failed. Sleeps while no load waits for slots.
   void watch_slots();
 
@@ -206,8 +206,8 @@ class Scheduler : public WorkSource {
   const int event_fd_;
   mutable std::mutex mutex_;
   std::condition_variable progress_;  // an op ended, a layer was done, a work item was finished
-  std::condition_variable watchdog_;  // a work item is under way where none was, or closing
-  std::condition_variable arrivals_;  // a load waits for slots where none did, or closing
+  std::condition_variable watchdog_;  // a first work item is under way, or closing
+  std::condition_variable arrivals_;  // a first load waits for slots, or closing
   std::vector<std::unique_ptr<LaneEntry>> lanes_;
   std::array<KindQueue, kOpKinds> queues_;
   std::map<int64_t, Graph> graphs_;

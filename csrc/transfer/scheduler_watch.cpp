@@ -1,4 +1,5 @@
-// What the scheduler checks periodically: items that hang, and slots that other transfer engines' reads fill.
+// The scheduler's periodic checks: for items that hang, and for slots that other transfer engines' reads
+// fill.
 #include <utility>
 
 #include "transfer/scheduler.h"
@@ -42,7 +43,7 @@ void Scheduler::look_for_stuck() {
                                std::to_string(op_stuck_s_) + " s";
     take_down(item->kind_, reason);
     if (stuck_of_lane[item->lane_] < entry.lane->concurrency()) continue;
-    // Nothing else on this lane can move either.
+    // No other item of this lane can move either.
     for (int kind = 0; kind < kOpKinds; ++kind) {
       const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
       if (shares) take_down(static_cast<OpKind>(kind), reason);

@@ -14,7 +14,7 @@ inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);
 // The value of `layers` for a page that is verified as a whole.
 inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 
-// What a read has brought to a slot so far.
+// What a read has brought into a slot so far.
 struct SlotArrival {
   bool failed = false;  // the page could not be read, or a later read has filled the slot
   int32_t layers = 0;   // [0, layers) are verified; a thread that sees this number also sees their bytes
@@ -31,8 +31,8 @@ class SlotArrivals {
 
   explicit SlotArrivals(Word* words) : words_(words) {}
 
-  // Records that `read` has ended its page for `slot`. Call after the page's last byte, and before anybody
-  // else may get the slot.
+  // Records that `read` has ended its page for `slot`. Call after the page's last byte, and before another
+  // page may get the slot.
   void settle(int64_t slot, int64_t read, bool verified) const {
     put(slot, read, verified ? kAllLayers : kFailed);
   }

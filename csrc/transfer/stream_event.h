@@ -9,8 +9,8 @@ namespace flexkv {
 // default), which is a stream like any other here.
 using StreamId = uintptr_t;
 
-// An event is recorded before anybody else sees it, because a wait for an event that was never recorded
-// returns at once.
+// An event is recorded before other code sees it, because a wait for an event that was never recorded returns
+// at once.
 class StreamEvent {
  public:
   virtual ~StreamEvent() = default;

@@ -32,10 +32,10 @@ class WorkItem {
   // gated graph was opened; null if there is no fence.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const { return op_->fence_of(stage); }
   const std::shared_ptr<StreamEvent>& fence() const { return fence_of(last_stage_); }
-  // Whether the engine's stream is to be ordered behind the op, so that all of the op must be enqueued at
+  // Whether the engine's stream will be ordered behind the op, so that all of the op must be enqueued at
   // once.
   bool expedited() const { return op_->expedited(); }
-  // Whether nothing more of the op need be enqueued.
+  // Whether no more of the op need be enqueued.
   bool cancelled() const { return op_->cancelled; }
   // Whether copies of it that are under way may end early, too.
   bool unwanted() const { return op_->unwanted; }
@@ -53,7 +53,7 @@ class WorkItem {
   // Guarded by the scheduler's lock.
   size_t unfinished_ = 0;
   int32_t issued_stages_ = 0;
-  bool advanced_ = false;  // one of its pages has moved on, and may be in another item
+  bool advanced_ = false;  // one of its pages has moved on and may be in another item
   std::atomic<Clock::rep> last_moved_{0};
   // The watchdog's, guarded by the scheduler's lock.
   Clock::rep seen_moved_ = 0;

@@ -24,7 +24,7 @@ struct RawTransfer {
   bool staged = true;       // false: one call for each piece of a page, straight to the pool
   void* staging = nullptr;  // null: the manager's own
   int64_t staging_bytes = 0;
-  bool verbose = false;  // prints to stderr what moved, and which way
+  bool verbose = false;  // prints to stderr what moved, and by which route
 };
 
 // Throws TransferError naming the blocks that failed, and what raw_map() and GDSManager::transfer()

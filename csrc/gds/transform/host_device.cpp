@@ -28,7 +28,7 @@ class HostTransformer : public Transformer {
  public:
   HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
 
-  // Does the work in the caller's thread; the disks' threads go on meanwhile.
+  // Does the work in the caller's thread; the disks' threads continue meanwhile.
   void launch(std::span<const TransformPage> pages) override {
     BatchResult result;
     for (const TransformPage& page : pages) {

@@ -75,7 +75,7 @@ class BonusLruPolicy final : public EvictionPolicy {
   uint64_t time_of(EntryId entry) const { return notes_[entry] >> 1; }
   bool goes_to_hit(EntryId entry, const Use& use) const { return use.hit || (notes_[entry] & kHit) != 0; }
 
-  // Notes a use. Returns whether the block goes to the list of blocks that were hit.
+  // Records a use. Returns whether the block goes to the list of blocks that were hit.
   bool admit_one(EntryId entry, const Use& use) {
     PolicyNote& note = notes_[entry];
     const bool hit = goes_to_hit(entry, use);

@@ -19,7 +19,7 @@
 
 namespace flexkv {
 
-// What a policy notes about one block; only the policy knows its meaning. It is 0 for a block that was never
+// A policy's note about one block; only the policy knows its meaning. It is 0 for a block that was never
 // admitted: the index resets it when an entry gets a new block.
 using PolicyNote = uint64_t;
 
@@ -30,7 +30,7 @@ struct PolicyRoom {
   // Indexed by entry. Kept apart from the entries, so that lookups do not load the notes. Null unless the
   // policy's kind asks for notes. All groups of an index share the array.
   HugeArray<PolicyNote>* notes;
-  const SlotPool& pool;  // the size class's, which tells how many blocks there can be
+  const SlotPool& pool;  // of the size class; it tells how many blocks there can be
 };
 
 // Why an entry is admitted.
@@ -64,9 +64,8 @@ class EvictionPolicy {
   virtual EntryId take_victim() = 0;
 
   // The index calls the next two only for kinds that follow blocks.
-  //
-  // Keys that were not in the index have just got these entries. `hashes` are the hashes of the keys: 32
-  // bits, secret, and the same for a key for as long as the index lives.
+  // Keys that were not in the index have just been given these entries. `hashes` are the hashes of the keys:
+  // 32 bits, secret, and the same for a key for as long as the index lives.
   virtual void missed(std::span<const EntryId> entries, std::span<const uint32_t> hashes) {
     (void)entries, (void)hashes;
   }
@@ -75,7 +74,7 @@ class EvictionPolicy {
   // not for those of `clear`; for victims only after several of them were taken.
   virtual void gone(EntryId entry, uint32_t hash, Leaving why) { (void)entry, (void)hash, (void)why; }
 
-  // All blocks leave, and none of them will come back under the same key.
+  // All blocks leave, and none of them will return under the same key.
   virtual void clear() {}
 
   // Checks the policy's own invariants; the index checks the lists. Throws ContractError. O(entries).
