@@ -76,7 +76,7 @@ class Tree:
 
     def close(self) -> None:
         self.cache.linker.close()
-        engine_watch._adding.clear()
+        engine_watch._listeners.clear()
 
 
 def by_medium(events: list[Any]) -> dict[str, list[list[Any]]]:

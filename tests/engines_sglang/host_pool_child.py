@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from flexkv.adapters.sglang import hicache
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.pools import HOST_LAYOUTS
-from flexkv.errors import ContractError, DiskError, GeometryError
+from flexkv.errors import ConfigError, ContractError, DiskError, GeometryError
 from flexkv.facts.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
@@ -159,18 +159,21 @@ def held_by_a_refused_storage() -> dict[str, Any]:
     found: dict[str, Any] = {}
     kept = []
 
+    def cannot_hook(*_: object) -> None:
+        raise ConfigError("no such hook")
+
     def cannot_start(*_: object) -> Any:
         raise RuntimeError("can't start new thread")
 
     before = set(threading.enumerate())  # threads of storages that other cases have not closed
     with tempfile.TemporaryDirectory() as folder:
         settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
-        for name, value in (("watch_weights", lambda _: False), ("PageBatches", cannot_start)):
+        for name, value in (("watch", cannot_hook), ("PageBatches", cannot_start)):
             original = vars(hicache)[name]
             setattr(hicache, name, value)
             try:
                 make_storage(pool, number, **settings)
-            except (ContractError, RuntimeError) as error:
+            except (ConfigError, RuntimeError) as error:
                 kept.append(error)  # the error's traceback keeps the storage alive, and all that it holds
             setattr(hicache, name, original)
             left = set(threading.enumerate()) - before

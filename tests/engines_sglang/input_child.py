@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs, Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from flexkv.adapters.sglang import engine_watch
+from flexkv.errors import ConfigError
 from tests.engines_sglang.pool_child import PAGE_TOKENS
 
 TEXT = list(range(3, 3 + 2 * PAGE_TOKENS))
@@ -53,13 +55,27 @@ def shared(one: list[str], other: list[str]) -> int:
     return sum(a == b for a, b in zip(one, other, strict=False))
 
 
+def refused() -> dict[str, Any]:
+    """An SGLang without the method, and one in which another plugin has hooked it."""
+    target, *rest = engine_watch._HOOKS["enter"]
+    found = {}
+    for name, place in (("no such method", f"{target}_gone"), ("hooked by another", target)):
+        changed = patch.dict(engine_watch._HOOKS, enter=(place, *rest))
+        with changed, patch.object(engine_watch, "_hooked", set()):
+            try:
+                engine_watch.put_hook("enter")
+            except ConfigError as error:
+                found[name] = str(error)
+    return found
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     # Only the names given to images tell them apart: these two are different images with equal digests.
     one, alike = [image(7)], [image(7)]
     before = enter(request(one))
     yield "control: without the watch", {"shared": shared(before, enter(request(alike)))}
 
-    watched = engine_watch.watch_inputs()
+    engine_watch.put_hook("enter")
     text, first = enter(request([])), enter(request(one))
     run = engine_watch.RUN_INPUTS
     engine_watch.RUN_INPUTS = "flexkv-inputs-of-another-run"
@@ -68,7 +84,6 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield (
         "images",
         {
-            "watched": watched,
             "text as before": text == before[: len(text)],
             "pages of two runs": shared(first, second),
             "pages of one run": shared(first, enter(request(one))),
@@ -88,4 +103,5 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     # HiCache, the linker and everything else look up a request only after it was named.
     looked = request(one)
     engine_watch._tell_of_request(SimpleNamespace(tree_cache=None), looked)
+    yield "refused", refused()
     yield "prefetched", {"named": run in (looked.extra_key or "")}

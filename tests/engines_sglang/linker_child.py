@@ -56,6 +56,7 @@ def make_linker(
         mtp_draft_device_pools=(),
         sidecar_draft_device_pools=(),
         attn_cp_size=1,
+        enable_kv_cache_events=False,
     )
     return kind(
         SimpleNamespace(),
@@ -329,19 +330,19 @@ def refused_late() -> dict[str, Any]:
     pool = make_pool("mha fp16")
     found: dict[str, Any] = {}
 
-    def cannot_hook(_: object) -> Any:
+    def cannot_hook(*_: object) -> Any:
         raise RuntimeError("no such hook")
 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
-        original = vars(linker_module)["watch_memory"]
-        vars(linker_module)["watch_memory"] = cannot_hook
+        original = vars(linker_module)["watch"]
+        vars(linker_module)["watch"] = cannot_hook
         try:
             make_linker(FlexKVLinker, pool, **settings)
         except RuntimeError as error:
             kept = error  # the error's traceback keeps the linker alive, and all that it holds
             found["refused"] = str(kept)
-        vars(linker_module)["watch_memory"] = original
+        vars(linker_module)["watch"] = original
         linker = make_linker(FlexKVLinker, pool, **settings)
         found["works"] = offload(linker, "a", 2)
         try:

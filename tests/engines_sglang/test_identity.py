@@ -55,7 +55,6 @@ def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
     pages."""
     assert parts["input_child"]["control: without the watch"]["shared"] == 3
     assert parts["input_child"]["images"] == {
-        "watched": True,
         "text as before": True,
         "pages of two runs": 0,
         "pages of one run": 3,
@@ -65,6 +64,12 @@ def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
         "another extra key": 0,
     }
     assert parts["input_child"]["prefetched"]["named"]
+
+
+def test_an_sglang_without_a_hook_is_refused(parts: Parts) -> None:
+    found = parts["input_child"]["refused"]
+    assert "Scheduler._add_request_to_queue_gone, or another plugin" in found["no such method"]
+    assert "Scheduler._add_request_to_queue, or another plugin" in found["hooked by another"]
 
 
 def test_requests_that_bring_embeddings_share_nothing(parts: Parts) -> None:

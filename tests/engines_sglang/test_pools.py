@@ -72,8 +72,7 @@ def test_a_storage_keeps_the_host_pool_that_it_has(parts: Parts) -> None:
 
 def test_a_refused_storage_holds_no_thread_and_no_folder(parts: Parts) -> None:
     found = parts["host_pool_child"]["refused late"]
-    assert "does not say when weights change" in found["refused"][0]
-    assert found["refused"][1:] == ["can't start new thread"]
-    assert found["watch_weights"] == found["PageBatches"] == []
+    assert found["refused"] == ["no such hook", "can't start new thread"]
+    assert found["watch"] == found["PageBatches"] == []
     assert found["works"] == [True], "the folder is free for another"
     assert "in use" in found["control"], "and is not while one has it"

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from flexkv.adapters.common.refusals import log_refusal
-from flexkv.adapters.sglang.engine_watch import watch_weights
+from flexkv.adapters.sglang.engine_watch import EngineListener, watch
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.adapters.sglang.pages import pages_of
@@ -30,7 +30,7 @@ OWN_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interfac
 """Entries of the extra config that are for SGLang; all others are settings of flexkv."""
 
 
-class FlexKVHiCache(HiCacheStorage):
+class FlexKVHiCache(HiCacheStorage, EngineListener):
     """One rank's storage. SGLang calls it from its prefetch and backup threads at once.
 
     Raises:
@@ -60,7 +60,8 @@ class FlexKVHiCache(HiCacheStorage):
         Raises:
             GeometryError: the pool's layout is not one that can be moved piece by piece.
             ContractError: another pool is registered already, so this one's pages would be read and written in the
-                other's memory; or this SGLang does not say when weights change.
+                other's memory.
+            ConfigError: this SGLang does not say when weights change, and HiCache keeps its storage over a flush.
         """
         if self._batches is not None:
             registered = self.mem_pool_host
@@ -71,10 +72,7 @@ class FlexKVHiCache(HiCacheStorage):
                 f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
             )
         # Checked before memory and folders are taken, because a storage that is refused must hold neither.
-        if not watch_weights(self):
-            raise ContractError(
-                "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
-            )
+        watch(self, "new_weights")
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)
         from sglang.srt.runtime_context import get_server_args

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,25 +24,19 @@ from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
-from flexkv.adapters.sglang.engine_watch import watch_inputs
+from flexkv.adapters.sglang.engine_watch import put_hook
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.facts.ranks import UnitOwner
-from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
-
-logger = get_logger(__name__)
 
 NO_COMMIT = "default"
 """Revision of weights besides the model's that are not on this machine: no argument says which commit of the hub is
 meant, so nothing names them for good."""
-
-RUN_NAME_BYTES = 16
-"""Random bytes that tell one run from all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +72,21 @@ def owner_of(
     server_args: Any, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> UnitOwner:
     """The owner of this rank's pages. Its namespace is made of everything that must be equal before one engine may use
-    another's KV. From this call on, requests with images or embeddings get extra keys of their own (`watch_inputs`).
+    another's KV. From this call on, requests with images or embeddings get extra keys of their own (`name_inputs`).
 
     Raises:
-        ConfigError: nothing identifies the weights of the model or of an adapter.
+        ConfigError: nothing identifies the weights of the model or of an adapter, or this SGLang does not say when a
+            request enters a queue.
     """
     model = ModelConfig.from_server_args(server_args)
-    are_inputs_named = watch_inputs()
+    put_hook("enter")
     content = _content_of(server_args, model, config)
     if config.keys.scheme == COMMON:
         shared = _shared_model(server_args, model, pool, place, config, kv_dtype)
-        return UnitOwner(str(model.model_path), common_namespace(shared, config), place.name, content)
-    fields = _fields(server_args, model, pool, place, config, kv_dtype)
-    if model.is_multimodal and not are_inputs_named:
-        logger.warning(
-            "this SGLang does not say when a request enters its queue, and names images by a part of their digests: "
-            "what is stored serves this run alone. Start it with --language-model-only where no request has an image"
-        )
-        fields["run"] = os.urandom(RUN_NAME_BYTES)
-    return UnitOwner(str(model.model_path), plain_namespace(fields), place.name, content)
+        namespace = common_namespace(shared, config)
+    else:
+        namespace = plain_namespace(_fields(server_args, model, pool, place, config, kv_dtype))
+    return UnitOwner(str(model.model_path), namespace, place.name, content)
 
 
 def _fields(

@@ -12,13 +12,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.common.settings_reader import SettingsReader
-from flexkv.adapters.sglang.engine_watch import (
-    watch_events,
-    watch_memory,
-    watch_queue,
-    watch_requests,
-    watch_weights,
-)
+from flexkv.adapters.sglang.engine_watch import EngineListener, watch
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
@@ -36,7 +30,7 @@ from flexkv.unit.build import share_of_node
 logger = get_logger(__name__)
 
 
-class FlexKVLinker(UnifiedCacheLinker):
+class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     """One rank's linker. SGLang's scheduler thread calls all methods.
 
     Ranks answer alike by construction: `load` never refuses, `offload` only what a request's settings keep out, and
@@ -50,7 +44,7 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     Raises:
         GeometryError: the engine has a pool, draft pool or tree component that flexkv does not store.
-        ConfigError: a setting is wrong, or nothing identifies the weights.
+        ConfigError: a setting is wrong, nothing identifies the weights, or this SGLang cannot be watched.
     """
 
     @log_refusal(logger)
@@ -100,36 +94,17 @@ class FlexKVLinker(UnifiedCacheLinker):
         self._prefetching = False
         self._events: PageEvents | None = None
         try:
-            self._watch_engine(config)
-            if getattr(params, "enable_kv_cache_events", False):
+            watch(self, "new_weights", "end_copies")
+            watch(self._requests, "enter", "begin_insert")
+            # Depends only on the settings, because SGLang reduces a lookup over its ranks, so all ranks must prefetch,
+            # or none.
+            if config.disk.folders and config.disk.prefetch_requests:
+                watch(self, "prefetch")
+            if params.enable_kv_cache_events:
                 self._announce_pages(params, place)
         except BaseException:
             self._cache.close()
             raise
-
-    def _watch_engine(self, config: FlexKVConfig) -> None:
-        self._hears_of_weights = watch_weights(self)
-        if not self._hears_of_weights:
-            logger.warning(
-                "this SGLang does not say when weights change: every flush of its cache empties flexkv's too"
-            )
-        if not watch_memory(self):
-            logger.warning(
-                "this SGLang does not say when it releases the memory of its pool: flush its cache before "
-                "release_memory_occupation, or a store that is under way reads memory that is gone"
-            )
-
-        if not watch_requests(self._requests):
-            logger.warning(
-                "this SGLang does not say when a request enters: settings of single requests are not read"
-            )
-
-        # Depends only on the settings, because SGLang reduces a lookup over its ranks, so all ranks must prefetch, or
-        # none.
-        if config.disk.folders and config.disk.prefetch_requests and not watch_queue(self):
-            logger.warning(
-                "this SGLang does not say when a request enters its queue: reads from disk begin with its lookup"
-            )
 
     def _announce_pages(self, params: Any, place: Place) -> None:
         """The engine publishes events: adds those of flexkv's pages."""
@@ -139,13 +114,8 @@ class FlexKVLinker(UnifiedCacheLinker):
                 "by itself, and SGLang publishes from the first rank"
             )
             return
-        events = PageEvents(params, self._cache.announce(words_identity(params)))
-        if watch_events(events):
-            self._events = events
-        else:
-            logger.warning(
-                "this SGLang publishes no events but its own: flexkv's pages are not announced to routers"
-            )
+        self._events = PageEvents(params, self._cache.announce(words_identity(params)))
+        watch(self._events, "begin_walk", "add_to")
 
     def make_mover(self) -> Any:
         """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
@@ -238,11 +208,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         self._cache.new_weights()
 
     def reset(self) -> None:
-        """Called when the engine empties its tree. No copy is under way when this returns. Stored pages stay, unless
-        this SGLang does not say when weights change."""
+        """Called when the engine empties its tree. No copy is under way when this returns. Stored pages stay."""
         self._settle()
-        if not self._hears_of_weights:
-            self._cache.new_weights()
 
     def end_copies(self) -> None:
         """Waits for all copies, because the pool's memory is about to be released.

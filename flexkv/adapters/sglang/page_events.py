@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from flexkv.adapters.common.announcements import Announcements, Medium, Named, News
+from flexkv.adapters.sglang.engine_watch import EngineListener
 from flexkv.facts.keys import Keys
 
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
@@ -38,7 +39,7 @@ class _Node:
     event_hash_value: list[str] | None = None
 
 
-class PageEvents:
+class PageEvents(EngineListener):
     """Names the pages of stores as events do, and adds their events to SGLang's. SGLang's scheduler thread calls it.
 
     Args:
@@ -63,11 +64,7 @@ class PageEvents:
     # --- what the tree inserts ---
 
     def begin_walk(self, key: RadixKey, of_pairs: bool) -> None:
-        """Called when the tree begins to insert a key.
-
-        Args:
-            of_pairs: the tree's keys are pairs of tokens, for EAGLE.
-        """
+        # EAGLE has pairs of tokens.
         if of_pairs and not key.is_bigram:
             key = RadixKey(key.token_ids, key.extra_key, True, key.limit, key.cache_salt)
         self._key, self._hashes = key.page_aligned(self._page_tokens), None

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from flexkv.adapters.common.settings_reader import Given, SettingsReader
-from flexkv.adapters.sglang.engine_watch import add_to_extra_key
+from flexkv.adapters.sglang.engine_watch import EngineListener, add_to_extra_key
 from flexkv.cache.keys import namespace_digest
 from flexkv.facts.request_settings import NAMES, NO_SETTINGS, PREFIX, RequestSettings
 
@@ -21,7 +21,7 @@ SERVED = ("skip_save", "skip_load", "max_load_tokens", "tiers", "ttl_s", "namesp
 SERVED_NAMES = tuple(PREFIX + name for name in SERVED)
 
 
-class RequestBook:
+class RequestBook(EngineListener):
     """The settings of an engine's requests, as long as the engine has the requests."""
 
     def __init__(self, reader: SettingsReader) -> None:
@@ -57,7 +57,6 @@ class RequestBook:
         return given
 
     def begin_insert(self, request: Any) -> None:
-        """Called when the engine's tree begins to take a request's KV; None when it has taken it."""
         self.inserting = getattr(request, "flexkv_settings", NO_SETTINGS)
 
     def of(self, rid: str) -> RequestSettings:
