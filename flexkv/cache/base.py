@@ -380,6 +380,10 @@ class CacheManager(ABC):
         O(1)."""
 
     @abstractmethod
+    def leased_pages(self, request_id: str) -> int:
+        """Number of pages that the request's lookup lease holds."""
+
+    @abstractmethod
     def still_waits(self, request_id: str) -> bool:
         """Notes that the engine asks for a request again, and returns whether `match` would find that it still has to
         wait: for reads, as `waits` says, or for room. O(1).

@@ -175,7 +175,6 @@ class LocalCacheManager(CacheManager):
         return self.tables.hub.index.free_slots(group)
 
     def leased_pages(self, request_id: str) -> int:
-        """Number of pages that the request's lookup lease holds."""
         lease = self.tables.requests.lease(request_id)
         return 0 if lease is None else lease.pages
 
@@ -263,9 +262,10 @@ class LocalCacheManager(CacheManager):
                     follower.take_news(group, candidates.keys)
 
     def waits(self, request_id: str) -> bool:
-        return request_id in self.tables.requests.waits and self.tables.requests.is_waiting(
-            request_id, self.tables.clock()
-        )
+        requests = self.tables.requests
+        if self.promises.disabled or request_id not in requests.waits:
+            return False
+        return requests.is_waiting(request_id, self.tables.clock())
 
     def still_waits(self, request_id: str) -> bool:
         return self.promises.line.still_waits(request_id, self.waits(request_id))

@@ -60,6 +60,9 @@ class NullManager(CacheManager):
     def waits(self, request_id: str) -> bool:
         return False
 
+    def leased_pages(self, request_id: str) -> int:
+        return 0
+
     def still_waits(self, request_id: str) -> bool:
         return False
 

@@ -1,4 +1,4 @@
-"""Keys of a prompt from its token ids alone, for plugins' calls, where an engine's block hashes are a token chain."""
+"""Keys of a prompt from its token ids alone, where an engine's block hashes are a token chain."""
 
 from __future__ import annotations
 
@@ -12,8 +12,41 @@ GROUP = 0
 """The one KV group of the engines whose adapters use this."""
 
 
+class TokenKeys:
+    """Index keys of one request's blocks, made from its tokens. Costs O(new blocks).
+
+    Args:
+        namespace: the request's namespace.
+        seed: the chain's seed.
+    """
+
+    def __init__(self, block_tokens: int, namespace: bytes, seed: bytes = b"") -> None:
+        self._arguments = (block_tokens, namespace, seed)
+        self._chain = TokenChain(block_tokens, seed)
+        self._keys = EngineKeyChain(namespace, GROUP)
+
+    def of(self, tokens: Sequence[int]) -> Keys:
+        """Keys of all whole blocks of `tokens`, which must begin with the tokens of the last call.
+
+        Raises:
+            TokenError: a token is not in [0, 2**32).
+        """
+        if self._chain.extend(tokens):
+            self._keys.extend(self._chain.digests)
+        return self._keys.keys
+
+    @property
+    def made(self) -> Keys:
+        """The keys made so far."""
+        return self._keys.keys
+
+    def begun_again(self) -> TokenKeys:
+        """Keys with the same namespace and seed, of no tokens yet."""
+        return TokenKeys(*self._arguments)
+
+
 class TokenPromptKeys:
-    """A `PromptKeys`.
+    """A `PromptKeys`, for plugins' calls.
 
     Args:
         namespace: returns the namespace of the engine's keys, which changes with its weights.
@@ -33,11 +66,7 @@ class TokenPromptKeys:
             TokenError: a token is not in [0, 2**32).
             PluginCallError: the engine makes another key of a salt than this can.
         """
-        chain = TokenChain(self._block_tokens, self._seed_of(salt))
-        chain.extend(tokens)
-        keys = EngineKeyChain(self._namespace(), GROUP)
-        keys.extend(chain.digests)
-        return [keys.keys]
+        return [TokenKeys(self._block_tokens, self._namespace(), self._seed_of(salt)).of(tokens)]
 
 
 def without_salt(salt: str) -> bytes:

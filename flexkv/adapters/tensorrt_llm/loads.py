@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.waiting_lookup import match_and_wait
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder
-from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
+from flexkv.adapters.tensorrt_llm.rank_coordinator import RankCoordinator
 from flexkv.adapters.tensorrt_llm.requests import (
     NO_BLOCKS,
     NO_TOKENS,
@@ -20,109 +21,78 @@ from flexkv.adapters.tensorrt_llm.requests import (
     still_wanted,
     tokens_of,
 )
-from flexkv.cache.base import NO_BLOCK, MatchResult
+from flexkv.cache.base import NO_BLOCK
+from flexkv.config import LoadConfig
 from flexkv.errors import TransferError
-from flexkv.facts.keys import Keys
 from flexkv.observe import Counters
-from flexkv.transfer.graph import NO_OPS
-
-READ_LOOK_S = 0.0005
-"""Seconds between two polls of a lookup that waits for reads from the tiers behind host memory."""
+from flexkv.transfer.graph import NO_OPS, OpResult, TransferGraph
 
 
 class Loads:
     """Lookups and loads of one unit.
 
     Args:
+        by_layer: see the attribute of `SchedulerSide`.
+
+    Attributes:
         sync: loads run inside the step that needs them, not between steps.
-        by_layer: such a step waits for each layer just before it reads the layer.
-        lease_s: `load.lease_s`.
-        wait_s: `load.lookup_wait_s`: the longest time that all lookups between two steps wait together.
     """
 
     def __init__(
-        self,
-        ranks: RankCoordinator,
-        counters: Counters,
-        sync: bool,
-        by_layer: bool,
-        lease_s: float,
-        wait_s: float,
+        self, config: LoadConfig, ranks: RankCoordinator, counters: Counters, by_layer: bool
     ) -> None:
+        self.sync = config.mode != "async"
+        self._config = config
         self._ranks = ranks
         self._counters = counters
-        self._sync = sync
         self._by_layer = by_layer
-        self._lease_s = lease_s
-        self._wait_s = self._wait_left_s = wait_s
+        self._wait_left_s = config.lookup_wait_s
         self._planned: list[LoadJob] = []
         """Loads inside the next step that were not sent to the ranks yet."""
 
     # --- lookups ---
 
-    def match(self, joined: Joined, request: Any, computed_tokens: int) -> int:
+    def match(self, tracker: RequestTracker, tokens: Sequence[int], computed_tokens: int) -> int:
         """Leases and promises tokens that can be loaded beyond `computed_tokens`; returns their number.
 
         Only pages verified in host memory are promised. Pages in the tiers behind it are read first, and this waits for
         them, because the engine cannot be asked to come back; pages that arrive too late serve later lookups. Nothing
         is promised while ranks may still handle an earlier load of the request: see `RequestTracker.spent`.
         """
-        tracker = joined.requests.of(request)
         # The engine asks only for requests that hold no block, so tokens computed in earlier blocks do not count.
         tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
         tracker.step_loaded = tracker.computed = 0
-        tokens = request.get_tokens(0)
         tracker.prompt_tokens = len(tokens)
-        tracker.offer = self._look_up(joined, tracker, tokens, computed_tokens)
-        tracker.wanted = tokens_of(tracker.offer, joined.block_tokens)
+        tracker.offer = self._look_up(tracker, tokens, computed_tokens)
+        tracker.wanted = tokens_of(tracker.offer, self._ranks.block_tokens)
         tracker.told = len(tracker.wanted)
-        tracker.unsettled |= bool(tracker.told) and not self._sync
+        tracker.unsettled |= bool(tracker.told) and not self.sync
         return tracker.told
 
-    def _look_up(
-        self, joined: Joined, tracker: RequestTracker, tokens: Sequence[int], computed_tokens: int
-    ) -> range:
+    def _look_up(self, tracker: RequestTracker, tokens: Sequence[int], computed_tokens: int) -> range:
         """Leases the blocks that can be promised, and returns them."""
-        if not self._ranks.usable or tracker.keys is None or computed_tokens % joined.block_tokens:
+        unit, block_tokens = self._ranks.unit, self._ranks.block_tokens
+        if not self._ranks.usable or tracker.keys is None or tracker.ordered:
             return NO_BLOCKS
-        if tracker.ordered:
-            return NO_BLOCKS
-        unit, request_id = joined.unit, str(tracker.request_id)
         unit.grow()
+        start, within = divmod(computed_tokens, block_tokens)
         # The engine must compute at least one token to sample from.
-        end = (len(tokens) - 1) // joined.block_tokens
-        start = computed_tokens // joined.block_tokens
-        if start >= end:
+        end = (len(tokens) - 1) // block_tokens
+        if within or start >= end:
             return NO_BLOCKS
         keys = tracker.keys.of(tokens)[:end]
-        match = self._match(joined, request_id, keys, computed_tokens)
-        self._counters.add("flexkv_lookup_tokens_total", (end - start) * joined.block_tokens)
-        if not match.blocks:
-            unit.manager.release(request_id)
-        return range(start, start + match.blocks)
-
-    def _match(self, joined: Joined, request_id: str, keys: Keys, computed_tokens: int) -> MatchResult:
-        """Matches until the tiers behind host memory have answered, or the time to wait is over.
-
-        All ranks stand still meanwhile, and so do the running requests.
-        """
-        manager = joined.unit.manager
-        match = manager.match(request_id, [keys], computed_tokens)
-        joined.unit.poll()
+        # All ranks stand still during the wait, and so do the running requests, so all lookups before a step share it.
         ends_s = time.monotonic() + self._wait_left_s
-        while not match.is_final and (now_s := time.monotonic()) < ends_s:
-            while self._ranks.usable and manager.waits(request_id) and now_s < ends_s:
-                time.sleep(READ_LOOK_S)
-                self._ranks.poll()
-                now_s = time.monotonic()
-            match = manager.match(request_id, [keys], computed_tokens)
-            self._ranks.poll()
-            self._wait_left_s = max(0.0, ends_s - now_s)
-        return match
+        match = match_and_wait(unit.manager, tracker.name, keys, computed_tokens, ends_s, self._ranks.poll)
+        self._wait_left_s = max(0.0, ends_s - time.monotonic())
+        self._counters.add("flexkv_lookup_tokens_total", (end - start) * block_tokens)
+        if not match.blocks:
+            unit.manager.release(tracker.name)
+        return range(start, start + match.blocks)
 
     # --- loads ---
 
-    def allocated(self, joined: Joined, request: Any, block_ids: list[int]) -> None:
+    def allocated(self, tracker: RequestTracker, request: Any, block_ids: list[int]) -> None:
         """Called when the engine has given the request its blocks: orders the load that was promised.
 
         A load between steps is sent to the ranks at once: no step's metadata has its request, and there may be no step.
@@ -130,74 +100,69 @@ class Loads:
         Raises:
             TransferError: see `_renew`.
         """
-        tracker = joined.requests.of(request)
         offer, taken = tracker.offer, tracker.wanted
         tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
-        wanted = blocks_of(taken, joined.block_tokens)
+        block_tokens = self._ranks.block_tokens
+        wanted = blocks_of(taken, block_tokens)
         if not wanted:
-            # The engine handed back the whole offer, or it asked again and got none: its wait for a load can be ended.
-            # If a reset took the promise away instead, the engine counts on KV that never comes: it must go on waiting.
-            if offer or (tracker.unsettled and tracker.told == 0):
-                self._excuse(tracker)
+            # The engine handed back the whole offer, or it asked again and got none: its wait for a load can be ended
+            # by a load of nothing. If a reset took the promise away instead, the engine counts on KV that never comes:
+            # it must go on waiting.
+            if not self.sync and (offer or (tracker.unsettled and tracker.told == 0)):
+                self._order(tracker, None)
             return
-        self._renew(joined, tracker, request, offer)
+        self._renew(tracker, request, offer)
         # The engine may have found fewer blocks than it takes.
         given = block_ids[wanted.start : wanted.stop]
         targets = np.full(len(offer), NO_BLOCK, np.int32)
         first = wanted.start - offer.start
         targets[first : first + len(given)] = given
-        graph = joined.unit.manager.begin_load(str(tracker.request_id), [targets])
-        self._counters.add("flexkv_hit_tokens_total", len(given) * joined.block_tokens)
-        if self._sync:
-            if graph is not None:
-                graph = graph.layerwise() if self._by_layer else graph
-                self._planned.append(LoadJob(str(tracker.request_id), graph, sync=True))
-            tracker.step_loaded = (wanted.start + len(given)) * joined.block_tokens
+        graph = self._ranks.unit.manager.begin_load(tracker.name, [targets])
+        self._counters.add("flexkv_hit_tokens_total", len(given) * block_tokens)
+        if not self.sync:
+            tracker.loading = taken
+            self._order(tracker, graph)
             return
         if graph is not None:
-            tracker.load, tracker.loading = frozenset(op.op_id for op in graph.ops), taken
-        else:
-            # No rank will report the end of this load.
-            tracker.spent = True
+            graph = graph.layerwise() if self._by_layer else graph
+            self._planned.append(LoadJob(tracker.name, graph, sync=True))
+        tracker.step_loaded = (wanted.start + len(given)) * block_tokens
+
+    def _order(self, tracker: RequestTracker, graph: TransferGraph | None) -> None:
+        """Orders a load between steps. If it is a load of nothing, no rank will report its end."""
+        graph = NO_OPS if graph is None else graph
+        tracker.load = frozenset(op.op_id for op in graph.ops)
+        tracker.spent |= not tracker.load
         tracker.unsettled = False
-        job = LoadJob(str(tracker.request_id), NO_OPS if graph is None else graph, sync=False)
-        self._ranks.order(LoadOrder(tracker.request_id, job))
+        self._ranks.order(LoadOrder(tracker.request_id, LoadJob(tracker.name, graph, sync=False)))
 
-    def _excuse(self, tracker: RequestTracker) -> None:
-        """Orders a load of nothing, because the engine may still wait for the end of a load that it was promised
-        between steps."""
-        if not self._sync:
-            tracker.spent, tracker.unsettled = True, False
-            job = LoadJob(str(tracker.request_id), NO_OPS, sync=False)
-            self._ranks.order(LoadOrder(tracker.request_id, job))
-
-    def _renew(self, joined: Joined, tracker: RequestTracker, request: Any, offer: range) -> None:
+    def _renew(self, tracker: RequestTracker, request: Any, offer: range) -> None:
         """Leases the promised blocks again, if their lease expired before the engine took up the promise.
 
         Raises:
             TransferError: the blocks are gone. The engine counts the tokens as loaded, and cannot be told otherwise.
         """
         assert tracker.keys is not None
-        manager, request_id = joined.unit.manager, str(tracker.request_id)
-        if manager.leased_pages(request_id):
+        manager = self._ranks.unit.manager
+        if manager.leased_pages(tracker.name):
             return
         keys = tracker.keys.of(request.get_tokens(0))[: offer.stop]
-        if manager.match(request_id, [keys], offer.start * joined.block_tokens).blocks < len(offer):
-            manager.release(request_id)
+        if manager.match(tracker.name, [keys], offer.start * self._ranks.block_tokens).blocks < len(offer):
+            manager.release(tracker.name)
             raise TransferError(
-                f"request {request_id}: the engine took up a promise of {len(offer)} blocks after more than "
-                f"load.lease_s={self._lease_s:g} s, and they are not there any more"
+                f"request {tracker.name}: the engine took up a promise of {len(offer)} blocks after more than "
+                f"load.lease_s={self._config.lease_s:g} s, and they are not there any more"
             )
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Takes the loads inside the next step. Later lookups may wait again."""
-        self._wait_left_s = self._wait_s
+        self._wait_left_s = self._config.lookup_wait_s
         planned, self._planned = tuple(self._planned), []
         return planned
 
     # --- taken back ---
 
-    def cancel(self, joined: Joined, tracker: RequestTracker, start: int, end: int | None) -> None:
+    def cancel(self, tracker: RequestTracker, start: int, end: int | None) -> None:
         """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on.
 
         A load under way can be cancelled only as a whole: its blocks stay in use until the ranks return its id.
@@ -206,16 +171,21 @@ class Loads:
         if tracker.offer:
             tracker.wanted = still_wanted(tracker.wanted, start, end)
             if not tracker.wanted:
-                joined.unit.manager.release(str(tracker.request_id))
+                self._ranks.unit.manager.release(tracker.name)
         elif tracker.load:
             tracker.loading = still_wanted(tracker.loading, start, end)
             if not tracker.loading:
                 tracker.spent = True
-                joined.unit.manager.abandon_loads(str(tracker.request_id))
+                self._ranks.unit.manager.abandon_loads(tracker.name)
                 self._ranks.order(CancelOrder(tracker.request_id))
 
-    def drop_planned(self, request_id: int) -> list[LoadJob]:
-        """Removes and returns the request's loads inside the next step, because its blocks are freed."""
-        mine = [job for job in self._planned if job.request_id == str(request_id)]
-        self._planned = [job for job in self._planned if job.request_id != str(request_id)]
-        return mine
+    def drop_planned(self, tracker: RequestTracker) -> None:
+        """Ends the request's loads inside the next step, because its blocks are freed."""
+        manager = self._ranks.unit.manager
+        manager.abandon_loads(tracker.name)
+        mine = [job for job in self._planned if job.request_id == tracker.name]
+        self._planned = [job for job in self._planned if job.request_id != tracker.name]
+        for op in (op for job in mine for op in job.graph.ops):
+            dropped = OpResult.cancelled(op.op_id, op.pages, "the request ended first")
+            for rank in range(self._ranks.ranks):
+                manager.complete(rank, dropped)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.prompt_keys import TokenPromptKeys, without_salt
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
 from flexkv.adapters.tensorrt_llm.messages import Order, RankReport
-from flexkv.adapters.tensorrt_llm.requests import RequestTable
+from flexkv.adapters.tensorrt_llm.requests import RequestTracker
 from flexkv.cache.base import OpRole
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError, GeometryError
@@ -24,26 +22,16 @@ from flexkv.unit.null_unit import NullUnit
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The unit and its tables, which exist once every rank has reported its pool.
-
-    Attributes:
-        requests: the live requests.
-        block_tokens: tokens per block of every rank's pool.
-    """
-
-    unit: LiveUnit
-    requests: RequestTable
-    block_tokens: int
-
-
 class RankCoordinator:
     """Takes the reports of the ranks, makes the unit from their facts, and sends them orders. Never waits for a rank.
 
     Attributes:
         unit: the engine's unit; a `NullUnit` until every rank has joined, and if the ranks cannot be served.
-        joined: None until every rank has reported its pool, and for good if the ranks cannot be served.
+        ranks: number of the ranks.
+        block_tokens: tokens per block of every rank's pool; 0 as long as the unit is a `NullUnit`.
+        namespace: that of the keys of requests without salt and adapter; empty for so long.
+        requests: the live requests that were looked up. There are no more of them than the engine has requests, because
+            the engine reports the end of each request.
     """
 
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments, counters: Counters) -> None:
@@ -56,7 +44,10 @@ class RankCoordinator:
         self._rank_of: dict[Wire, int] = {}
         self._refused = False
         self.unit: EngineUnit = NullUnit()
-        self.joined: Joined | None = None
+        self.ranks = arguments.ranks
+        self.block_tokens = 0
+        self.namespace = b""
+        self.requests: dict[int, RequestTracker] = {}
         self._report: MetricReport | None = None
 
     @property
@@ -67,7 +58,7 @@ class RankCoordinator:
     @property
     def usable(self) -> bool:
         """Whether promises can be made, which needs the host pool on every rank."""
-        return self.unit.usable and len(self._ready) == self._arguments.ranks
+        return self.unit.usable and len(self._ready) == self.ranks
 
     def order(self, order: Order) -> None:
         """Sends an order to every rank."""
@@ -95,7 +86,7 @@ class RankCoordinator:
         """Why a report is not from a rank of this engine; empty if it is."""
         if not isinstance(report, RankReport):
             return f"a {type(report).__name__} came where ranks report"
-        rank, ranks = report.rank, self._arguments.ranks
+        rank, ranks = report.rank, self.ranks
         if wire not in self._rank_of:
             if report.facts is None:
                 return f"rank {rank} reports before it has joined"
@@ -122,12 +113,12 @@ class RankCoordinator:
             self._rank_of[wire] = report.rank
             self._listener.admit(wire)
             self._facts[report.rank] = (report.facts, report.block_tokens)
-            if len(self._facts) == self._arguments.ranks and self.joined is None and not self.unit.reason:
+            if len(self._facts) == self.ranks and not self.unit.reason:
                 self._join()
             return
-        if self.joined is None:
+        unit = self.unit
+        if not self.block_tokens:
             return
-        unit = self.joined.unit
         if report.error:
             unit.disable(report.rank, report.error)
         if report.ready is not None and report.ready >= 0:
@@ -140,7 +131,7 @@ class RankCoordinator:
             if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
                 # The engine cannot learn that a load failed, so its request still waits for the load.
                 continue
-            tracker = self.joined.requests.get(int(done.request_id))
+            tracker = self.requests.get(int(done.request_id))
             if tracker is not None:
                 tracker.load -= {done.op_id}
 
@@ -177,8 +168,7 @@ class RankCoordinator:
             "TensorRT-LLM does not say when weights change: never update them in a running engine with this connector, "
             "or KV of the old ones is served; restart it with the new ones"
         )
-        self.unit = unit
-        self.joined = Joined(unit, RequestTable(block_tokens, namespace), block_tokens)
+        self.unit, self.block_tokens, self.namespace = unit, block_tokens, namespace
         self._report = MetricReport(
             self._counters,
             unit.count,
@@ -191,13 +181,12 @@ class RankCoordinator:
 
     def close(self) -> None:
         """Closes the disks and the host pool; logs the cache's statistics. Idempotent."""
-        if self.joined is not None:
+        if self._report is not None and isinstance(self.unit, LiveUnit):
             # Stores that have ended on all ranks are published first, so that they are written to disk too.
             self.receive()
-            unit = self.joined.unit
-            if self._report is not None:
-                self._report.close()
-            logger.info("rank 0: %s", unit.manager.stats())
-            self.joined = None
+            self._report.close()
+            self._report = None
+            logger.info("rank 0: %s", self.unit.manager.stats())
+            self.requests.clear()
         self.unit.close()
         self._listener.close()

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from flexkv.adapters.tensorrt_llm.identity import request_namespace
-from flexkv.cache.keys import EngineKeyChain, TokenChain
-from flexkv.facts.keys import Keys
+from flexkv.adapters.common.prompt_keys import TokenKeys
 from flexkv.transfer.graph import BlockIds, OpId
-
-GROUP = 0
-"""The one KV group of a cache that this adapter accepts."""
 
 NO_BLOCKS = range(0)
 NO_TOKENS = range(0)
 NO_OPS: frozenset[OpId] = frozenset()
-
-
-class RequestKeys:
-    """Index keys of one request's blocks, made from its tokens. Costs O(new blocks).
-
-    Args:
-        namespace: the request's namespace; see `request_namespace`.
-    """
-
-    def __init__(self, block_tokens: int, namespace: bytes) -> None:
-        self._chain = TokenChain(block_tokens)
-        self._keys = EngineKeyChain(namespace, GROUP)
-
-    def of(self, tokens: Sequence[int]) -> Keys:
-        """Keys of all whole blocks of `tokens`, which must begin with the tokens of the last call."""
-        if self._chain.extend(tokens):
-            self._keys.extend(self._chain.digests)
-        return self._keys.keys
-
-    @property
-    def made(self) -> Keys:
-        """The keys made so far."""
-        return self._keys.keys
 
 
 @dataclass(slots=True)
@@ -63,12 +33,12 @@ class RequestTracker:
             lagging rank could mistake the order of a second load for that of the first.
         unsettled: the engine was promised a load between steps that was never ordered. The engine may still wait for
             the load to end, and name the request to the ranks.
-        told: tokens promised when the engine last asked; None before it has asked.
+        told: tokens promised when the engine last asked; None before it has asked since the request started (again).
         prompt_tokens: tokens that the request had when the engine last asked.
     """
 
     request_id: int
-    keys: RequestKeys | None
+    keys: TokenKeys | None
     offer: range = NO_BLOCKS
     wanted: range = NO_TOKENS
     step_loaded: int = 0
@@ -79,6 +49,16 @@ class RequestTracker:
     unsettled: bool = False
     told: int | None = None
     prompt_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """The manager's name of the request."""
+        return str(self.request_id)
+
+    def restarted(self) -> RequestTracker:
+        """The entry of this request after it has lost its blocks: only whether its id is spent or unsettled stays."""
+        keys = None if self.keys is None else self.keys.begun_again()
+        return RequestTracker(self.request_id, keys, spent=self.ordered, unsettled=self.unsettled)
 
     def certain_tokens(self, tokens: int, prompt_only: bool) -> int:
         """How many of the request's tokens have certain KV that may be stored. `tokens` is the number of them all."""
@@ -135,53 +115,3 @@ def still_wanted(tokens: range, start: int, end: int) -> range:
     if end >= last:
         last = min(last, start)
     return range(first, last) if first < last else NO_TOKENS
-
-
-class RequestTable:
-    """The live requests, and for those that were reset, until they end, whether their ids are spent or unsettled.
-
-    It has no more entries than the engine has requests, because the engine reports the end of each request.
-    """
-
-    def __init__(self, block_tokens: int, namespace: bytes) -> None:
-        self._block_tokens = block_tokens
-        self._namespace = namespace
-        self._trackers: dict[int, RequestTracker] = {}
-        self._spent: set[int] = set()
-        self._unsettled: set[int] = set()
-
-    def of(self, request: Any) -> RequestTracker:
-        """The request's entry; made if there is none."""
-        request_id = int(request.request_id)
-        tracker = self._trackers.get(request_id)
-        if tracker is None:
-            namespace = request_namespace(self._namespace, request)
-            keys = None if namespace is None else RequestKeys(self._block_tokens, namespace)
-            tracker = self._trackers[request_id] = RequestTracker(
-                request_id,
-                keys,
-                spent=request_id in self._spent,
-                unsettled=request_id in self._unsettled,
-            )
-        return tracker
-
-    def get(self, request_id: int) -> RequestTracker | None:
-        return self._trackers.get(request_id)
-
-    def reset(self, request_id: int) -> None:
-        """Forgets a request that starts again, except whether its id is spent or unsettled."""
-        tracker = self._trackers.pop(request_id, None)
-        if tracker is None:
-            return
-        if tracker.ordered:
-            self._spent.add(request_id)
-        if tracker.unsettled:
-            self._unsettled.add(request_id)
-        else:
-            self._unsettled.discard(request_id)
-
-    def pop(self, request_id: int) -> None:
-        """Forgets a request that has ended."""
-        self._trackers.pop(request_id, None)
-        self._spent.discard(request_id)
-        self._unsettled.discard(request_id)

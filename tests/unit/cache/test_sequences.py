@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import ManagerLimits
+from flexkv.cache.base import ManagerLimits, Outcome
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.errors import FlexKVError
@@ -53,6 +53,14 @@ def waits_for_the_disk(**kwargs: Any) -> tuple[DiskWorld, Keys, TransferOp]:
     (read,) = world.take()
     assert (read.kind, read.pages) == (OpKind.DISK_READ, HALF)
     return world, keys, read
+
+
+def test_nothing_waits_for_a_manager_that_was_disabled() -> None:
+    world, keys, read = waits_for_the_disk()
+    world.manager.disable()
+    assert not world.manager.waits("r")
+    assert world.match(keys).outcome is Outcome.MISS
+    world.end(read)
 
 
 def test_half_is_read_then_all_is_loaded_by_one_op() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flexkv.adapters.common import waiting_lookup
 from flexkv.adapters.tensorrt_llm import loads
 from flexkv.cache.tiers.contract import Plane
 from flexkv.simulation.world import DISK
@@ -83,7 +84,8 @@ def settle(world: World) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(loads, "time", made)
+    for module in (loads, waiting_lookup):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -132,10 +134,10 @@ def test_the_lookups_of_a_step_wait_for_a_bounded_time_together(
     held = HeldReads(world)
     before_s = clock.slept_s
     assert lookup(world) == 0
-    assert clock.slept_s - before_s == pytest.approx(WAIT_S, abs=2 * loads.READ_LOOK_S)
+    assert clock.slept_s - before_s == pytest.approx(WAIT_S, abs=2 * waiting_lookup.READ_LOOK_S)
     for _ in range(3):
         assert lookup(world) == 0
-    assert clock.slept_s - before_s == pytest.approx(WAIT_S, abs=2 * loads.READ_LOOK_S)
+    assert clock.slept_s - before_s == pytest.approx(WAIT_S, abs=2 * waiting_lookup.READ_LOOK_S)
     # The next step may wait again. The read ends in the middle of its wait.
     world.serve([40_000, 1, 2], new_tokens=1)
     half_s = clock.slept_s + WAIT_S / 2

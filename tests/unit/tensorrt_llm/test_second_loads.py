@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from flexkv.adapters.tensorrt_llm.requests import RequestTable
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
@@ -98,13 +96,13 @@ def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, li
 
 def end(world: World, request: Request) -> None:
     """Ends the request, and checks that nothing of it is left on either side."""
-    table = world.scheduler.side.ranks.joined.requests
-    assert table.of(request).may_be_named, "ranks may have to do with its load yet"
+    requests = world.scheduler.side.ranks.requests
+    assert requests[900].may_be_named, "ranks may have to do with its load yet"
     world_end(world, request)
     world.executor.free += request.blocks
     rank = world.worker.side
     assert (rank._inbox.loads, rank._inbox.saves, rank._cancelled) == ({}, {}, set())
-    assert (table._spent, table._unsettled, table.get(900)) == (set(), set(), None)
+    assert 900 not in requests
     assert world.scheduler.side.unit.manager.inflight_ops() == 0
 
 
@@ -133,10 +131,7 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     late = LateOrders(world)
     request, _ = promised(world)
     first(world, late, request)
-    ranks = world.scheduler.side.ranks
-    assert ranks.joined is not None
-    table = RequestTable(ranks.joined.block_tokens, ranks.joined.requests._namespace)
-    ranks.joined = replace(ranks.joined, requests=table)
+    world.scheduler.side.ranks.requests.clear()
     tokens, wrong = ask_again(world, late, request)
     assert tokens == WHOLE
     assert wrong == list(range(WHOLE))
@@ -200,7 +195,7 @@ def ask_named(world: World) -> list[int]:
     """Names the load, and waits until the rank has returned it and the scheduler knows."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     ends_s = time.monotonic() + LONG_S
-    while not loaded or world.scheduler.side.ranks.joined.requests.get(900).load:
+    while not loaded or world.scheduler.side.ranks.requests[900].load:
         assert time.monotonic() < ends_s
         time.sleep(0.001)
         loaded += world.worker.get_finished([], [])[1]
