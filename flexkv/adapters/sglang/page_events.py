@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-import msgspec
 import sglang
+from msgspec.msgpack import Decoder, Encoder
+from msgspec.structs import astuple, replace
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from flexkv.adapters.common.announcements import Announcements, Medium, Named, News
+from flexkv.adapters.common.announcements import Announcements, Medium, Named
 from flexkv.adapters.sglang.engine_watch import EngineListener
 from flexkv.facts.keys import Keys
 
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder().decode
+_encode = Encoder().encode
+_decode = Decoder().decode
 
 
 @dataclass(slots=True)
@@ -48,14 +49,11 @@ class PageEvents(EngineListener):
 
     def __init__(self, params: Any, announcements: Announcements) -> None:
         self._announcements = announcements
-        self._page_tokens = params.page_size
-        self._dynamo = params.dynamo_kv_event_format
-        self._lora_names = params.kv_event_lora_names
         self._recorder = KVCacheEventRecorder(
             enabled=True,
             page_size=params.page_size,
-            dynamo_format=self._dynamo,
-            lora_names=self._lora_names,
+            dynamo_format=params.dynamo_kv_event_format,
+            lora_names=params.kv_event_lora_names,
         )
         self._key: RadixKey | None = None
         self._hashes: list[str] | None = None
@@ -67,7 +65,7 @@ class PageEvents(EngineListener):
         # EAGLE has pairs of tokens.
         if of_pairs and not key.is_bigram:
             key = RadixKey(key.token_ids, key.extra_key, True, key.limit, key.cache_salt)
-        self._key, self._hashes = key.page_aligned(self._page_tokens), None
+        self._key, self._hashes = key.page_aligned(self._recorder.page_size), None
 
     def end_walk(self) -> None:
         self._key = self._hashes = None
@@ -98,11 +96,11 @@ class PageEvents(EngineListener):
         if key is None or not hashes or not self._is_named(key):
             return []
         if self._hashes is None:
-            self._hashes = list(get_storage_hash_str(key, None, page_size=self._page_tokens))
+            self._hashes = list(get_storage_hash_str(key, None, page_size=self._recorder.page_size))
         first = self._hashes.index(hashes[0]) if hashes[0] in self._hashes else len(self._hashes)
         if self._hashes[first : first + len(hashes)] != list(hashes):
             return []
-        tokens = [(first + at) * self._page_tokens for at in (0, len(hashes))]
+        tokens = [(first + at) * self._recorder.page_size for at in (0, len(hashes))]
         parent = _Node(key[:0], None, [])
         if first:
             parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
@@ -112,7 +110,12 @@ class PageEvents(EngineListener):
     def _is_named(self, key: RadixKey) -> bool:
         """Whether the hashes of events tell pages with this extra key from pages without. In SGLang's own format they
         do so for the name of an adapter alone, and a router would expect one caller's pages for another."""
-        return key.extra_key is None or self._dynamo or self._lora_names.get(key.extra_key) is not None
+        recorder = self._recorder
+        return (
+            key.extra_key is None
+            or recorder.dynamo_format
+            or recorder.lora_names.get(key.extra_key) is not None
+        )
 
     # --- what is published ---
 
@@ -120,7 +123,14 @@ class PageEvents(EngineListener):
         """The engine's events, which it is about to publish, with those of flexkv's pages."""
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._announcements.forget_told()
-        return _with_news(events, self._announcements.take())
+        news = self._announcements.take()
+        removed = []
+        for medium, name in MEDIA.items():
+            hashes = [_event(told.words).block_hashes[0] for told in news.removed if told.medium is medium]
+            if hashes:
+                removed.append(BlockRemoved(block_hashes=hashes, medium=name))
+        stored = [_event(told.words, MEDIA[told.medium]) for told in news.stored]
+        return [*([AllBlocksCleared()] if news.cleared else []), *events, *removed, *stored]
 
 
 def words_identity(params: Any) -> bytes:
@@ -129,49 +139,29 @@ def words_identity(params: Any) -> bytes:
     Args:
         params: the parameters of the engine's tree.
     """
-    parts = ("flexkv sglang pages v1", sglang.__version__, params.page_size, params.dynamo_kv_event_format)
+    parts = ("flexkv sglang pages v2", sglang.__version__, params.page_size, params.dynamo_kv_event_format)
     return sha256("\0".join(map(str, parts)).encode()).digest()
 
 
 def _pages_of(event: BlockStored) -> list[Named]:
-    """The pages of an event, each with words as `_stored` takes them. The next process announces no session, and
-    nothing of an adapter, whose name may stand for other content by then."""
+    """The pages of an event, each with words as `_event` takes them. The next process announces no session, and nothing
+    of an adapter, whose name may stand for other content by then."""
     size, parent, pages = event.block_size, event.parent_block_hash, []
     for number, block_hash in enumerate(event.block_hashes):
         tokens = event.token_ids[number * size : (number + 1) * size]
-        fields = [block_hash, parent, tokens, size, event.cache_salt, event.session_id, event.lora_name]
-        words = kept = _encode(fields)
-        if event.session_id is not None:
-            fields[5] = None
-            kept = _encode(fields)
-        pages.append(Named(words, kept if event.lora_name is None else None))
+        page = replace(
+            event, block_hashes=[block_hash], parent_block_hash=parent, token_ids=tokens, medium=None
+        )
+        words = kept = _encode(astuple(page))
+        if page.session_id is not None:
+            kept = _encode(astuple(replace(page, session_id=None)))
+        pages.append(Named(words, kept if page.lora_name is None else None))
         parent = block_hash
     return pages
 
 
-def _stored(words: bytes, medium: Medium) -> BlockStored:
-    block_hash, parent, tokens, size, cache_salt, session_id, lora_name = _decode(words)
-    return BlockStored(
-        block_hashes=[block_hash],
-        parent_block_hash=parent,
-        token_ids=tokens,
-        block_size=size,
-        lora_id=None,
-        medium=MEDIA[medium],
-        cache_salt=cache_salt,
-        session_id=session_id,
-        lora_name=lora_name,
-    )
-
-
-def _with_news(events: list[Any], news: News) -> list[Any]:
-    removed = [
-        BlockRemoved(
-            block_hashes=[_decode(told.words)[0] for told in news.removed if told.medium is medium],
-            medium=name,
-        )
-        for medium, name in MEDIA.items()
-        if any(told.medium is medium for told in news.removed)
-    ]
-    stored = [_stored(told.words, told.medium) for told in news.stored]
-    return [*([AllBlocksCleared()] if news.cleared else []), *events, *removed, *stored]
+def _event(words: bytes, medium: StorageMedium | None = None) -> BlockStored:
+    """The event of one page, from its words."""
+    event = BlockStored(*_decode(words))
+    event.medium = medium
+    return event
