@@ -40,7 +40,7 @@ LLAVA = {
     "image_token_index": 100,
 }
 PLACE = identity.Place("dp0.pp0of1.tp0of1", 1, True)
-POOL: Any = SimpleNamespace(layers=2, page_size=16)
+POOL: Any = SimpleNamespace(layers=2, block_tokens=16)
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:

@@ -60,14 +60,9 @@ def page(pool: Any, number: int) -> list[bytes]:
 
 
 def make_cache(pool: Any) -> RankCache:
-    view = view_of(pool, PAGE_TOKENS)
     return RankCache(
         load_config({"host.bytes": 4 << 20, "host.verify": True}, {}),
-        view.view,
-        str(view.format_id),
-        view.tensors,
-        view.pages,
-        PAGE_TOKENS,
+        view_of(pool, PAGE_TOKENS),
         UnitOwner("pool", b"p" * 32, "tp0"),
         stream_of=lambda device: 0,
     )

@@ -9,6 +9,11 @@ from typing import Any
 from flexkv.adapters.common.model_identity import plain_config
 
 
+def names(text: str) -> tuple[str, ...]:
+    """The fields that a text names, separated by white space."""
+    return tuple(text.split())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
     """The fields of one of an engine's configuration objects. Each field is in exactly one of the four collections.

@@ -8,6 +8,7 @@ from typing import Any
 
 from flexkv.adapters.common.rank_lanes import attach_views, open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ContractError, FlexKVError
@@ -110,6 +111,10 @@ class RankWorker:
         self._owners, self._num_blocks, self._replicas = owners, num_blocks, replicas
         self._ops.stripe_bytes = tuple(view.stripe_bytes for view in views)
         self._ops.stores = self.rank % replicas == 0
+
+    def take_group(self, pool: RankPool) -> None:
+        """Takes a pool of one KV group, as `take_pool` does."""
+        self.take_pool([pool.view], [pool.facts], pool.tensors, pool.view.num_blocks, pool.replicas)
 
     def facts(self) -> RankFacts | None:
         """The facts that the scheduler's side needs to size the host pool; None before `take_pool`."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flexkv.config.names import shown
-from flexkv.facts.request_settings import NAMES, OWN_NAMES, UnreadableError
+from flexkv.facts.request_settings import NAMES, OWN_NAMES, PREFIX, UnreadableError
 from flexkv.observe import Counters
 
 WARN_EVERY_S = 60.0
@@ -65,6 +65,27 @@ class SettingsReader:
             instead, words = IF_UNREADABLE.get(setting.field, ({}, ""))
             given.update(instead)
             self.warn(request_id, f"{place}.{name}", value, "value", f"{error}{words}")
+
+    def take_among(
+        self,
+        request_id: str,
+        place: str,
+        found: Mapping[Any, Any],
+        given: Given,
+        served: Sequence[str] = OWN_NAMES,
+    ) -> None:
+        """Takes the settings from a place that callers use for other things too: names without a dot are not ours.
+
+        Args:
+            served: flexkv's own names of the settings that this engine heeds.
+        """
+        for name, value in found.items():
+            if not (isinstance(name, str) and "." in name):
+                continue
+            if name in NAMES and PREFIX + NAMES[name].field in served:
+                self.take(request_id, place, name, value, given)
+            elif name in NAMES or name.startswith(PREFIX):
+                self.name_unknown(request_id, place, name, value, served)
 
     def name_unknown(
         self,

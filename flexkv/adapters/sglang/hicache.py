@@ -13,15 +13,15 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from flexkv.adapters.common.refusals import log_refusal
+from flexkv.adapters.common.start import log_start, read_settings
 from flexkv.adapters.sglang.engine_watch import EngineListener, watch
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of_host_pool
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.config import load_config, without_effect
 from flexkv.errors import ContractError, GeometryError
-from flexkv.observe import configure_logging, get_logger, log_package
+from flexkv.observe import get_logger
 from flexkv.unit.build import share_of_node
 
 logger = get_logger(__name__)
@@ -44,11 +44,8 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             raise ContractError('flexkv needs "interface_v1": 1 in --hicache-storage-backend-extra-config')
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
-        self._config = share_of_node(load_config(settings), self._place.units_on_node)
-        configure_logging(self._config.observe.log_level, self._config.given("observe.log_level"))
-        log_package(logger)
-        for words in without_effect(self._config, "sglang"):
-            logger.warning("%s", words)
+        self._config = share_of_node(read_settings(settings), self._place.units_on_node)
+        log_start(logger, self._config, "sglang")
         self._batches: PageBatches | None = None
 
     # --- set up ---
@@ -81,11 +78,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
         owner = owner_of(server_args, pool, self._place, self._config, str(mem_pool_host.dtype))
         cache = RankCache(
             self._config,
-            pool.view,
-            str(pool.format_id),
-            pool.tensors,
-            pool.pages,
-            pool.page_size,
+            pool,
             owner,
             stream_of=_no_stream,
             fails_requests=False,  # a load answers for each page by itself
@@ -129,28 +122,20 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Fills pages of SGLang's host pool; returns True for each page that was filled. Pages behind the first one
-        that is not stored are not filled.
-
-        Raises:
-            ClosedError: see `RankCache.finish`. SGLang uses or frees the pages once the call has returned.
-        """
+        """See `PageBatches.load`. SGLang uses or frees the pages of its host pool once the call has returned."""
         batches = self._ready
         blocks = pages_of(host_indices, batches.cache.page_tokens)
-        return [bool(page) for page in batches.load(keys, blocks)]
+        loaded: list[bool] = batches.load(keys, blocks).tolist()
+        return loaded
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Stores pages of SGLang's host pool. Returns True for each page that is stored, now or before. If any page
-        found no room, only pages stored by this call are True.
-
-        Raises:
-            ClosedError: as for `batch_get_v1`.
-        """
+        """See `PageBatches.store`."""
         batches = self._ready
         blocks = pages_of(host_indices, batches.cache.page_tokens)
-        return [bool(page) for page in batches.store(keys, blocks)]
+        stored: list[bool] = batches.store(keys, blocks).tolist()
+        return stored
 
     def clear(self) -> None:
         """Makes everything stored a miss."""
@@ -168,19 +153,10 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
 
     # --- the older interface, which SGLang does not use with "interface_v1" ---
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        raise NotImplementedError('pages move by batch_get_v1: set "interface_v1": 1')
+    def get(self, *_arguments: Any, **_named: Any) -> Any:
+        raise NotImplementedError('pages move by batch_get_v1 and batch_set_v1: set "interface_v1": 1')
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        raise NotImplementedError('pages move by batch_get_v1: set "interface_v1": 1')
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError('pages move by batch_set_v1: set "interface_v1": 1')
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        raise NotImplementedError('pages move by batch_set_v1: set "interface_v1": 1')
+    batch_get = set = batch_set = get
 
 
 def _no_stream(device: int) -> int:

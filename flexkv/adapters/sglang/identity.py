@@ -23,11 +23,11 @@ from flexkv.adapters.common.loader_settings import USUAL, files_of_format
 from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.sglang.engine_watch import put_hook
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
 from flexkv.adapters.sglang.node_units import units_on_node
-from flexkv.adapters.sglang.pools import PoolView
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.facts.ranks import UnitOwner
@@ -65,11 +65,12 @@ class Place:
         is_whole = parallel.tp_size == parallel.pp_size == 1
         is_alone = parallel.attn_tp_size == parallel.pp_size == parallel.attn_cp_size == 1
         name = f"dp{parallel.dp_rank or 0}.{stage}.{rank}"
-        return cls(name, units_on_node(parallel), is_whole, parallel.tp_rank, is_alone)
+        units = units_on_node(parallel.dp_size, parallel.tp_size, parallel.pp_size, parallel.nnodes)
+        return cls(name, units, is_whole, parallel.tp_rank, is_alone)
 
 
 def owner_of(
-    server_args: Any, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
+    server_args: Any, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> UnitOwner:
     """The owner of this rank's pages. Its namespace is made of everything that must be equal before one engine may use
     another's KV. From this call on, requests with images or embeddings get extra keys of their own (`name_inputs`).
@@ -90,7 +91,7 @@ def owner_of(
 
 
 def _fields(
-    server_args: Any, model: ModelConfig, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
+    server_args: Any, model: ModelConfig, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "engine": "sglang",
@@ -106,7 +107,7 @@ def _fields(
         "quantization": str(model.quantization),
         "kv_dtype": kv_dtype,
         "layers": pool.layers,
-        "page_tokens": pool.page_size,
+        "page_tokens": pool.block_tokens,
         # Heads and layers are split over ranks: with another split, the same tokens have other bytes per page.
         "place": place.name.partition(".")[2],
         # With EAGLE the engine hashes pairs of tokens.
@@ -154,7 +155,7 @@ def prompt_limit(server_args: Any) -> PromptLimit:
 
 
 def _shared_model(
-    server_args: Any, model: ModelConfig, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
+    server_args: Any, model: ModelConfig, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> SharedModel:
     """
     Raises:
@@ -186,7 +187,7 @@ def _shared_model(
         weights=config.identity.model or _weights_of(model),
         kv_dtype=kv_dtype.removeprefix("torch."),
         quantization=str(model.quantization),
-        block_tokens=pool.page_size,
+        block_tokens=pool.block_tokens,
         overrides=json.loads(server_args.json_model_override_args or "{}"),
         config=model.hf_text_config.to_dict(),
         apart=apart if any(value is not None for value in apart.values()) else None,

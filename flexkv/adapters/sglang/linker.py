@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.common.settings_reader import SettingsReader
+from flexkv.adapters.common.start import log_start, read_settings
 from flexkv.adapters.sglang.engine_watch import EngineListener, watch
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
@@ -21,9 +22,8 @@ from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.sglang.request_settings import RequestBook
-from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ClosedError, GeometryError
-from flexkv.observe import configure_logging, get_logger, log_package
+from flexkv.observe import get_logger
 from flexkv.transfer.stream import stream_address
 from flexkv.unit.build import share_of_node
 
@@ -61,11 +61,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
         pool = view_of(kv_pool, params.page_size)
         place = Place.of_this_process()
-        config = share_of_node(load_config(extra_config), place.units_on_node)
-        configure_logging(config.observe.log_level, config.given("observe.log_level"))
-        log_package(logger)
-        for words in without_effect(config, "sglang"):
-            logger.warning("%s", words)
+        config = share_of_node(read_settings(extra_config), place.units_on_node)
+        log_start(logger, config, "sglang")
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
         self._page_size = params.page_size
@@ -74,15 +71,10 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         owner = owner_of(server_args, pool, place, config, str(kv_pool.dtype))
         self._cache = RankCache(
             config,
-            pool.view,
-            str(pool.format_id),
-            pool.tensors,
-            pool.pages,
-            params.page_size,
+            pool,
             owner,
             stream_of=_current_stream,
             mover=self.make_mover(),
-            heads=pool.heads,
             prompt_limit=prompt_limit(server_args),
             rank=place.rank,
         )

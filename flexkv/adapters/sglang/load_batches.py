@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.submitted_op import PAST_DEADLINE
@@ -78,7 +79,7 @@ class LoadBatches:
         self._current_stream = current_stream
         self.num_layers = num_layers
         self.consumer_index = NO_BATCH
-        self._next = 0
+        self._numbers = count()
         self._batches: dict[int, LoadBatch] = {}
         self._failed = FailedOps(logger)
 
@@ -106,7 +107,7 @@ class LoadBatches:
         """Starts the loads of a forward together; returns the number of their batch."""
         ends_s = time.monotonic() + self._cache.config.load.deadline_s
         batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
-        index, self._next = self._next, self._next + 1
+        index = next(self._numbers)
         self._batches[index] = batch
         # If direct loads have failed for others meanwhile, promised pages on disk are read into host memory first. The
         # engine stands still during that, so all requests of the batch share one wait.

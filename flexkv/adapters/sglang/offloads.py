@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, takewhile
 
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion
 from flexkv.facts.keys import Keys
-from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
+from flexkv.transfer.graph import BlockIds
 
 
 @dataclass(slots=True)
@@ -18,28 +18,15 @@ class Offload:
 
     Attributes:
         stored: every page of the node is stored, as far as is known.
-        under_way: ops that have not ended; None until the ops are known.
-        ended_ops: ops that have ended.
+        under_way: number of ops that have not ended.
     """
 
     request_id: str
     stored: bool = True
-    under_way: set[OpId] | None = None
-    ended_ops: set[OpId] = field(default_factory=set)
-
-    @property
-    def done(self) -> bool:
-        """Whether all its copies have ended."""
-        return self.under_way is not None and not self.under_way
-
-    def began(self, graph: TransferGraph | None) -> None:
-        """Takes the ops of the offload. Some may have ended already, such as those that a full queue refused."""
-        self.under_way = {op.op_id for op in graph.ops} - self.ended_ops if graph is not None else set()
+    under_way: int = 0
 
     def ended(self, done: Completion) -> None:
-        self.ended_ops.add(done.op_id)
-        if self.under_way is not None:
-            self.under_way.discard(done.op_id)
+        self.under_way -= 1
         self.stored = self.stored and not len(done.failed_blocks)
 
 
@@ -58,18 +45,13 @@ class Offloads:
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream, ttl_s)
-        offload.began(plan.graph)
-        if plan.dropped:
-            offload.stored = False
+        # `ended` is called only in later polls, also for ops that a full queue refused.
+        offload.under_way = 0 if plan.graph is None else len(plan.graph.ops)
+        offload.stored = not plan.dropped
 
     def completed(self) -> int:
         """Number of offloads that have ended, from the oldest on without a gap."""
-        ended = 0
-        for offload in self._queue:
-            if not offload.done:
-                break
-            ended += 1
-        return ended
+        return sum(1 for _ in takewhile(lambda offload: not offload.under_way, self._queue))
 
     def pop(self) -> bool:
         """Removes the oldest offload; returns whether all its pages are stored."""

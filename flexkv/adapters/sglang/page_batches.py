@@ -56,7 +56,8 @@ class PageBatches:
             return pages
 
     def load(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
-        """Fills engine pages; returns for each whether it was filled, bool [pages].
+        """Fills engine pages; returns for each whether it was filled, bool [pages]. Pages behind the first one that is
+        not stored are not filled.
 
         Raises:
             ClosedError: see `RankCache.finish_load`; or `close` was called before.

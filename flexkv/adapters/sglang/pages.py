@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flexkv.adapters.common.prompt_keys import GROUP
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.errors import GeometryError, KeySchemeError
 from flexkv.facts.keys import Keys
@@ -17,9 +18,6 @@ from flexkv.transfer.graph import BlockIds
 
 HASH_BYTES = 32
 """Bytes of one page's hash, SHA-256."""
-
-GROUP = 0
-"""The one KV group of a model that this adapter accepts."""
 
 
 def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.run_list import RunList
@@ -23,29 +23,9 @@ HOST_LAYOUTS = {
 """Layout of a host pool -> name of the interior of its pages, which only SGLang can read."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """One rank's pool.
-
-    Attributes:
-        view: `KvView` of the pool; block numbers are SGLang's page numbers, and page 0 is never touched.
-        tensors: the tensors that hold the pool's memory.
-        pages: number of pages, page 0 included.
-        layers: number of layers; layer `i` of the view is the pool's i-th.
-        heads: number of heads of K and V on this rank; 0 where K and V are not rows of one size.
-    """
-
-    view: Any
-    format_id: FormatId
-    tensors: tuple[Any, ...]
-    pages: int
-    layers: int
-    page_size: int
-    heads: int = 0
-
-
-def view_of(pool: Any, page_size: int) -> PoolView:
-    """The view of a plain multi-head or latent (MLA) pool. An fp8 pool holds uint8, and needs no special treatment.
+def view_of(pool: Any, page_size: int) -> RankPool:
+    """A plain multi-head or latent (MLA) pool, of which page 0 is never touched. An fp8 pool holds uint8, and needs no
+    special treatment.
 
     Raises:
         GeometryError: the pool is of another kind, orders its bytes in another way, or has scales beside them; the
@@ -75,12 +55,11 @@ def view_of(pool: Any, page_size: int) -> PoolView:
             f"the KV pool is a {kind.__name__}; flexkv stores MHATokenToKVPool and MLATokenToKVPool "
             "(full attention in bf16, fp16, fp32 or plain fp8)"
         )
-    view = handler.view()
-    return PoolView(view, handler.format_id(), tensors, view.num_blocks, pool.layer_num, page_size, heads)
+    return RankPool(handler.view(), handler.format_id(), page_size, tensors, pool.layer_num, heads)
 
 
-def view_of_host_pool(pool: Any) -> PoolView:
-    """The view of a host pool: `get_page_buffer_meta` gives the pieces of a page, each at a constant stride.
+def view_of_host_pool(pool: Any) -> RankPool:
+    """A host pool: `get_page_buffer_meta` gives the pieces of a page, each at a constant stride.
 
     Raises:
         GeometryError: the pool has another layout, fewer than 2 pages, or pages that do not lie at equal distances.
@@ -102,7 +81,7 @@ def view_of_host_pool(pool: Any) -> PoolView:
         runs.add(address, stride, size, layer)
     view = runs.view(pages)
     format_id = FormatId.of_view(view, Interior.OPAQUE, page_size, 1, HOST_LAYOUTS[pool.layout])
-    return PoolView(view, format_id, (pool.kv_buffer,), pages, pool.layer_num, page_size)
+    return RankPool(view, format_id, page_size, (pool.kv_buffer,), pool.layer_num)
 
 
 def _pieces(pool: Any, page: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -12,16 +12,17 @@ from flexkv.adapters.common.announcements import Announcements
 from flexkv.adapters.common.event_book import BOOK_NAME
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
-from flexkv.adapters.common.prompt_keys import TokenPromptKeys
+from flexkv.adapters.common.prompt_keys import GROUP, TokenPromptKeys
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.rank_worker import RankWorker
-from flexkv.adapters.sglang.pages import GROUP, page_keys
+from flexkv.adapters.common.waiting_lookup import Pause, match_and_wait
+from flexkv.adapters.sglang.pages import page_keys
 from flexkv.cache.base import HUB, Completion, StorePlan
 from flexkv.cache.keys import chain_seed, named_mark, namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.facts.keys import Keys
-from flexkv.facts.ranks import GroupFacts, KvGroup, UnitOwner
+from flexkv.facts.ranks import KvGroup, UnitOwner
 from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
-from flexkv.layout.tensor import dtype_name
 from flexkv.observe import PageLoss, get_logger
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
 from flexkv.unit.base import CacheRole
@@ -30,28 +31,19 @@ from flexkv.unit.capacity import PromptLimit
 
 logger = get_logger(__name__)
 
-READ_LOOK_S = 0.0005
-"""Seconds between two polls of a lookup that waits for its disk reads."""
-
 QUIESCE_LOOK_S = 0.001
 
 Watcher = Callable[[Completion], None]
-
-Pause = Callable[[float], None]
-"""Waits for a number of seconds."""
 
 
 class RankCache(RankWorker):
     """The manager of one rank and its transfers. One thread calls it; completions are handled inside `take_results`.
 
     Args:
-        view: `KvView` of the pool that pages are loaded to and stored from.
-        tensors: the tensors that hold the pool's memory.
-        pages: number of pages of the pool.
+        pool: the pool that pages are loaded to and stored from.
         owner: the owner of the pages; its namespace is that of the keys.
         stream_of: see `RankWorker`.
         mover: see `RankWorker.make_mover`.
-        heads: number of heads of K and V; 0 where a page is not made of heads.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
         rank: the engine's number of the rank, for its plugins.
@@ -63,16 +55,11 @@ class RankCache(RankWorker):
     def __init__(
         self,
         config: FlexKVConfig,
-        view: Any,
-        format_id: str,
-        tensors: Sequence[Any],
-        pages: int,
-        page_tokens: int,
+        pool: RankPool,
         owner: UnitOwner,
         *,
         stream_of: Callable[[int], int],
         mover: Any = None,
-        heads: int = 0,
         fails_requests: bool = True,
         prompt_limit: PromptLimit | None = None,
         rank: int = 0,
@@ -80,24 +67,23 @@ class RankCache(RankWorker):
         super().__init__(config, 0, stream_of)
         self.plugin_rank = rank
         self.config = config
-        self.page_tokens = page_tokens
+        self.page_tokens = pool.block_tokens
         self._mover = mover
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
         self._announcements: Announcements | None = None
-        of_group = GroupFacts.of_view(view, format_id, heads, dtype_name(tensors[0]))
-        self.take_pool([view], [of_group], tensors, pages, replicas=1)
+        self.take_group(pool)
         facts = self.facts()
         assert facts is not None
         self._unit = build_unit(
             config,
-            [KvGroup(page_tokens)],
+            [KvGroup(pool.block_tokens)],
             {0: facts},
             owner,
             CacheRole(fails_requests=fails_requests),
             prompt_limit=prompt_limit,
             prompt_keys=TokenPromptKeys(
-                page_tokens, lambda: self._namespace, lambda salt: chain_seed(None, salt or None)
+                pool.block_tokens, lambda: self._namespace, lambda salt: chain_seed(None, salt or None)
             ),
         )
         self.manager = self._unit.manager
@@ -136,7 +122,7 @@ class RankCache(RankWorker):
         request_id: str,
         keys: Keys,
         wait_s: float,
-        pause: Pause = time.sleep,
+        pause: Pause | None = None,
         settings: RequestSettings = NO_SETTINGS,
     ) -> int:
         """Leases for `request_id` the leading pages that can be loaded, and returns their number: pages that are
@@ -146,15 +132,12 @@ class RankCache(RankWorker):
         Between two polls `pause` is called; other callers may use this cache meanwhile. If it raises, the lookup ends.
         """
         ends_s = time.monotonic() + wait_s
-        while True:
-            self.poll()
-            match = self.manager.match(request_id, [keys], 0, None, settings)
-            if match.is_final or time.monotonic() >= ends_s:
-                break
-            self.poll()
-            while self.manager.waits(request_id) and time.monotonic() < ends_s:
-                self._pause(request_id, pause)
-                self.poll()
+        self.poll()
+        try:
+            match = match_and_wait(self.manager, request_id, keys, 0, ends_s, self.poll, pause, settings)
+        except BaseException:
+            self.manager.end_request(request_id)
+            raise
         if not match.blocks:
             # Nothing is leased, and no call will follow when the request ends.
             self.manager.release(request_id)
@@ -168,13 +151,6 @@ class RankCache(RankWorker):
         self.poll()
         if self.manager.prefetch(request_id, [keys], 0, settings):
             self.poll()
-
-    def _pause(self, request_id: str, pause: Pause) -> None:
-        try:
-            pause(READ_LOOK_S)
-        except BaseException:
-            self.manager.end_request(request_id)
-            raise
 
     # --- transfers ---
 

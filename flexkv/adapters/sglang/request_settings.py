@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from flexkv.adapters.common.settings_reader import Given, SettingsReader
 from flexkv.adapters.sglang.engine_watch import EngineListener, add_to_extra_key
 from flexkv.cache.keys import namespace_digest
-from flexkv.facts.request_settings import NAMES, NO_SETTINGS, PREFIX, RequestSettings
+from flexkv.facts.request_settings import NO_SETTINGS, PREFIX, RequestSettings
 
 PLACE = "custom_params"
 
@@ -36,7 +36,8 @@ class RequestBook(EngineListener):
         custom = getattr(request.sampling_params, PLACE, None)
         if not isinstance(custom, Mapping) or self._requests.get(request.rid) is request:
             return
-        given = self._given(request.rid, custom)
+        given: Given = {}
+        self._reader.take_among(request.rid, PLACE, custom, given, SERVED_NAMES)
         if not given:
             return
         settings = request.flexkv_settings = replace(NO_SETTINGS, **given)
@@ -44,17 +45,6 @@ class RequestBook(EngineListener):
         if settings.namespace:
             name = f"flexkv-namespace-{namespace_digest({'named': settings.namespace}).hex()}"
             add_to_extra_key(request, name, name)
-
-    def _given(self, rid: str, custom: Mapping[Any, Any]) -> Given:
-        given: Given = {}
-        for name, value in custom.items():
-            if not (isinstance(name, str) and "." in name):
-                continue
-            if name in NAMES and NAMES[name].field in SERVED:
-                self._reader.take(rid, PLACE, name, value, given)
-            elif name in NAMES or name.startswith(PREFIX):
-                self._reader.name_unknown(rid, PLACE, name, value, SERVED_NAMES)
-        return given
 
     def begin_insert(self, request: Any) -> None:
         self.inserting = getattr(request, "flexkv_settings", NO_SETTINGS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flexkv.adapters.common.settings_reader import Given, SettingsReader
 from flexkv.config.names import shown
@@ -47,7 +47,7 @@ class RequestFields:
         elif extra := sampling.extra_args:
             # When a session goes on, `request.kv_transfer_params` still has the parameters of its first piece.
             self._of_params(extra.get(PARAMS), request, given)
-            self._of_extra(extra, request, given)
+            self._reader.take_among(str(request.request_id), EXTRA, extra, given)
         return given
 
     def name_foreign(self, request: Request, namespace: str) -> None:
@@ -66,15 +66,6 @@ class RequestFields:
                 self._reader.take(str(request.request_id), PARAMS, name, value, given)
             elif not is_of_others(name):
                 self._reader.name_unknown(str(request.request_id), PARAMS, name, value)
-
-    def _of_extra(self, extra: Mapping[str, Any], request: Request, given: Given) -> None:
-        for name, value in extra.items():
-            if not (isinstance(name, str) and "." in name):
-                continue
-            if name in NAMES:
-                self._reader.take(str(request.request_id), EXTRA, name, value, given)
-            elif name.startswith(PREFIX):
-                self._reader.name_unknown(str(request.request_id), EXTRA, name, value)
 
 
 def is_of_others(name: object) -> bool:

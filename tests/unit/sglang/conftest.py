@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.sglang.load_batches import LoadBatches
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.rank_cache import RankCache
@@ -31,11 +32,7 @@ class World:
         config = load_config({"host.bytes": 1 << 20} | settings, {})
         self.cache = RankCache(
             config,
-            handler.view(),
-            str(handler.format_id()),
-            (*k, *v),
-            PAGES,
-            PAGE_TOKENS,
+            RankPool(handler.view(), handler.format_id(), PAGE_TOKENS, (*k, *v), LAYERS),
             UnitOwner("a model", b"n" * 32, "tp0"),
             stream_of=lambda device: 0,
             mover=mover,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
@@ -112,17 +113,12 @@ class Engine:
         }
         heads = settings.pop("heads", HEADS)
         pool.whole.copy_(torch.randn(pool.whole.shape))
-        view = pool.handler.view()
+        view, format_id = pool.handler.view(), pool.handler.format_id()
         self.cache = RankCache(
             load_config(wanted | settings, {}),
-            view,
-            str(pool.handler.format_id()),
-            pool.tensors,
-            BLOCKS,
-            pool.handler.format_id().interior_tokens,
+            RankPool(view, format_id, format_id.interior_tokens, pool.tensors, LAYERS, heads),
             UnitOwner("a model", NAMESPACE, unit, weights),
             stream_of=lambda device: 0,
-            heads=heads,
         )
         self.loads = LoadBatches(self.cache, LAYERS, lambda: None)
 

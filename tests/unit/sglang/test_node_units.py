@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from flexkv.adapters.sglang.node_units import units_on_node
@@ -25,5 +23,5 @@ from flexkv.adapters.sglang.node_units import units_on_node
     ],
 )
 def test_all_ranks_of_all_replicas_count(dp: int, tp: int, pp: int, nodes: int, units: int) -> None:
-    assert units_on_node(SimpleNamespace(dp_size=dp, tp_size=tp, pp_size=pp, nnodes=nodes)) == units
+    assert units_on_node(dp, tp, pp, nodes) == units
     assert units * nodes == dp * tp * pp

@@ -21,7 +21,7 @@ from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
 from flexkv.facts.request_settings import RequestSettings
 from flexkv.observe import FailedOps
 from flexkv.observe.failed_ops import MOST_LINES, PERIOD_S
-from flexkv.transfer.graph import OpId, OpKind
+from flexkv.transfer.graph import OpKind
 from tests import testing_ext
 
 from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
@@ -167,11 +167,10 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
     # As if the first load were still under way: the loads after it must wait.
-    first.under_way.add(OpId(0))
-    assert second.done
-    assert third.done
+    first.under_way = 1
+    assert second.under_way == third.under_way == 0
     assert world.offloads.completed() == 0
-    first.under_way.clear()
+    first.under_way = 0
     assert world.offloads.completed() == 3
     assert [world.offloads.pop() for _ in range(3)] == [True] * 3
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
@@ -78,14 +79,9 @@ def store_as_sglang_does(common: dict[str, str], arguments_of: EngineArguments, 
     namespace = engine_namespace(arguments_of, config, s.tokens, "float32")
     cache = RankCache(
         config,
-        handler.view(),
-        str(handler.format_id()),
-        (*k, *v),
-        PAGES + 1,
-        s.tokens,
+        RankPool(handler.view(), handler.format_id(), s.tokens, (*k, *v), s.layers, s.heads),
         UnitOwner("model", namespace, "dp0.pp0of1.tp0of1"),
         stream_of=lambda device: 0,
-        heads=s.heads,
     )
     chain = TokenChain(s.tokens)
     chain.extend(PROMPT)

@@ -1,0 +1,37 @@
+"""What an adapter says of one rank's KV pool, where all of its layers are one KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv.facts.ranks import GroupFacts
+from flexkv.layout.format_id import FormatId
+from flexkv.layout.tensor import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class RankPool:
+    """One rank's pool of one KV group.
+
+    Attributes:
+        view: `KvView` of the pool; its block numbers are the engine's.
+        block_tokens: tokens per block.
+        tensors: the tensors that hold the pool's memory.
+        layers: number of the model's layers in the pool.
+        heads: number of heads of K and V on this rank; 0 if unknown, or where K and V are not rows of one size.
+        replicas: number of consecutive ranks that hold the same bytes.
+    """
+
+    view: Any
+    format_id: FormatId
+    block_tokens: int
+    tensors: Sequence[Any]
+    layers: int
+    heads: int = 0
+    replicas: int = 1
+
+    @property
+    def facts(self) -> GroupFacts:
+        return GroupFacts.of_view(self.view, str(self.format_id), self.heads, dtype_name(self.tensors[0]))
