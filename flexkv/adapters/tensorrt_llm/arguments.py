@@ -27,6 +27,8 @@ class EngineArguments:
         tokens_per_block: tokens per block by the arguments; an MLA pool has 64 whatever they say.
         kv_dtype: dtype of the KV cache, by name.
         layers: number of layers of the model, without those of a draft model.
+        heads: number of heads of K and V on one rank; 0 for a latent.
+        head_size: elements of one head, or of the latent.
         draft: how drafts are made; a draft model may have layers in the same pool.
         draft_model: folder or hub name of the draft model; empty where there is none.
         architecture: the model's own configuration.
@@ -34,7 +36,8 @@ class EngineArguments:
         overrides: overrides of the model's configuration (`model_kwargs`).
         without_hooks: the argument because of which forwards may run without the hooks of their layers; empty where
             every forward calls them.
-        prompt_limit: `max_seq_len`; None where the arguments leave it to the engine.
+        prompt_limit: `max_seq_len`; None where the arguments leave it to the engine, which decides by model and
+            memory.
         settings: other arguments that decide KV, as plain values.
         random_weights: the weights are random, so no file identifies them.
         remote_code: Python files in the model's folder are part of the model.
@@ -48,7 +51,7 @@ class EngineArguments:
     dtype: str
     quantization: str
     layers: int
-    kv_heads: tuple[int, ...]
+    heads: int
     head_size: int
     latent: bool | None
     draft: str
@@ -79,6 +82,9 @@ class EngineArguments:
         layers = int(text.get("num_hidden_layers", 0))
         latent = "kv_lora_rank" in text if text else None
         heads, head_size = _heads(text, ranks)
+        longest = getattr(llm_args, "max_seq_len", None)
+        # Some backends of the experts quantise what goes into them.
+        experts = getattr(getattr(llm_args, "moe_config", None), "backend", None)
         return cls(
             model=str(llm_args.model),
             revision=getattr(llm_args, "revision", None),
@@ -88,7 +94,7 @@ class EngineArguments:
             dtype=str(getattr(llm_args, "dtype", "auto")),
             quantization=str(getattr(llm_args, "quant_config", None)),
             layers=layers,
-            kv_heads=(heads,) * layers if heads and not latent else (),
+            heads=heads if layers and not latent else 0,
             head_size=head_size,
             latent=latent,
             draft=str(getattr(llm_args, "speculative_config", None) or ""),
@@ -96,8 +102,9 @@ class EngineArguments:
             quant_algo=str(getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)),
             overrides=dict(getattr(llm_args, "model_kwargs", None) or {}),
             without_hooks=_without_hooks(llm_args),
-            prompt_limit=_prompt_limit(llm_args),
-            settings=_settings(llm_args),
+            prompt_limit=PromptLimit(int(longest), "max_seq_len") if longest else None,
+            settings=ARGUMENTS.values(llm_args)
+            | {"moe_config.backend": None if experts is None else str(experts)},
             random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
             remote_code=bool(getattr(llm_args, "trust_remote_code", False)),
             draft_model=_draft_model(getattr(llm_args, "speculative_config", None)),
@@ -120,7 +127,7 @@ class EngineArguments:
                 "one is handed over, so what was restored would be incomplete"
             )
         tokens = 0 if latent else self.tokens_per_block
-        heads = self.kv_heads[:1] * pool_layers
+        heads = (self.heads,) * pool_layers if self.heads else ()
         return TrtllmModel(kv_heads=heads, head_size=self.head_size, tokens_per_block=tokens, latent=latent)
 
 
@@ -136,18 +143,6 @@ def _without_hooks(llm_args: Any) -> str:
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
     return next((name for name in names if getattr(llm_args, name, None) is not None), "")
-
-
-def _settings(llm_args: Any) -> dict[str, Any]:
-    """Arguments that enter each key, and the backend of the experts, which may quantise their inputs."""
-    experts = getattr(getattr(llm_args, "moe_config", None), "backend", None)
-    return ARGUMENTS.values(llm_args) | {"moe_config.backend": None if experts is None else str(experts)}
-
-
-def _prompt_limit(llm_args: Any) -> PromptLimit | None:
-    """The longest prompt; None where the arguments leave it to the engine, which decides by model and memory."""
-    tokens = getattr(llm_args, "max_seq_len", None)
-    return PromptLimit(int(tokens), "max_seq_len") if tokens else None
 
 
 def _refuse(llm_args: Any, cache: Any) -> None:

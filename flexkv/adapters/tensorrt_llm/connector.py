@@ -7,15 +7,14 @@ from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
 
 from flexkv.adapters.common.refusals import log_refusal
+from flexkv.adapters.common.start import log_start, read_settings
 from flexkv.adapters.tensorrt_llm.api import SchedulerBase, WorkerBase, mpi_rank
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
-from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool
+from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool, only_group
 from flexkv.adapters.tensorrt_llm.messages import StepMetadata
 from flexkv.adapters.tensorrt_llm.scheduler import SchedulerSide
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
-from flexkv.config import load_config, without_effect
-from flexkv.errors import GeometryError
-from flexkv.observe import configure_logging, get_logger, log_package
+from flexkv.observe import get_logger
 
 logger = get_logger(__name__)
 
@@ -40,8 +39,7 @@ class FlexKVWorker(WorkerBase):
     @log_refusal(logger)
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        settings = load_config()
-        configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
+        settings = read_settings()
         self._arguments = EngineArguments.of(llm_args)
         self.side = self.side_class(settings, mpi_rank())
         _close_at_exit(self.shutdown)
@@ -110,11 +108,8 @@ class FlexKVScheduler(SchedulerBase):
     @log_refusal(logger)
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
-        settings = load_config()
-        configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
-        log_package(logger)
-        for words in without_effect(settings, "tensorrt_llm"):
-            logger.warning("%s", words)
+        settings = read_settings()
+        log_start(logger, settings, "tensorrt_llm")
         self.side = SchedulerSide(settings, EngineArguments.of(llm_args))
         _schedulers[self.side.address] = self.side
         _close_at_exit(self.shutdown)
@@ -134,7 +129,7 @@ class FlexKVScheduler(SchedulerBase):
     def update_state_after_alloc_by_layer_group(
         self, request: Any, block_ids_by_layer_group: list[list[int]]
     ) -> None:
-        self.side.allocated(request, _only_group(block_ids_by_layer_group))
+        self.side.allocated(request, only_group(block_ids_by_layer_group))
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         return self.side.finished(request, cache_block_ids)
@@ -142,7 +137,7 @@ class FlexKVScheduler(SchedulerBase):
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
     ) -> bool:
-        return self.side.finished(request, _only_group(cache_block_ids_by_layer_group))
+        return self.side.finished(request, only_group(cache_block_ids_by_layer_group))
 
     def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
         """The engine hands back prompt tokens [start, end) of its promise: the whole, or a part at either end."""
@@ -155,15 +150,6 @@ class FlexKVScheduler(SchedulerBase):
         """Closes the disks and the host pool. Idempotent."""
         _schedulers.pop(self.side.address, None)
         self.side.close()
-
-
-def _only_group(by_group: list[list[int]]) -> list[int]:
-    if len(by_group) != 1:
-        raise GeometryError(
-            f"the cache has {len(by_group)} layer groups; a page holds the blocks of 1. Models with several attention "
-            "windows are not cached"
-        )
-    return by_group[0]
 
 
 def _id_of(request: Any) -> int:

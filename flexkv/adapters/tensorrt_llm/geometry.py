@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.errors import GeometryError
 from flexkv.layout.format_id import FormatId, Interior
@@ -16,28 +17,10 @@ LATENT_TOKENS = 64
 OWNER = "tensorrt-llm"
 KV_ROLES = ("key", "value")
 
-
-@dataclass(frozen=True, slots=True)
-class PoolGeometry:
-    """One rank's pool.
-
-    Attributes:
-        view: `KvView` of the blocks.
-        replicas: number of consecutive ranks that hold the same bytes: all ranks with MLA.
-        owner: the tensor that the pool lies in.
-        heads: number of heads of K and V on this rank; 0 if unknown.
-    """
-
-    view: Any
-    format_id: FormatId
-    block_tokens: int
-    num_blocks: int
-    replicas: int
-    owner: Any
-    heads: int = 0
+Item = TypeVar("Item")
 
 
-def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
+def geometry_of_pool(pool: Any, arguments: EngineArguments) -> RankPool:
     """The geometry of the primary pool, shape [blocks, layers, 1 or 2, elements of a block].
 
     Raises:
@@ -47,7 +30,7 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
         raise GeometryError(
             f"the pool has shape {tuple(pool.shape)}; expected are [blocks, layers, 1 or 2, elements of a block]"
         )
-    num_blocks, layers, kv_factor, elements = (int(size) for size in pool.shape)
+    _, layers, kv_factor, elements = (int(size) for size in pool.shape)
     latent = kv_factor == 1
     model = arguments.model_of(layers, latent)
     replicas = arguments.ranks if latent else 1
@@ -68,18 +51,11 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
         )
     view = handler.view(0)
     interior = Interior.LATENT if latent else Interior.KV_SPLIT_HND
-    return PoolGeometry(
-        view,
-        FormatId.of_view(view, interior, tokens, ranks),
-        tokens,
-        num_blocks,
-        replicas,
-        pool,
-        _heads(arguments),
-    )
+    format_id = FormatId.of_view(view, interior, tokens, ranks)
+    return RankPool(view, format_id, tokens, (pool,), layers, arguments.heads, replicas)
 
 
-def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
+def geometry_of_layout(layout: Any, arguments: EngineArguments) -> RankPool:
     """The geometry of a `KvCacheLayout` with one layer group. It may have any number of regions: block i is slot i of
     all of them.
 
@@ -87,12 +63,7 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
         GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot describe.
         ConfigError: the cache contradicts the arguments.
     """
-    if len(layout.groups) != 1:
-        raise GeometryError(
-            f"the cache has {len(layout.groups)} layer groups; a page holds the blocks of 1. Models with several "
-            "attention windows are not cached"
-        )
-    group = layout.groups[0]
+    group = only_group(layout.groups)
     if group.window_size is not None:
         raise GeometryError(
             f"the cache's attention window is {group.window_size} tokens: blocks that it has passed have no page, "
@@ -115,20 +86,21 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
         ranks // replicas,
         "" if plain else OWNER,
     )
-    owner = regions[0].as_tensor()
-    return PoolGeometry(
-        handler.view(0),
-        handler.format_id(0),
-        tokens,
-        int(regions[0].num_slots),
-        replicas,
-        owner,
-        _heads(arguments),
-    )
+    owners = (regions[0].as_tensor(),)
+    return RankPool(handler.view(0), handler.format_id(0), tokens, owners, layers, arguments.heads, replicas)
 
 
-def _heads(arguments: EngineArguments) -> int:
-    return arguments.kv_heads[0] if arguments.kv_heads else 0
+def only_group(by_group: Sequence[Item]) -> Item:
+    """
+    Raises:
+        GeometryError: there are several layer groups.
+    """
+    if len(by_group) != 1:
+        raise GeometryError(
+            f"the cache has {len(by_group)} layer groups; a page holds the blocks of 1. Models with several attention "
+            "windows are not cached"
+        )
+    return by_group[0]
 
 
 def _is_plain(region: Any) -> bool:

@@ -60,6 +60,8 @@ def engine_namespace(
             config=arguments.architecture,
         )
         return common_namespace(shared, settings)
+    # Where the user names the weights, the key has no commit for the files beside them.
+    place = (arguments.model, arguments.revision, bool(settings.identity.model))
     fields: dict[str, Any] = {
         "engine": "tensorrt-llm",
         # Another version may compute other KV of the same model.
@@ -73,7 +75,10 @@ def engine_namespace(
         "block_tokens": block_tokens,
         "draft": arguments.draft,
         "settings": dict(arguments.settings),
-        "files": _files(arguments, bool(settings.identity.model)),
+        "files": {
+            "quantization": quantization_files(*place),
+            "code": code_files(*place) if arguments.remote_code else {},
+        },
         "run": RUN if arguments.random_weights else None,
         "namespace": settings.identity.namespace,
     }
@@ -81,19 +86,6 @@ def engine_namespace(
         # The draft model's path says nothing about its content.
         fields["draft_weights"] = weights_identity(arguments.draft_model, None, DEFAULT_REVISION)
     return plain_namespace(fields)
-
-
-def _files(arguments: EngineArguments, named: bool) -> dict[str, Any]:
-    """The content of files beside the weights that decides KV, by purpose.
-
-    Args:
-        named: the user names the weights, so the key has no commit for them.
-    """
-    place = (arguments.model, arguments.revision, named)
-    return {
-        "quantization": quantization_files(*place),
-        "code": code_files(*place) if arguments.remote_code else {},
-    }
 
 
 def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> WeightsContent:

@@ -16,11 +16,11 @@ from typing import Any
 
 from flexkv.errors import ClosedError
 from flexkv.observe import get_logger
+from flexkv.plugins.unit_socket import is_same_user
 
 logger = get_logger(__name__)
 
 LENGTH = struct.Struct("<I")
-PEER = struct.Struct("3i")
 
 CHUNK_BYTES = 1 << 18
 """Bytes sent or received by one call; a socket's default buffer holds about as much."""
@@ -108,11 +108,6 @@ class Wire:
         self._socket.close()
 
 
-def _same_user(connection: socket.socket) -> bool:
-    _, uid, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-    return bool(uid == os.geteuid())
-
-
 class Listener:
     """The scheduler's end. Only processes of the same user on this machine may connect.
 
@@ -136,7 +131,7 @@ class Listener:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 break
-            if _same_user(connection):
+            if is_same_user(connection):
                 self._strangers.append(Wire(connection))
             else:
                 logger.warning("a process of another user tried to connect; it was turned away")
@@ -183,7 +178,7 @@ def connect(address: str) -> Wire:
     except OSError as error:
         connection.close()
         raise ClosedError(f"no scheduler listens at {address} on this machine: {error}") from error
-    if not _same_user(connection):
+    if not is_same_user(connection):
         connection.close()
         raise ClosedError(f"a process of another user listens at {address}")
     return Wire(connection)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
@@ -75,11 +75,3 @@ class RankReport:
 
 
 Order = LoadOrder | SaveOrder | CancelOrder | PoolGrant
-
-
-@dataclass(slots=True)
-class PendingOrders:
-    """Orders that a rank keeps, by request id, until the engine names the id."""
-
-    loads: dict[int, LoadOrder] = field(default_factory=dict)
-    saves: dict[int, SaveOrder] = field(default_factory=dict)

@@ -27,8 +27,8 @@ class NoStoreRequests:
 
     def __init__(self) -> None:
         self._latest: dict[int, None] = {}
-        self._requests_up_to = -1
-        self._dummies_up_to = -1
+        self._up_to = {False: -1, True: -1}
+        """The highest of the older ids; by whether they count as a dummy's."""
         self._said = False
 
     def __len__(self) -> int:
@@ -41,22 +41,16 @@ class NoStoreRequests:
         while len(self._latest) > MAX_NO_STORE:
             oldest = next(iter(self._latest))
             del self._latest[oldest]
-            if oldest < FIRST_DUMMY:
-                self._requests_up_to = max(self._requests_up_to, oldest)
-            else:
-                self._dummies_up_to = max(self._dummies_up_to, oldest)
+            is_dummy = oldest >= FIRST_DUMMY
+            self._up_to[is_dummy] = max(self._up_to[is_dummy], oldest)
 
     def take(self, request_id: int) -> bool:
         """Removes a request that has ended; returns whether it must not be stored."""
-        exact = request_id in self._latest
-        self._latest.pop(request_id, None)
-        return exact or self._counts_as_old(request_id)
-
-    def _counts_as_old(self, request_id: int) -> bool:
-        up_to = self._requests_up_to if request_id < FIRST_DUMMY else self._dummies_up_to
-        if request_id > up_to:
-            return False
-        if not self._said:
+        if request_id in self._latest:
+            del self._latest[request_id]
+            return True
+        up_to = self._up_to[request_id >= FIRST_DUMMY]
+        if request_id <= up_to and not self._said:
             self._said = True
             logger.warning(
                 "request %d and all up to %d are not stored, whether or not a step of theirs broke off: of requests of "
@@ -65,4 +59,4 @@ class NoStoreRequests:
                 up_to,
                 MAX_NO_STORE,
             )
-        return True
+        return request_id <= up_to

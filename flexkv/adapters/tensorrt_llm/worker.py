@@ -10,24 +10,16 @@ from typing import Any
 from flexkv.adapters.common.layerwise import LayerLoads
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.rank_worker import RankWorker
-from flexkv.adapters.tensorrt_llm.geometry import PoolGeometry
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
-from flexkv.adapters.tensorrt_llm.messages import (
-    CancelOrder,
-    LoadOrder,
-    PendingOrders,
-    RankReport,
-    SaveOrder,
-    StepMetadata,
-)
+from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder, RankReport, SaveOrder, StepMetadata
 from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
-from flexkv.facts.ranks import GroupFacts, PoolGrant
-from flexkv.layout.tensor import dtype_name
-from flexkv.observe import Counters, FailedOps, PageLoss, get_logger
-from flexkv.transfer.graph import OpId, OpResult, TransferOp
+from flexkv.facts.ranks import PoolGrant
+from flexkv.observe import FailedOps, PageLoss, get_logger
+from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
 from flexkv.transfer.stream import stream_address
 
 logger = get_logger(__name__)
@@ -40,7 +32,7 @@ class Awaited:
     Attributes:
         started: the order has arrived and its ops were submitted, or none will ever arrive.
         open: ops that have not ended.
-        pages: number of pages of all ops of a load.
+        pages: number of pages of all its ops.
         failed: why blocks of the load hold no valid KV; empty while all may.
         cancelled: nothing waits for the load any more, so it may be returned even if it failed.
     """
@@ -67,12 +59,13 @@ class WorkerSide(RankWorker):
         self._wire: Wire | None = None
         self._ready_said = -1
         self._error_said = False
-        self._inbox = PendingOrders()
-        self._saves: dict[int, Awaited] = {}
+        self._load_orders: dict[int, LoadOrder] = {}
+        self._save_orders: dict[int, SaveOrder] = {}
+        """Orders by request id, until the engine names the id."""
         self._loads: dict[int, Awaited] = {}
+        self._saves: dict[int, Awaited] = {}
         self._cancelled: set[int] = set()
-        self._load_of: dict[OpId, int] = {}
-        self._save_of: dict[OpId, int] = {}
+        self._awaited_of: dict[OpId, tuple[int, Awaited]] = {}
         self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._hooks_missed = False
         self._closed = False
@@ -82,23 +75,17 @@ class WorkerSide(RankWorker):
         self._failed = FailedOps(logger)
         self._metrics = MetricReport(
             self.counters,
-            _no_gauges,
+            lambda counters: None,  # the gauges are the manager's, on the scheduler's side
             logger,
             "trtllm_",
             {"unit": f"rank{rank}"},
             config.observe.metrics_log_s,
         )
 
-    def register(self, pool: PoolGeometry) -> None:
+    def register(self, pool: RankPool) -> None:
         """Takes the engine's pool."""
         self._block_tokens = pool.block_tokens
-        self.take_pool(
-            [pool.view],
-            [GroupFacts.of_view(pool.view, str(pool.format_id), pool.heads, dtype_name(pool.owner))],
-            (pool.owner,),
-            pool.num_blocks,
-            pool.replicas,
-        )
+        self.take_group(pool)
 
     # --- one iteration, in the order in which the engine calls ---
 
@@ -243,9 +230,9 @@ class WorkerSide(RankWorker):
             if isinstance(order, PoolGrant):
                 self._take_own_grant(order)
             elif isinstance(order, LoadOrder):
-                self._inbox.loads[order.request_id] = order
+                self._load_orders[order.request_id] = order
             elif isinstance(order, SaveOrder):
-                self._inbox.saves[order.request_id] = order
+                self._save_orders[order.request_id] = order
             elif isinstance(order, CancelOrder):
                 self._cancel(order.request_id)
 
@@ -268,16 +255,13 @@ class WorkerSide(RankWorker):
             if request_id in self._cancelled:
                 self._cancelled.discard(request_id)
                 load.started = load.cancelled = True
-            elif (order := self._inbox.loads.pop(request_id, None)) is not None:
-                load.started = True
-                load.open = {op.op_id for op in order.job.graph.ops}
-                load.pages = sum(op.pages for op in order.job.graph.ops)
-                self._load_of.update(dict.fromkeys(load.open, request_id))
+            elif (order := self._load_orders.pop(request_id, None)) is not None:
+                self._start(request_id, load, order.job.graph)
                 self._ops.submit_load(order.job)
         for request_id, save in self._saves.items():
             if save.started:
                 continue
-            if (wanted := self._inbox.saves.pop(request_id, None)) is not None:
+            if (wanted := self._save_orders.pop(request_id, None)) is not None:
                 save.started = True
                 if request_id not in self._loads:
                     # The engine names a load no later than the save of its request, so it will never name this one.
@@ -286,15 +270,20 @@ class WorkerSide(RankWorker):
                 if wanted.graph is not None and no_store:
                     self._dropped(wanted.graph.ops, "a step that computed it broke off", PageLoss.BROKEN_STEP)
                 elif wanted.graph is not None:
-                    save.open = {op.op_id for op in wanted.graph.ops}
-                    self._save_of.update(dict.fromkeys(save.open, request_id))
+                    self._start(request_id, save, wanted.graph)
                     self._ops.submit_store(wanted.graph)
             elif alone:
                 # No order can arrive any more, and the engine must get its blocks back.
                 save.started = True
 
+    def _start(self, request_id: int, awaited: Awaited, graph: TransferGraph) -> None:
+        awaited.started = True
+        awaited.open = {op.op_id for op in graph.ops}
+        awaited.pages = sum(op.pages for op in graph.ops)
+        self._awaited_of.update(dict.fromkeys(awaited.open, (request_id, awaited)))
+
     def _cancel(self, request_id: int) -> None:
-        order = self._inbox.loads.pop(request_id, None)
+        order = self._load_orders.pop(request_id, None)
         if order is not None:
             # The load was not started here, and never will be.
             self._dropped(order.job.graph.ops, "the request ended first")
@@ -317,20 +306,19 @@ class WorkerSide(RankWorker):
         results = tuple(self._ops.reports.take_results())
         self._ops.reports.take_finished()
         for result in results:
-            if (request_id := self._load_of.pop(result.op_id, None)) is not None:
-                load = self._loads[request_id]
-                load.open.discard(result.op_id)
-                if len(result.failed) and not load.cancelled:
-                    load.failed = result.reason or "pages failed"
-                    self._failed.warn(
-                        "load between steps",
-                        f"op {result.op_id} of request {request_id}, which waits until it is cancelled",
-                        len(result.failed),
-                        load.pages,
-                        f"rank {self.rank}: {load.failed}",
-                    )
-            elif (request_id := self._save_of.pop(result.op_id, None)) is not None:
-                self._saves[request_id].open.discard(result.op_id)
+            request_id, awaited = self._awaited_of.pop(result.op_id, (-1, None))
+            if awaited is None:
+                continue  # an op of a load inside a step
+            awaited.open.discard(result.op_id)
+            if len(result.failed) and not awaited.cancelled and self._loads.get(request_id) is awaited:
+                awaited.failed = result.reason or "pages failed"
+                self._failed.warn(
+                    "load between steps",
+                    f"op {result.op_id} of request {request_id}, which waits until it is cancelled",
+                    len(result.failed),
+                    awaited.pages,
+                    f"rank {self.rank}: {awaited.failed}",
+                )
         return results
 
     def _report(self, results: tuple[OpResult, ...]) -> None:
@@ -359,10 +347,6 @@ class WorkerSide(RankWorker):
             self._metrics.close()
         if self._wire is not None:
             self._wire.close()
-
-
-def _no_gauges(counters: Counters) -> None:
-    """The worker has no gauges: they are the manager's, on the scheduler's side."""
 
 
 def _current_stream(device: int) -> int:

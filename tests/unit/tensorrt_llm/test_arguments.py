@@ -88,7 +88,7 @@ def test_partial_reuse_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_geometry_comes_from_the_tensor(tmp_path: Path) -> None:
     given = EngineArguments.of(arguments(ranks=2, model=model(tmp_path, **LLAMA)))
     found = geometry_of_pool(pool(), given)
-    assert (found.block_tokens, found.num_blocks, found.replicas) == (4, 5, 1)
+    assert (found.block_tokens, found.view.num_blocks, found.replicas) == (4, 5, 1)
     assert found.format_id.interior is Interior.KV_SPLIT_HND
     assert found.format_id.ranks == 2
     assert found.view.stripe_bytes == 3 * 2 * 64 * 2

@@ -130,7 +130,7 @@ def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> No
     for _ in range(3):
         world.serve(PROMPT)
     side = world.worker.side
-    assert (side._inbox.loads, side._inbox.saves, side._cancelled) == ({}, {}, set())
+    assert (side._load_orders, side._save_orders, side._cancelled) == ({}, {}, set())
     request, blocks = promised(world)
     world.scheduler.cancel_load(request, 0, WHOLE)
     world.scheduler.update_state_after_alloc(request, blocks)
@@ -140,7 +140,7 @@ def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> No
         more = names(world, [], [])
         saved, loaded = saved + more[0], loaded + more[1]
     assert (saved, loaded) == ([900], [900])
-    assert (side._inbox.loads, side._inbox.saves, side._cancelled) == ({}, {}, set())
+    assert (side._load_orders, side._save_orders, side._cancelled) == ({}, {}, set())
     world.executor.free += blocks
     world.check()
 

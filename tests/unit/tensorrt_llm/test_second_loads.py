@@ -101,7 +101,7 @@ def end(world: World, request: Request) -> None:
     world_end(world, request)
     world.executor.free += request.blocks
     rank = world.worker.side
-    assert (rank._inbox.loads, rank._inbox.saves, rank._cancelled) == ({}, {}, set())
+    assert (rank._load_orders, rank._save_orders, rank._cancelled) == ({}, {}, set())
     assert 900 not in requests
     assert world.scheduler.side.unit.manager.inflight_ops() == 0
 

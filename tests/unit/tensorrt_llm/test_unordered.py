@@ -44,7 +44,7 @@ def nothing_left(world: World, request: Request) -> None:
     world.executor.free += request.blocks
     requests, rank = world.scheduler.side.ranks.requests, world.worker.side
     assert 900 not in requests
-    assert (rank._inbox.loads, rank._inbox.saves, rank._cancelled) == ({}, {}, set())
+    assert (rank._load_orders, rank._save_orders, rank._cancelled) == ({}, {}, set())
     world.serve(PROMPT)
     assert world.hit(world.serve(PROMPT)) == WHOLE
     world.check()
