@@ -74,7 +74,7 @@ FLEXKV_HD inline void copy_item(const CopyJob& job, int32_t first, int32_t count
   const int32_t page = item / count;
   const CopyChunk& chunk = job.chunks[first + (item - page * count)];
   auto* device = reinterpret_cast<unsigned char*>(
-      chunk.device_base + static_cast<uintptr_t>(job.pages[page].block * chunk.block_stride));
+      block_address(chunk.device_base, chunk.block_stride, job.pages[page].block));
   auto* host =
       reinterpret_cast<unsigned char*>(job.pages[page].host + static_cast<uintptr_t>(chunk.page_offset));
   if (job.to_device) {

@@ -19,8 +19,13 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
+// Where a block's run lies in memory. Kernels, which have tables of their own, call this too.
+FLEXKV_HD inline uintptr_t block_address(uintptr_t base, int64_t block_stride, int64_t block) {
+  return base + static_cast<uintptr_t>(block * block_stride);
+}
+
 FLEXKV_HD inline uintptr_t run_address(const Segment& segment, int64_t block) {
-  return segment.base + static_cast<uintptr_t>(block * segment.block_stride);
+  return block_address(segment.base, segment.block_stride, block);
 }
 
 // Whether `next` continues `segment` in memory and in the page for every block, so that both are one copy.

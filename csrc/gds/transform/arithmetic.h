@@ -8,6 +8,7 @@
 #include "base/digest.h"
 #include "base/host_device.h"
 #include "layout/lane_work.h"
+#include "layout/segment.h"
 
 namespace flexkv {
 
@@ -115,8 +116,8 @@ FLEXKV_HD inline LeafEnds leaf_ends(const TransformBatch& batch, int32_t page, c
   const TransformRun& run = batch.runs[leaf.run];
   const TransformPage& where = batch.pages[page];
   const auto in_run = static_cast<uintptr_t>(leaf.index * kLeafBytes);
-  auto* pool = reinterpret_cast<unsigned char*>(
-      run.base + static_cast<uintptr_t>(where.block * run.block_stride) + in_run);
+  auto* pool =
+      reinterpret_cast<unsigned char*>(block_address(run.base, run.block_stride, where.block) + in_run);
   auto* slot =
       reinterpret_cast<unsigned char*>(where.slot + static_cast<uintptr_t>(run.slot_offset) + in_run);
   if (in_pool(batch.mode)) return {pool, pool};

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "gds/transform/device.h"
 #include "gds/transform/tables.h"
+#include "layout/segment.h"
 #include "transfer/host_copy.h"
 #include "transfer/memory_limit.h"
 
@@ -61,8 +62,7 @@ class HostTransformer : public Transformer {
     int32_t bad = kNoBadRun;
     for (size_t i = 0; i < tables_.runs.size(); ++i) {
       const TransformRun& run = tables_.runs[i];
-      auto* pool =
-          reinterpret_cast<unsigned char*>(run.base + static_cast<uintptr_t>(page.block * run.block_stride));
+      auto* pool = reinterpret_cast<unsigned char*>(block_address(run.base, run.block_stride, page.block));
       unsigned char* in_slot = slot + run.slot_offset;
       uint64_t terms = 0;
       for (int64_t at = 0; at < run.bytes; at += kDigestStepBytes) {
