@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.adapters.common.event_book import Entry, EventBook
+from flexkv.adapters.common.event_book import Entry, EventBook, NamedPages, are_there
 from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
 
@@ -49,10 +49,8 @@ class Tier(Protocol):
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
 
 
-class OwnDisks(Tier, Protocol):
+class OwnDisks(Tier, NamedPages, Protocol):
     """The part of the unit's own disks that announcements need."""
-
-    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]: ...
 
 
 class Named(NamedTuple):
@@ -297,11 +295,10 @@ class Announcements(CacheListener):
         if not found:
             return
         keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
-        generations = self._disk.generations(GROUP, keys).tolist()
+        on_disk = are_there(self._disk, GROUP, keys, found).tolist()
         in_host = self._host.present(GROUP, keys).tolist()
-        for each, generation, is_in_host in zip(found, generations, in_host, strict=True):
-            # After a crash the index may still name an older page, of a key that left and was stored again.
-            if not generation or generation < each.generation:
+        for each, is_on_disk, is_in_host in zip(found, on_disk, in_host, strict=True):
+            if not is_on_disk:
                 continue
             page = self._pages.setdefault(each.key, _Page(each.words, each.words))
             page.generation = page.generation or each.generation

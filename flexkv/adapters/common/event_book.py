@@ -4,8 +4,8 @@ finds.
 A thread of its own reads and writes the file. A lost entry leaves a page unannounced: an entry says which words a key
 has, which stay true, and the caller asks the index whether the page is there. After a crash the index may still list a
 page whose place was being overwritten, so the file also records which pages left, and an entry has its page's
-generation: the caller believes no older page. If a record of what left is lost as well, the page stays announced until
-a request reads it.
+generation: an older page is forgotten (`are_there`). If a record of what left is lost as well, the page stays announced
+until a request reads it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flexkv.errors import FlexKVError
-from flexkv.facts.keys import KEY_BYTES
+from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.observe import NamedThread, get_logger
 from flexkv.storage.frame_log import FrameLog
 
@@ -106,6 +109,34 @@ class Found(Generic[Words]):
     generation: int
     entry: bytes
     words: Words
+
+
+class NamedPages(Protocol):
+    """Pages on the unit's own disks, by key."""
+
+    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
+        """Of the visible pages, uint64 [keys]; 0 where there is none."""
+        ...
+
+    def forget(self, group: int, keys: Keys) -> int: ...
+
+
+def are_there(disk: NamedPages, group: int, keys: Keys, found: Sequence[Found[Words]]) -> NDArray[np.bool_]:
+    """Which of the pages found in the book are on disk, bool [keys].
+
+    After a crash the index may still name an older page, of a key that left and was stored again. Its place may have
+    another page by now; if it has not, a router would not know of what is served. So the disks forget such a page.
+
+    Args:
+        keys: those of `found`, uint8 [pages, KEY_BYTES].
+        found: of one group.
+    """
+    generations = disk.generations(group, keys)
+    recorded = np.array([each.generation for each in found], np.uint64)
+    is_older = (generations != 0) & (generations < recorded)
+    if is_older.any():
+        disk.forget(group, keys[is_older])
+    return (generations != 0) & ~is_older
 
 
 class _Closing(Exception):

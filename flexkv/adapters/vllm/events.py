@@ -22,7 +22,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash, generate_block_hash_extra_keys, to_event_extra_keys
 
-from flexkv.adapters.common.event_book import Entry, EventBook, Found
+from flexkv.adapters.common.event_book import Entry, EventBook, Found, NamedPages, are_there
 from flexkv.adapters.vllm.block_keys import BlockKeys
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTracker
@@ -50,15 +50,13 @@ class HostPages(Protocol):
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
 
 
-class OwnDisks(Protocol):
+class OwnDisks(NamedPages, Protocol):
     """The part of the unit's own disks that announcements need."""
 
     @property
     def in_use(self) -> bool:
         """Whether their pages may be used now."""
         ...
-
-    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]: ...
 
 
 class EventLog(CacheListener):
@@ -135,12 +133,10 @@ class EventLog(CacheListener):
             keys = np.frombuffer(b"".join(each.key for each in of_group), np.uint8).reshape(-1, KEY_BYTES)
             if not len(keys):
                 continue
-            generations = self._disk.generations(group, keys).tolist()
+            on_disk = are_there(self._disk, group, keys, of_group).tolist()
             in_host = self._host.present(group, keys).tolist()
-            for each, generation, is_in_host in zip(of_group, generations, in_host, strict=True):
+            for each, is_on_disk, is_in_host in zip(of_group, on_disk, in_host, strict=True):
                 key, (block, event) = each.key, each.words
-                # After a crash the index may still name an older page, of a block that left and was stored again.
-                is_on_disk = generation and generation >= each.generation
                 if is_in_host and key not in self._in_host:
                     self._in_host[key] = block
                     self._events.append(block.event(MEDIUM_CPU))

@@ -27,6 +27,7 @@ class Served:
         hits: requests of which at least one block was served.
         over, under: requests of which the router predicted more than was served, or less.
         removals: events of removed blocks.
+        resets: how often the weights were exchanged. Pages of new weights have no name, so a later process finds none.
     """
 
     found: int = 0
@@ -34,6 +35,7 @@ class Served:
     over: int = 0
     under: int = 0
     removals: int = 0
+    resets: int = 0
 
 
 def serve(folder: Path, seed: int, requests: int, killed: bool, **settings: Any) -> Served:
@@ -68,7 +70,7 @@ def _serve(
         served.hits += got > 0
         served.over += predicted > got
         served.under += predicted < got
-        world.disturb()
+        served.resets += world.disturb()
     served.removals = world.router.removals
     told.send(served)
     if killed:

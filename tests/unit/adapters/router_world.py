@@ -124,10 +124,12 @@ class World:
         self.engine.forget()
         return predicted, served
 
-    def disturb(self) -> None:
-        """Sometimes drops some pages, or all of them."""
+    def disturb(self) -> bool:
+        """Forgets pages, or exchanges the weights, now and then; returns whether it exchanged them."""
         drawn = self._random.random()
         if drawn < 0.05:
             self.engine.unit.manager.forget(0, self.engine.keys_of(self.request()))
         elif drawn < 0.06:
             self.engine.side.reset()
+            return True
+        return False
