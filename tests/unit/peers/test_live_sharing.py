@@ -146,3 +146,22 @@ def test_with_sharing_off_there_is_no_thread_no_tier_and_no_folder(make_engine: 
     assert live_tiers(sharing)
     assert threads(), "control"
     assert len(shared_memory()) > len(before), "control"
+
+
+def test_a_poll_takes_over_so_many_pages_and_later_polls_the_others(
+    make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
+    (tier,) = live_tiers(other)
+    take_news = tier.take_all_news
+    monkeypatch.setattr(tier, "take_all_news", lambda: None)
+    request = make_request(PROMPT, "one")
+    one.run(request)
+    directory = share_of(other).host
+    assert directory is not None
+    wait_for(lambda: bool((directory.find(0, other.keys_of(request))[0] >= 0).all()))
+    for known in (2, 4, 5):
+        assert directory.has_news
+        take_news(2)
+        assert len(tier.presence) == known
+    assert not directory.has_news

@@ -27,8 +27,9 @@ KNOWN_PAGES = 262_144
 """Most pages of all groups of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses.
 """
 
-NEWS_PER_POLL = 16_384
-"""Pages of which a poll takes over at most what has changed, some milliseconds of work."""
+NEWS_PER_POLL = 4_096
+"""Pages of which a poll takes over at most what has changed: about a millisecond of the engine's thread, four times a
+second. Lookups do not wait for it: they take over what concerns their own pages."""
 
 
 News = tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]]
