@@ -18,8 +18,9 @@ inline constexpr uint32_t kPageVersion = 1;
 
 // In the image, one 64-bit digest per run follows it, those of rank 0 first. If its fields change, raise
 // kPageVersion (folders of other versions are left alone) and VALUE_VERSION in flexkv/remote/values.py
-// (values in a store have this trailer too), and change HEAD in flexkv/cli/remote/stored_value.py, the
-// only other code that parses it, and the table in docs/disk-format.md.
+// (values in a store have this trailer too); a test in tests/unit/storage/test_pages.py holds both versions.
+// Change HEAD in flexkv/cli/remote/stored_value.py, which also parses it, and the table in
+// docs/disk-format.md. flexkv/storage/scan.py finds pages by the magic.
 struct PageTrailer {
   uint64_t magic = kPageMagic;
   uint32_t version = kPageVersion;

@@ -167,7 +167,7 @@ def _setting(
 class RequestSettings:
     """The settings of one request, or of a streaming session from one piece on.
 
-    For a new one, docs/architecture.md ("Where code goes") names the places that heed it.
+    docs/contributing/add-a-request-setting.md says how to add one, and which code heeds it.
 
     Attributes:
         skip_save: nothing more of the request is stored.
