@@ -115,7 +115,7 @@ class NamedPages(Protocol):
     """Pages on the unit's own disks, by key."""
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """Of the visible pages, uint64 [keys]; 0 where there is none."""
+        """Generations of the visible pages, uint64 [keys]; 0 where there is none."""
         ...
 
     def forget(self, group: int, keys: Keys) -> int: ...
