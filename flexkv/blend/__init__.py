@@ -1,4 +1,4 @@
-"""Position-independent reuse: moves the keys of cached text to the text's position in another prompt.
+"""Position-independent reuse: rotates the keys of cached text to the text's position in another prompt.
 
 `prefill`, `precompute` and `segment_cache` work on Hugging Face transformers models; using them imports transformers.
 """

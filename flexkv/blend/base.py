@@ -1,8 +1,8 @@
 """The contract of blending: a prompt's segments, the shape of their cached KV, and a lookup's hits.
 
-The keys and values of a segment are computed from the segment alone and kept as if it began at position 0: the content
-under a segment's key depends only on its tokens and the namespace. A hit's keys are turned to the segment's position in
-the prompt. The hit's rows do not depend on the text before them, so some are computed again (`BlendPlan`). If a
+The keys and values of a segment are computed from only the segment and kept as if it began at position 0: the content
+under a segment's key depends only on its tokens and the namespace. A hit's keys are rotated to the segment's position
+in the prompt. The hit's rows do not depend on the text before them, so some are computed again (`BlendPlan`). If a
 promised page does not arrive, the load names it, and the prompt is computed without it.
 """
 
@@ -29,7 +29,7 @@ class Segment:
 
     Attributes:
         tokens: int64 [tokens].
-        reusable: whether it may be cached and reused; separators may not, and are computed in every prompt.
+        reusable: whether the segment may be cached and reused; separators may not, and are computed in every prompt.
     """
 
     tokens: Tokens
@@ -78,12 +78,12 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """The leading `tokens` of a segment, which are being loaded to the staging pool.
+    """The leading `tokens` of a segment, which are being loaded into the staging pool.
 
     Attributes:
         segment: number of the segment in the lookup.
         blocks: blocks of the staging pool, int32 [blocks], in the order of the tokens.
-        tickets: one for its whole blocks, and one for the tokens after them.
+        tickets: one for the whole blocks, and one for the tokens after them.
         requests: the manager's requests, one per ticket.
         streamed: whether pages were still being read from disk when the load began.
     """

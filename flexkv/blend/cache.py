@@ -44,7 +44,7 @@ class SegmentCache:
     Raises:
         CapacityError: the pool does not fit into the available memory.
         FolderLockedError: another cache with this namespace uses a folder.
-        FlexKVError: a folder cannot be used; says which and why.
+        FlexKVError: a folder cannot be used; the message says which and why.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class SegmentCache:
         of transfers that already move stay in use, until these have ended.
 
         Args:
-            caller: finds only what was stored for the same caller.
+            caller: only segments stored for the same caller are found.
         """
         self._moves.free_late()
         hits = self._lookup.begin(segments, self.deadline_s, caller)
         return SegmentLoad(self._moves, hits, self.deadline_s)
 
     def load_staged(self, tokens: int) -> SegmentLoad:
-        """A load of so many tokens' rows that the caller writes to the staging pool itself, to the blocks of its only
-        hit.
+        """A load of so many tokens whose rows the caller itself writes to the staging pool, to the blocks of the load's
+        only hit.
 
         Raises:
             CapacityError: the staging pool has no room.
@@ -121,7 +121,7 @@ class SegmentCache:
 
     def begin_fetch(self, segments: Sequence[Tokens], caller: str = "") -> SegmentFetch:
         """Begins to bring the cached leading part of each segment to host memory, from which it is then loaded. Never
-        waits: the caller asks the result again and again, and calls `poll` in between.
+        waits: the caller queries the result repeatedly, and calls `poll` in between.
 
         Precondition: `SegmentFolders.asks_again`, if there are folders.
 
@@ -133,13 +133,13 @@ class SegmentCache:
         return SegmentFetch(self._lookup, self._moves, segments, self.deadline_s, caller, reads_s)
 
     def poll(self) -> None:
-        """Carries reads and writes of the disks on. Never waits."""
+        """Continues reads and writes of the disks. Never waits."""
         if self.unit.live.has_tiers:
             self._moves.free_late()
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has reads or writes to carry on, or a `begin_forget`."""
+        """Whether `poll` has reads or writes to continue, or a `begin_forget`."""
         return self.unit.live.busy
 
     # --- stores ---
@@ -152,14 +152,14 @@ class SegmentCache:
         first_position: int = 0,
         caller: str = "",
     ) -> int:
-        """Stores a segment, its keys turned to positions from 0 on. Returns how many of its tokens are cached now,
-        which means that lookups find them.
+        """Stores a segment, with its keys rotated to positions from 0 on. Returns how many of its tokens are cached
+        now, so that lookups find them.
 
         Args:
             layers: gives a layer's keys and values [heads, tokens, head_dim], contiguous, of any library, in host
                 memory.
             first_position: position at which the first key was computed.
-            caller: loads for another caller do not find it.
+            caller: loads for another caller do not find the segment.
 
         Raises:
             CapacityError: the segment is longer than the staging pool.
@@ -241,14 +241,16 @@ class SegmentCache:
         return min(pages, whole) * self.block_tokens + tail_tokens
 
     def forget(self) -> None:
-        """Makes everything cached a miss for good, because the model's weights change. Waits until no crash brings it
-        back; disks that do not confirm this in time are taken out of use."""
+        """Permanently makes everything cached a miss, because the model's weights change. Waits until no crash can
+        bring it back; disks that do not confirm this in time are taken out of use.
+        """
         self._moves.free_late()
         self.manager.reset()
 
     def begin_forget(self) -> None:
         """Does what `forget` does, for a caller that must not wait: everything cached is a miss from now on, and `poll`
-        carries on what makes it so for good."""
+        continues the work that makes this permanent.
+        """
         self._moves.free_late()
         self.manager.begin_reset()
 
@@ -261,7 +263,7 @@ class SegmentCache:
         if not self.unit.live.has_tiers:
             return False
         ends_s = time.monotonic() + self.deadline_s
-        while self.manager.inflight_ops():  # they lease pages, which are not written
+        while self.manager.inflight_ops():  # loads lease pages, which are then not written
             self._moves.free_late()
             self._moves.take_results()
             if not self.manager.inflight_ops():
@@ -275,18 +277,18 @@ class SegmentCache:
         """Closes the cache. With a disk, writes what only host memory has and makes it durable.
 
         Args:
-            close_s: how long all of this may take; None for as long as the folders say.
+            close_s: how long all of this may take; None for the time that the folders say.
 
         Returns:
             The same as `flush`: whether all cached pages survive. False if there is no disk.
 
         Raises:
-            TransferError: something still moves after the deadline; call again.
+            TransferError: some bytes still move after the deadline; call again.
         """
         close_s = self.unit.close_s if close_s is None else close_s
         ends_s = time.monotonic() + close_s
         if not self.engine.close((1 - DISK_SHARE) * close_s):
-            # The pool stays, because something may still write to it; what the disks have becomes durable.
+            # The pool stays, because copies may still write to it; what the disks have becomes durable.
             self.unit.flush(max(0.0, ends_s - time.monotonic()))
             raise TransferError(f"pages of segments still move after {close_s:g} s")
         self._moves.take_results()

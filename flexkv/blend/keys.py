@@ -1,6 +1,6 @@
 """Keys of segments. They depend only on a segment's own tokens, not on its position or on the text before it.
 
-They are in the same index as keys of prefixes. The namespaces differ, so neither is found in place of the other.
+They are in the same index as keys of prefixes. The namespaces differ, so neither kind is found in place of the other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class SegmentKeyScheme:
     """Makes keys of segments.
 
     Args:
-        namespace: whatever keeps two callers apart: model fingerprint, salt, LoRA. The same fields as for prefixes.
+        namespace: everything that separates two callers: model fingerprint, salt, LoRA. The same fields as for
+            prefixes.
         shape: shape of the rows under the keys.
 
     Attributes:

@@ -19,16 +19,16 @@ class BlendPlan:
     """How many of the reused rows are computed again.
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
-    fresh one and keeps those that differ most; later layers compute only these. Rows that nothing covers are computed
+    fresh one and keeps those that differ most; later layers compute only these. Rows that are not covered are computed
     in every layer, whatever the ratio.
 
     Attributes:
         check_layers: ascending; never the first layer, whose keys do not depend on the text before.
         ratios: share of all reused rows that is still computed after each check layer; never increasing. A first ratio
-            of 0 checks nothing: reused rows are taken as they are in every layer.
+            of 0 checks nothing: reused rows are used unchanged in every layer.
 
     Raises:
-        ConfigError: a value is not allowed; names it and what is allowed.
+        ConfigError: a value is not allowed; the message names it and what is allowed.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -62,8 +62,8 @@ def rows_to_keep(
     """The rows to keep computing: all that are not reused, and runs of reused ones until there are `budget` of these.
 
     Each stretch of reused rows is cut into runs of `run_rows`, the last of which may be shorter. The runs with the
-    greatest mean difference are kept, of equal ones the earlier; whole runs, so up to `run_rows` - 1 rows more than
-    `budget`. A NaN counts as the greatest difference.
+    greatest mean difference are kept, the earlier of two equal ones. Runs are kept whole, so there may be up to
+    `run_rows` - 1 rows more than `budget`. A NaN counts as the greatest difference.
 
     Args:
         difference: squared distance between cached and fresh key, [rows]; ignored for rows that are not reused.

@@ -10,7 +10,7 @@ from flexkv.errors import ConfigError
 
 
 class NotBlendable(ConfigError):
-    """Keys of this model cannot be moved to other positions; says why."""
+    """Keys of this model cannot be moved to other positions; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ModelFamily:
 
     Attributes:
         normed_heads: queries and keys are normalised head by head before they are rotated.
-        plain: options of its configuration that must be off or absent, because they change a layer's steps.
+        plain: options of the configuration that must be off or absent, because they change a layer's steps.
     """
 
     name: str
@@ -51,7 +51,7 @@ def family_of(config: Any) -> ModelFamily:
     if name not in FAMILIES:
         raise NotBlendable(f"model type {name!r}: blending knows {', '.join(FAMILIES)}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Mistral has no list of layer types: its window holds for all layers.
+    # Mistral has no list of layer types: its window applies to all layers.
     windowed = kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None))
     if windowed:
         raise NotBlendable(f"model type {name!r} with a sliding window: blending needs full attention")

@@ -83,7 +83,7 @@ class RopeSpec:
         return self._llama3(plain) if self.scaling == "llama3" else plain
 
     def _yarn(self, plain: Frequencies) -> Frequencies:
-        """High frequencies stay, low ones are divided by the factor, and those in between are interpolated."""
+        """High frequencies are unchanged, low ones are divided by the factor, and those in between are interpolated."""
 
         def dimension(rotations: float) -> float:
             wavelength = self.original_positions / (rotations * 2 * math.pi)
@@ -98,7 +98,9 @@ class RopeSpec:
         return plain / self.factor * ramp + plain * (1.0 - ramp)
 
     def _llama3(self, plain: Frequencies) -> Frequencies:
-        """Short wavelengths stay, long ones are stretched by the factor, and those in between are interpolated."""
+        """Short wavelengths are unchanged, long ones are stretched by the factor, and those in between are
+        interpolated.
+        """
         waves = self.original_positions * plain / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
         smooth = np.clip((waves - self.low_freq_factor) / span, 0.0, 1.0)

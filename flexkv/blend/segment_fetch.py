@@ -1,8 +1,8 @@
 """Brings the cached pages of one prompt's segments to host memory, and then loads them, without ever waiting.
 
 For a caller whose thread must not wait, such as an engine's step. A page is promised once it is in host memory, so a
-disk that is slow or hangs costs the caller's time to wait and no step. If the unit streams, whole blocks are promised
-while they are being read. The load then brings them by ranges of layers, and the user of a layer waits for it.
+slow or hanging disk only uses up the request's time to wait and delays no step. If the unit streams, whole blocks are
+promised while they are being read. The load then brings them by ranges of layers, and the user of a layer waits for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flexkv.observe import PageLoss
 
 
 class SegmentFetch:
-    """One prompt's segments on their way to host memory. The disks' time to wait (`disk.wait_s`) bounds it, once for
-    room in host memory and once for reads; where whole blocks are streamed, their load has it again.
+    """One prompt's segments on their way to host memory. The disks' time to wait (`disk.wait_s`) applies once to room
+    in host memory and once to reads; if whole blocks are streamed, it applies again to their load.
 
     Call order:
-        `advance` or `begin_load` again and again until the latter returns a load, or `give_up`.
+        `advance` or `begin_load` repeatedly until the latter returns a load, or `give_up`.
 
     Args:
         deadline_s: how long each wait of the load lasts at most.
@@ -47,7 +47,7 @@ class SegmentFetch:
         self.missed: Counter[PageLoss] = Counter()
         self._asked = lookup.ask(segments, caller)[:MOST_HITS]
         self._known = [lookup.pages(one.keys) for one in self._asked]
-        # A prompt that host memory does not hold would wait for room that it has taken itself.
+        # A prompt that exceeds host memory would wait for room that it occupies itself.
         self._awaits_room = sum(self._known) <= lookup.slots
         self._without_room: set[int] = set()
         """Segments whose lookup went on without pages for which there was no room."""
@@ -60,14 +60,15 @@ class SegmentFetch:
             raise
 
     def begin_load(self) -> SegmentLoad | None:
-        """Begins to load the pages that have come, once no more will; None until then."""
+        """Begins to load the pages that have arrived, once no more will; None until then."""
         return self._load() if self.advance() else None
 
     def advance(self) -> bool:
-        """Asks again for pages that are under way. Returns whether nothing more will, for a caller that begins the load
-        later: what has come stays in host memory."""
+        """Asks again for pages that are under way. Returns whether no more will arrive, for a caller that begins the
+        load later: arrived pages stay in host memory.
+        """
         self._moves.free_late()
-        # Each is asked, because it keeps its place in the line for room by being asked.
+        # Every segment is asked for, because that keeps its place in the queue for room.
         self._coming = [
             one for one in self._coming if self._lookup.waits(one, self._awaits_room) or self._fetch(one)
         ]
@@ -96,13 +97,13 @@ class SegmentFetch:
         return SegmentLoad(self._moves, hits, self._deadline_s, self._reads_s)
 
     def _why(self, asked: Asked, got: int) -> PageLoss:
-        """Why a segment's page `got`, which a tier had, did not come."""
+        """Why page number `got` of a segment, which a tier had, did not arrive."""
         if self._lookup.pages(asked.keys) <= got:
             return PageLoss.SEGMENT_UNREADABLE
         return PageLoss.SEGMENT_NO_ROOM if asked.segment in self._without_room else PageLoss.SEGMENT_LATE
 
     def give_up(self) -> None:
-        """Ends the fetch; its segments are not wanted any more. Idempotent."""
+        """Ends the fetch, because its segments are no longer needed. Idempotent."""
         asked, self._asked, self._coming = self._asked, [], []
         for one in asked:
             self._lookup.give_up(one)

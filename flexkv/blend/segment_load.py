@@ -20,7 +20,8 @@ class LostHit:
     """A hit that was dropped.
 
     Attributes:
-        reason: why, for people. why: the reason for the counter of missed pages; None if all pages were in host memory.
+        reason: the reason as text. why: the reason for the counter of missed pages; None if all pages were in host
+            memory.
     """
 
     hit: Hit
@@ -68,7 +69,7 @@ class SegmentLoad:
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
     def wait_layer(self, hit: Hit, layer: int) -> None:
-        """Waits until a layer of a hit lies in the staging pool.
+        """Waits until a layer of a hit is in the staging pool.
 
         Raises:
             LostRows: the pages did not arrive, arrived too late, or are damaged.
@@ -96,12 +97,12 @@ class SegmentLoad:
 
     @property
     def moves(self) -> bool:
-        """Whether some pages are still on their way. Does not wait."""
+        """Whether some pages are still being loaded. Does not wait."""
         engine = self._moves.engine
         return not all(engine.wait(ticket, 0.0) for hit in self.hits for ticket in hit.tickets)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the first `layers` layers of all hits lie in the staging pool. Does not wait."""
+        """Whether the first `layers` layers of all hits are in the staging pool. Does not wait."""
         engine = self._moves.engine
         return all(
             hit in self._whole
@@ -112,14 +113,15 @@ class SegmentLoad:
         )
 
     def drop_lost(self, wait: bool = False) -> list[LostHit]:
-        """Drops a hit if some of its pages did not arrive or verify, or not in time; `lost` names it. The pages of the
-        others stay as they are until the load is closed.
+        """Drops a hit if some of its pages did not arrive in time or failed verification; `lost` names it. The pages of
+        the other hits do not change until the load is closed.
 
         Args:
-            wait: until each hit has arrived or is lost; otherwise those that move are left to another call.
+            wait: whether to wait until each hit has arrived or is lost; otherwise hits whose pages still move are left
+                to another call.
 
         Returns:
-            What this call has dropped.
+            The hits that this call has dropped.
         """
         dropped = []
         for hit in [hit for hit in self.hits if hit not in self._whole]:
@@ -131,7 +133,7 @@ class SegmentLoad:
         return dropped
 
     def _look(self, hit: Hit, wait: bool) -> LostHit | None:
-        """Why a hit is lost; None if it is whole, or still moves."""
+        """Why a hit is lost; None if it is complete or still moving."""
         engine, ends_s = self._moves.engine, self._end_of_waits()
         moving = [ticket for ticket in hit.tickets if not engine.wait(ticket, 0.0)]
         if any(engine.wait_layer(ticket, 0, 0.0).failed for ticket in moving):
@@ -150,7 +152,9 @@ class SegmentLoad:
         return LostHit(hit, reason, why if hit.streamed else None)
 
     def abandon(self) -> None:
-        """Frees the staging blocks, those of pages that still move once they have ended. Does not wait."""
+        """Frees the staging blocks; those of pages that still move are freed once the moves have ended. Does not
+        wait.
+        """
         hits, self.hits = self.hits, []
         for hit in hits:
             self._moves.finish(hit, 0.0)

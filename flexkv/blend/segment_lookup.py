@@ -59,17 +59,17 @@ class SegmentLookup:
         asked = self.ask(segments, caller)
         if self._unit.live.has_tiers:
             for one in asked[:MOST_HITS]:
-                self._match_tail(one)  # first of all, because these reads are waited for
+                self._match_tail(one)  # first, because the caller waits for these reads
         return self.load(asked, deadline_s)
 
     @property
     def slots(self) -> int:
-        """Pages that host memory holds."""
+        """Number of pages that host memory holds."""
         return self._unit.live.slots
 
     @property
     def no_room(self) -> int:
-        """Lookups that went on without some pages of the disks, because host memory had no room for them."""
+        """Number of lookups that continued without some pages on disk, because host memory had no room for them."""
         return sum(tier.counts.no_room for tier in self._manager.tiers[1:])
 
     def ask(self, segments: Sequence[Tokens | None], caller: str = "") -> list[Asked]:
@@ -85,7 +85,8 @@ class SegmentLookup:
         in host memory are kept from eviction.
 
         Returns:
-            COMING if more is on its way, ASK_AGAIN if more waits for room in host memory, HIT if nothing more comes.
+            COMING if more pages are being read, ASK_AGAIN if more wait for room in host memory, HIT if no more will
+            come.
         """
         outcomes = {self._match_tail(asked)[1]}
         if len(asked.keys.whole):
@@ -94,17 +95,17 @@ class SegmentLookup:
         return next(open_, Outcome.HIT)
 
     def waits(self, asked: Asked, for_room: bool = True) -> bool:
-        """Notes that the caller asks for a fetched segment, and returns whether to ask later.
+        """Records that the caller asks for a fetched segment, and returns whether it should ask later.
 
         Args:
-            for_room: also wait for room in host memory.
+            for_room: whether to wait for room in host memory as well.
         """
         still = self._manager.still_waits if for_room else self._manager.waits
         whole = still(asked.request)
         return still(asked.tail_request) or whole
 
     def give_up(self, asked: Asked) -> None:
-        """Ends a fetch whose segment is not wanted any more. Its reads go on, because their pages are useful."""
+        """Ends a fetch whose segment is no longer needed. Its reads continue, because their pages are useful."""
         for request in (asked.request, asked.tail_request):
             self._manager.release(request)
             self._manager.end_request(request)
@@ -117,8 +118,8 @@ class SegmentLookup:
         return len(whole) + (tail is not None and bool(self._manager.present(GROUP, tail.keys).all()))
 
     def load(self, asked: Sequence[Asked], deadline_s: float = 0.0) -> list[Hit]:
-        """Begins to load the cached pages of each segment. After an error only blocks of transfers that already move
-        stay taken, until these have ended.
+        """Begins to load the cached pages of each segment. After an error, only blocks of transfers that already move
+        stay in use, until these have ended.
 
         Args:
             deadline_s: how long to wait for the tokens after whole blocks to be read from disk.
@@ -167,8 +168,8 @@ class SegmentLookup:
         return Hit(asked.segment, tokens, blocks, (ticket,), (asked.request,), streamed)
 
     def _match_tail(self, asked: Asked) -> tuple[int, Outcome]:
-        """Returns how many tokens after the whole blocks can be loaded, and whether these are coming; starts reading
-        those that lie on disk.
+        """Returns how many tokens after the whole blocks can be loaded, and whether all of them are being loaded;
+        starts reading those on disk.
         """
         keys = asked.keys
         if keys.tail is None:
@@ -178,7 +179,7 @@ class SegmentLookup:
         return match.tail_tokens, match.outcome
 
     def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
-        """The hit with the tokens after its whole blocks, if all of these are coming."""
+        """The hit with the tokens after its whole blocks, if all of these blocks are being loaded."""
         if hit.tokens < len(asked.keys.whole) * self._scheme.block_tokens:
             return hit
         tokens, _ = self._match_tail(asked)

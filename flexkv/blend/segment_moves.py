@@ -18,7 +18,7 @@ from flexkv.transfer.graph import OpResult, TransferGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateBlocks:
-    """Staging blocks of an abandoned transfer; they stay taken until it has ended.
+    """Staging blocks of an abandoned transfer; they stay in use until it has ended.
 
     Attributes:
         requests: the manager's requests that end with it.
@@ -54,7 +54,7 @@ class SegmentMoves:
         cancelled.
         """
         try:
-            self._unit.poll()  # begins the reads, which loads wait for
+            self._unit.poll()  # begins the reads for which loads wait
             ticket = self.engine.submit(graph)
         except Exception as error:
             self._cancel(graph, f"{type(error).__name__}: {error}")
@@ -98,7 +98,7 @@ class SegmentMoves:
                 done = self._manager.complete(0, result)
                 if done is None or not len(done.failed_blocks):
                     continue
-                if done.role is OpRole.LOAD or done.reason:  # a store without one had no room, or was reset
+                if done.role is OpRole.LOAD or done.reason:  # a store without results failed as a whole
                     self._why_failed[done.request_id] = done.reason or "pages failed"
 
     def leave(self, late: LateBlocks) -> None:

@@ -19,15 +19,15 @@ LOOK_EVERY_S = 0.001
 
 
 class SegmentStore:
-    """A segment on its way to host memory, whose rows lie in blocks of the staging pool. Tokens after the last whole
-    block are stored once the whole blocks are there, whose staging blocks are free by then.
+    """A segment that is being stored in host memory; its rows are in blocks of the staging pool. Tokens after the last
+    whole block are stored once the whole blocks are stored and their staging blocks are free.
 
     Call order:
         `advance` until it returns True or raises, or `leave`.
 
     Args:
         name: makes a name for a request of the manager.
-        deadline_s: how long it may take, in seconds.
+        deadline_s: how long the store may take, in seconds.
 
     Attributes:
         keys: as given.
@@ -54,14 +54,14 @@ class SegmentStore:
 
     @property
     def is_late(self) -> bool:
-        """Whether its time has passed."""
+        """Whether its deadline has passed."""
         return time.monotonic() >= self._ends_s
 
     def advance(self, wait: bool = False, until_s: float = math.inf) -> bool:
-        """Carries it on. Returns whether it has ended.
+        """Continues the store. Returns whether it has ended.
 
         Args:
-            wait: wait until its deadline; otherwise this never waits.
+            wait: whether to wait until its deadline; otherwise this never waits.
             until_s: wait no longer than until then, on the monotonic clock.
         """
         until_s = min(until_s, self._ends_s)
@@ -80,13 +80,13 @@ class SegmentStore:
                     return False
                 self._end_part()
         except BaseException:
-            self.leave()  # something may still move
+            self.leave()  # copies may still move
             raise
         self._free()
         return True
 
     def leave(self) -> None:
-        """Abandons the store; its blocks are freed once nothing moves. Idempotent."""
+        """Abandons the store; its blocks are freed once no copy moves. Idempotent."""
         self._parts.clear()
         if self._request:
             tickets = () if self._ticket is None else (self._ticket,)

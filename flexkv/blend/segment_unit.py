@@ -47,14 +47,14 @@ class SegmentFolders:
     """Where and how a cache keeps its pages beyond host memory.
 
     Attributes:
-        disk: the folders; without any, pages are in host memory alone.
+        disk: the folders; without any, pages are only in host memory.
         model: name that `flexkv disk ls` shows to people.
-        unit: name of the ownership unit; caches of one namespace that run at the same time need names of their own.
+        unit: name of the ownership unit; caches of one namespace that run at the same time need different names.
         weights: the weights that the namespace names only by samples: until all of them have a name, the folders
             neither serve nor take pages.
         streams: promise pages while they are being read, and load them layer by layer. Otherwise a page is promised
             once it is in host memory.
-        asks_again: lookups are fetches (`SegmentFetch`), which ask again for what has to wait.
+        asks_again: lookups are fetches (`SegmentFetch`), which ask again for pages that must wait.
         close_s: how long a close may take; None for as long as any other wait.
         peers: which pages running caches with the same namespace show each other.
     """
@@ -77,9 +77,9 @@ class SegmentUnit:
 
     Args:
         slots: slots of the host pool.
-        view: view of the staging pool, whose runs a page has.
-        pages: pages of the staging pool, which is also the most that are on their way to host memory at once.
-        namespace: 32 bytes: whatever keeps two callers apart. Each namespace has folders of its own.
+        view: view of the staging pool; a page has its runs.
+        pages: pages of the staging pool, which is also the largest number of pages being stored at once.
+        namespace: 32 bytes: everything that separates two callers. Each namespace has its own folders.
         ops: reads that one lookup may plan.
         deadline_s: seconds that each wait lasts at most.
 
@@ -91,7 +91,7 @@ class SegmentUnit:
     Raises:
         CapacityError: the available memory does not hold the pool.
         FolderLockedError: another cache, of this process or another, uses a folder.
-        FlexKVError: a folder cannot be used; says which and why.
+        FlexKVError: a folder cannot be used; the message says which and why.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SegmentUnit:
         return any(tier.down for tier in self.live.manager.tiers)
 
     def wait_while(self, waits: Callable[[], bool], deadline_s: float) -> None:
-        """Returns when nothing waits any more, or after `deadline_s` seconds."""
+        """Waits until the condition ends, or for `deadline_s` seconds."""
         ends_s = time.monotonic() + deadline_s
         news = select.poll()  # `select.select` refuses descriptors from 1024 on
         for tier in self.live.manager.tiers:
@@ -154,7 +154,7 @@ class SegmentUnit:
     def flush(self, deadline_s: float) -> bool:
         """Writes what only host memory has; returns whether all of it would survive a crash by `deadline_s` seconds.
 
-        False if there is no disk, or if some of it is pinned, could not be written, or found no room.
+        False if there is no disk, or if some pages are pinned, could not be written, or had no room.
         """
         if not self.live.has_tiers:
             return False
@@ -195,8 +195,8 @@ class SegmentUnit:
         }
 
     def close(self, close_s: float) -> bool:
-        """Writes pending pages and those only in host memory, and makes them durable, in `close_s` seconds at most.
-        Later calls return that unit.
+        """Writes pending pages and those only in host memory, and makes them durable, within `close_s` seconds. Later
+        calls return the result of the first.
 
         Returns False if the deadline passed first, or there is no disk. Pages that are lost become misses.
         """

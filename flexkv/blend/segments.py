@@ -13,7 +13,7 @@ from flexkv.errors import ConfigError, TokenError
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     """
     Raises:
-        TokenError: they are not integers in [0, 2**32) in one dimension.
+        TokenError: the tokens are not integers in [0, 2**32) in one dimension.
     """
     found = np.asarray(tokens)
     if found.size == 0:

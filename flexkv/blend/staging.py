@@ -39,5 +39,5 @@ class StagingPool:
         return np.array([self.free.pop() for _ in range(blocks)], np.int32)
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Frees blocks that nothing moves to or from any more."""
+        """Frees blocks to or from which no copy moves any more."""
         self.free.extend(int(block) for block in blocks)

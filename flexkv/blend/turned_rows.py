@@ -1,4 +1,4 @@
-"""Loaded rows of segments, turned to their positions in a prompt, layer by layer through the layerwise pipeline."""
+"""Loaded rows of segments, rotated to their positions in a prompt, layer by layer through the layerwise pipeline."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def straight(layer: int, sources: Sequence[RowSource]) -> Sequence[RowSource]:
 
 @dataclass(frozen=True, slots=True)
 class RowDevice:
-    """Where a pipeline's buffers lie.
+    """The place of a pipeline's buffers.
 
     Attributes:
-        dtype: the device's, of the cache's elements.
-        rooms: makes what lies between host memory and the buffers of one load, for so many layers at a time and with so
-            many seconds to wait for them; see `Passage`.
+        dtype: the device's dtype for the cache's elements.
+        rooms: makes the memory between host memory and the buffers of one load, for so many layers at a time and with
+            so many seconds to wait; see `Passage`.
     """
 
     device: LayerDevice
@@ -62,11 +62,11 @@ class RowDevice:
 
 
 class LostStretches(PipelineError):
-    """Rows of some stretches will not come, because their segments' pages were lost. Nothing else has failed."""
+    """Rows of some stretches will not arrive, because their segments' pages were lost. Nothing else has failed."""
 
 
 class StretchRows:
-    """Where one stretch's rows lie, or will lie, in the staging pool."""
+    """The place of one stretch's rows in the staging pool."""
 
     def __init__(
         self, cache: SegmentCache, rotation: KeyRotation, load: SegmentLoad, stretch: Stretch
@@ -81,16 +81,16 @@ class StretchRows:
         self._copies = TurnTable.copies(stretch.rows)
 
     def copy_layer(self, layer: int, rows: Array) -> None:
-        """Fills `rows`, in host memory, once the layer has come.
+        """Fills `rows`, in host memory, once the layer has arrived.
 
         Raises:
-            LostRows: it does not come, or not in time, or the load was released, so that its blocks may hold other
+            LostRows: the layer does not arrive in time, or the load was released, so that its blocks may hold other
                 rows.
         """
         self._load.wait_layer(self._hit, layer)
         staging = self._cache.staging.rows[layer]
         for plane, source in enumerate(self._sources):
-            # One pass, without Python's lock.
+            # One pass, without Python's interpreter lock.
             self._rotation.apply(staging, source, rows[plane], self._target, self._copies)
         if self._hit not in self._load.hits:
             raise LostRows("its segment was released")
@@ -108,7 +108,7 @@ class LayerRows:
 
 
 class TurnedRows:
-    """Rows of one request's hits, whose pages have arrived in the staging pool or come to it layer by layer.
+    """Rows of one request's hits, whose pages have arrived in the staging pool or arrive there layer by layer.
 
     Args:
         stretches: the rows, by ascending position, at least one.
@@ -154,14 +154,14 @@ class TurnedRows:
 
 
 class TurnedLayers:
-    """The layers of a load, one after the other, while the next ones are copied and turned.
+    """The layers of a load, one after the other, while the next ones are copied and rotated.
 
     Call order:
         `layer`, `leave` for each layer from `first` on, as far as the caller wants; `close`.
 
     Args:
         take: returns a layer's row sources, one per chunk.
-        first: the model's layer that is the pipeline's first.
+        first: the model's layer that is the first one in the pipeline.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class TurnedLayers:
         self._step()
 
     def layer(self, layer: int) -> Array:
-        """Keys and values, [2, rows, heads, head_dim], the keys turned. They are the buffer's, until `leave`.
+        """Keys and values, [2, rows, heads, head_dim], with the keys rotated. They are in the buffer until `leave`.
 
         Raises:
             ContractError: another layer is next.
             LostStretches: pages of rows were lost.
-            PipelineError: rows did not come for another reason, or not before the deadline.
+            PipelineError: rows did not arrive for another reason, or not before the deadline.
         """
         try:
             buffer = self._pipeline.get_kv(layer - self._first)
@@ -191,7 +191,7 @@ class TurnedLayers:
         return buffer
 
     def leave(self) -> None:
-        """The caller has enqueued all that it does with the current layer, whose buffer a later one gets."""
+        """Called when the caller has enqueued all its work on the current layer, whose buffer is then reused."""
         if self._sent < self._pipeline.num_layers:
             self._step()
 
@@ -209,10 +209,10 @@ class TurnedLayers:
         """Begins no further layer, and waits for those that were begun.
 
         Args:
-            wait: False to wait for none of them.
+            wait: whether to wait.
 
         Raises:
-            PipelineError: some still move at the deadline, or now.
+            PipelineError: some layers still move at the deadline or, without `wait`, now.
         """
         if not wait:
             self._pipeline.deadline_s = 0.0

@@ -1,4 +1,4 @@
-"""The scatter of a load whose keys move to other positions: turns keys and writes them to their slots in one pass."""
+"""The scatter of a load whose keys move to other positions: rotates keys and writes them to their slots in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.transfer.layerwise.paged import PagedLayers
 class TurnedScatter:
     """A `LayerScatter` of the layerwise pipeline that uses the rotation's fused kernel, on the CPU or a GPU.
 
-    All tables are made and checked here, once, and lie on the device from then on.
+    All tables are made and checked here, once, and are on the device from then on.
 
     Args:
         positions: positions of the rows, equal in every layer.
@@ -24,7 +24,7 @@ class TurnedScatter:
         slots: int64 [rows], the paged slot of each row.
 
     Raises:
-        GeometryError: a plane's heads cannot be reached by one stride, or are not the rotation's.
+        GeometryError: a plane's heads cannot be reached by one stride, or do not fit the rotation.
         BlockRangeError: a slot outside the pool.
     """
 
@@ -48,7 +48,7 @@ class TurnedScatter:
         tables = [rotation.table(positions.old, positions.new)]
         tables += [TurnTable.copies(rows)] * (paged.planes - 1)
         blocks, tokens = paged.split(slots)
-        # Memory of the size of the pipeline's buffers, to be checked in their place.
+        # Memory of the size of the pipeline's buffers, on which the tables are checked.
         room = device.buffer((rows, paged.heads, paged.head_width), paged.dtype)
         self._targets: list[list[tuple[Array, RowPlaces]]] = []
         moved: dict[tuple[int, ...], RowPlaces] = {}
@@ -73,7 +73,9 @@ class TurnedScatter:
 
 
 def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
-    """A table with zeros for rows that no chunk covers. On a GPU the copy and its memory are the current stream's."""
+    """A table with zeros for rows that no chunk covers. On a GPU, the copy and its memory belong to the current
+    stream.
+    """
     if not len(gaps):
         return table
     of_row = table.of_row.copy() if isinstance(table.of_row, np.ndarray) else table.of_row.clone()
@@ -82,7 +84,7 @@ def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
 
 
 def _byte_strides(plane: Array) -> tuple[int, ...]:
-    """Bytes from block to block, token to token, head to head, element to element."""
+    """Strides in bytes: between blocks, tokens, heads and elements."""
     if isinstance(plane, np.ndarray):
         return plane.strides
     return tuple(stride * int(plane.itemsize) for stride in plane.stride())

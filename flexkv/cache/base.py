@@ -161,7 +161,7 @@ class MatchResult(NamedTuple):
         tail_tokens: tokens of the partial tail that every group can restore after those.
         outcome: tells the caller what to do next.
         miss: why no more is promised; None if everything asked for is promised or may still come.
-        reads: number of fetches and answers to wait for.
+        reads: number of fetches and of tiers' answers to wait for.
         by_tier: by tier number, how many of `tokens` the tier has supplied. Tokens that were fetched for the request
             count for the tier that they came from. Empty if nothing is promised.
         shared_tokens: if groups need different pages, the tokens from the request's start for which the groups of full
@@ -201,8 +201,8 @@ class StorePlan:
             then those of the next op.
         known: blocks that were stored or in flight already, or that a peer keeps.
         dropped: blocks that found no slot or no queue entry (BUSY); the caller may offer them again later.
-        accepted: if blocks were dropped, a lower bound on the leading blocks of the offer that were not. Those need not
-            be offered again.
+        accepted: if blocks were dropped, a lower bound on the number of leading blocks of the offer that were not.
+            These need not be offered again.
     """
 
     graph: TransferGraph | None
@@ -247,7 +247,7 @@ class Completion:
     """An op's end over all ranks. The engine blocks it leased may be reused from now on.
 
     Attributes:
-        blocks: the engine blocks of the op (all of its pages).
+        blocks: the engine blocks of all pages of the op.
         failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
         published: for a store, the positions of the op's pages that became visible, or will when they have been sealed.
         loss: why a rank never began this store; None otherwise.
@@ -303,14 +303,14 @@ class CacheManager(ABC):
         settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         """Looks up the longest restorable prefix after `start_tokens`, leases it for `request_id`, and begins to fetch
-        what other tiers have beyond it.
+        the pages that other tiers have beyond it.
 
         Asking again replaces the former lease. Only pages in host memory, published and verified, are promised, with
         two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks on their way are promised too: their
         load waits for each page, and fails those that do not come or do not verify. From tiers with straight loads,
-        whole blocks are promised where they lie. All other pages that tiers have are being fetched when this returns,
-        and the outcome says so (COMING). If host memory has no room for all of them, the request may have to wait for
-        it (ASK_AGAIN). A prefix larger than host memory is fetched as far as there is room.
+        whole blocks are promised without being fetched. All other pages that tiers have are being fetched when this
+        returns, and the outcome says so (COMING). If host memory has no room for all of them, the request may have to
+        wait for it (ASK_AGAIN). A prefix larger than host memory is fetched as far as there is room.
 
         Pages that a load of the request did not bring are not promised to it again by the same route, and after two
         failed loads nothing is promised to it until `end_request`. With `ManagerLimits.rest_s`, other requests are
@@ -321,7 +321,8 @@ class CacheManager(ABC):
             start_tokens: tokens that the engine has itself: whole blocks of every group.
             tail: per group, partial-tail candidates; only those count whose `base_block` equals the end of the match.
                 None if groups have other rules than FULL or blocks of different sizes.
-            settings: what the caller of the request asks for: they bound the promise and the tiers that are read.
+            settings: the settings that the caller gave with the request; they bound the promise and the tiers that are
+                read.
 
         Raises:
             ContractError: not one element per group, a start within a block, or a tail where there may be none.
@@ -339,9 +340,9 @@ class CacheManager(ABC):
         """Begins to fetch other tiers' pages of a request that has not been looked up yet. Promises nothing.
 
         For requests that wait in the engine's queue. The pages are kept for the request's first `match`, which waits
-        for those that have not come yet; the time to wait begins there. `release` ends the prefetch, and `expire` does
-        some time after `TierFacts.wait_s`. Prefetched requests together keep at most a share of host memory, and their
-        fetches leave room for those of lookups. The first `match` fetches pages that did not fit.
+        for those that have not arrived yet; the time to wait begins there. `release` ends the prefetch, and `expire`
+        does some time after `TierFacts.wait_s`. Prefetched requests together keep at most a share of host memory, and
+        their fetches leave room for those of lookups. The first `match` fetches pages that did not fit.
 
         Call order:
             Before the request's first `match`. For a request with a lease or a wait it does nothing.
@@ -385,12 +386,12 @@ class CacheManager(ABC):
 
     @abstractmethod
     def still_waits(self, request_id: str) -> bool:
-        """Notes that the engine asks for a request again, and returns whether `match` would find that it still has to
+        """Records that the engine asks for a request again, and returns whether `match` would find that it must still
         wait: for reads, as `waits` says, or for room. O(1).
 
         Room for fetches goes to whole prompts, in the order in which they first asked, and a request that waits for
-        room holds none. It waits `TierFacts.wait_s` at most, counting only time in which the engine asks for it, then
-        goes on without.
+        room holds none. It waits at most `TierFacts.wait_s`, counting only time in which the engine asks for it, and
+        then continues without these pages.
         """
 
     @abstractmethod
@@ -485,8 +486,9 @@ class CacheManager(ABC):
 
     @abstractmethod
     def erase_namespace(self, name: str) -> int:
-        """Forgets every page of the namespace that callers name so, in every tier; returns how many were known. One
-        of 65,536 other pages is forgotten, too: see `named_mark`."""
+        """Forgets every page of the namespace with this name, in every tier; returns how many were known. One in 65,536
+        other pages is forgotten too: see `named_mark`.
+        """
 
     @abstractmethod
     def reset(self) -> int:
@@ -510,7 +512,7 @@ class CacheManager(ABC):
     @abstractmethod
     def expire(self) -> int:
         """Ends lookup leases older than `ManagerLimits.lease_s`, and waits whose request is not looked up again;
-        returns how many leases. Also lets go of pages whose time to live is over."""
+        returns the number of leases. Also drops pages whose time to live is over."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

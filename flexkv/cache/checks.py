@@ -23,7 +23,7 @@ MAX_ALIGNMENT = 2**40
 def check_groups(groups: Sequence[GroupSpec]) -> None:
     """
     Raises:
-        ConfigError: names the group, the value and what is allowed.
+        ConfigError: a group is not valid; the message names the group, the value and what is allowed.
     """
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ConfigError(f"{len(groups)} KV groups; allowed are 1 to {MAX_GROUPS}")
@@ -53,7 +53,7 @@ def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -
     """Returns the number of tokens that every hit is a multiple of.
 
     Raises:
-        ConfigError: the alignment is not whole blocks of every group; the message names the least that is.
+        ConfigError: the alignment is not whole blocks of every group; the message names the smallest valid alignment.
     """
     least = math.lcm(*(spec.block_tokens for spec in groups))
     alignment = least if alignment_tokens is None else alignment_tokens
@@ -68,7 +68,7 @@ def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -
 def check_limits(limits: ManagerLimits) -> None:
     """
     Raises:
-        ConfigError: names the limit, its value and what is allowed.
+        ConfigError: a limit is not valid; the message names the limit, its value and what is allowed.
     """
     for name in ("ranks", "inflight_store_pages", "inflight_load_pages", "lease_s"):
         if not getattr(limits, name) > 0:

@@ -56,7 +56,7 @@ def _typed(name: str, value: bytes | str | int) -> bytes:
 
 
 def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
-    """The 32-byte digest of everything that must keep two callers apart (model, epoch, salt, ...).
+    """The 32-byte digest of everything that must separate two callers (model, epoch, salt, ...).
 
     Independent of the order of insertion. Each field is framed by its length and its type, so neither moving a
     character from one field to the next nor writing a number as text gives the same digest.
@@ -78,7 +78,7 @@ def named_mark(name: str) -> bytes:
 
 
 def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The seed before the first block of a `TokenChain`: empty, or 32 bytes that keep callers apart.
+    """The seed before the first block of a `TokenChain`: empty, or 32 bytes that separate callers.
 
     This is SGLang's own seed of its page hashes: SHA-256 over a label and the two strings, each absent (0) or present
     (1, then its length in bytes, u64 little endian, and its UTF-8).
@@ -99,7 +99,7 @@ def tail_key(
 
     Args:
         parent_key: the engine's key of the block before it; None when the request starts with the tail.
-        extra: what else the engine mixes into that block's hash (salt, LoRA, multi-modal ids), already encoded.
+        extra: what else the engine adds to that block's hash (salt, LoRA, multi-modal ids), already encoded.
         base_block: number of the partial block in its request.
 
     Raises:

@@ -64,19 +64,19 @@ class LocalCacheManager(CacheManager):
     """Implements the manager in one process. Deterministic: the clocks are its only outside inputs.
 
     Args:
-        groups: the unit's KV groups, each with a rule and a block size of its own.
+        groups: the unit's KV groups, each with its own rule and block size.
         alignment_tokens: every hit is a multiple of it; None for the least multiple of all block sizes.
         tiers: factories of the tiers, in the order in which a lookup asks them; the first makes host memory.
-            `work.poll` hands out the ops of the others, apart from the graphs for the workers, and `work.complete`
+            `work.poll` returns the ops of the others, separately from the graphs for the workers, and `work.complete`
             takes their results.
         policy: decides which pages every tier evicts first; one of `c_ext.eviction_policies()`.
         clock: seconds, never running backwards; measures leases, waits and the speed of tiers.
         listener: notified of the pages that become visible in host memory or leave it.
-        compute_if_faster: leave pages to the engine that it computes sooner than a tier brings them.
+        compute_if_faster: leave pages to the engine if it computes them sooner than a tier brings them.
         unix_s: wall clock for times to live.
 
     Attributes:
-        tables: everything that the manager keeps account of; its parts plan from it.
+        tables: all of the manager's records; its parts plan from them.
         promises: the promises and waits of requests.
         choice: chooses between fetching and computing.
         work: the tiers' own ops, for the code that drives the tiers.
@@ -125,7 +125,7 @@ class LocalCacheManager(CacheManager):
         tables.reactions.undone = self.work.recount
         tables.reactions.answered = self.promises.resume_prefetch
 
-    # --- what is known ---
+    # --- state ---
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -144,7 +144,7 @@ class LocalCacheManager(CacheManager):
 
     @property
     def counts(self) -> ManagerStats:
-        """The running totals, which go on changing."""
+        """The running totals, which keep changing."""
         return self.tables.counts
 
     @property
@@ -199,7 +199,7 @@ class LocalCacheManager(CacheManager):
 
     def keep(self, name: str, keys: Sequence[Keys], most: int) -> int:
         """Keeps from eviction, until `end_keep`, up to `most` pages of a prompt that are in host memory, from the
-        prompt's start on; returns how many. A reset ends it too; a time to live goes on.
+        prompt's start on; returns how many. A reset also ends this; times to live still apply.
 
         Precondition: nothing is kept under this name.
         """
@@ -217,7 +217,7 @@ class LocalCacheManager(CacheManager):
         return pages
 
     def end_keep(self, name: str) -> None:
-        """Ends what `keep` did under this name. Idempotent."""
+        """Releases the pages kept under this name. Idempotent."""
         for pages in self.tables.requests.kept.pop(name, ()):
             self.tables.hub.index.unpin(pages.entries)
 
@@ -253,7 +253,7 @@ class LocalCacheManager(CacheManager):
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
-        """Has tiers learn what others have of these pages, by group."""
+        """Updates the tiers that follow other units with what those units have of these pages, by group."""
         for follower in self._followers:
             for group, of_group in enumerate(keys):
                 follower.take_news(group, of_group)
@@ -488,7 +488,8 @@ class LocalCacheManager(CacheManager):
         Returns:
             The new epoch.
         """
-        # Stays set if this breaks off: old pages may still be there, and must not be promised until a reset has begun.
+        # Stays set if this is interrupted: old pages may still be there, and must not be promised until a reset has
+        # begun.
         self.promises.resetting = True
         with self._broken_plans:
             self.promises.end_all()
@@ -497,7 +498,7 @@ class LocalCacheManager(CacheManager):
             self.tables.access_orders.clear()
             self.work.reset()
             self.tables.epoch += 1
-            # A tier that has not confirmed the last reset gets no more time by this one.
+            # A tier that has not confirmed the last reset gets no additional time through this one.
             if not any(tier.resets for tier in self._resetting):
                 self._reset_ends_s = time.monotonic() + RESET_S
             for tier in self.tables.tiers:
@@ -515,7 +516,7 @@ class LocalCacheManager(CacheManager):
         return bool(self._resetting)
 
     def poll_reset(self) -> None:
-        """Carries on a reset that has begun. Never waits. Parts of tiers that cannot confirm it within `RESET_S` are
+        """Continues a reset that has begun. Never waits. Parts of tiers that cannot confirm it within `RESET_S` are
         taken out of use."""
         if time.monotonic() < self._reset_ends_s and any(tier.resets for tier in self._resetting):
             return

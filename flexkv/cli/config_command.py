@@ -89,7 +89,7 @@ def markdown_reference() -> str:
         lines.append(f"| `{row.key}` | `{row.environment_name}` | {show_value(row)} | {row.description} |")
     lines += [
         "",
-        "Settings that an engine has no use for; it warns of each that was given. All others work in every engine:",
+        "Some engines do not use these settings, and warn if one is given. Every engine uses all others:",
         "",
     ]
     lines += [markdown_engines()]

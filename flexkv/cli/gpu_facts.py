@@ -30,8 +30,8 @@ ATTRIBUTES = {
 def gpu_facts() -> Facts:
     """Versions of the extra's packages, and each device's attributes.
 
-    `reason` says why `devices` is empty: the extra is missing, there is no driver, or an error of the driver. The extra
-    is first loaded by this call.
+    `reason` says why `devices` is empty: the extra is missing, there is no driver, or the driver returned an error.
+    This call is the first to load the extra.
     """
     versions = {name: _version(name) for name in PACKAGES}
     facts: Facts = {"packages": versions, "devices": [], "reason": ""}
@@ -46,7 +46,7 @@ def gpu_facts() -> Facts:
     except DriverRefused as error:
         return facts | {"reason": str(error)}
     except RuntimeError as error:  # the bindings found no libcuda; their message is long
-        from flexkv import c_ext  # here, because these facts are collected without a native core, too
+        from flexkv import c_ext  # here, because these facts are also collected without a native core
 
         return facts | {
             "reason": "no NVIDIA driver" if not c_ext.cuda_info()["driver"] else str(error).strip()

@@ -12,7 +12,7 @@ class Machine:
 
     Attributes:
         private_pages, shared_pages: the kernel's settings for huge pages of private and of shared memory.
-        huge_page_bytes: 0 where there are none.
+        huge_page_bytes: 0 if there are none.
         huge_pages_free: reserved huge pages that are unused.
         host_bytes: size of the host tier with the current settings.
         uring_refusal: why io_uring cannot be used; empty if it can.

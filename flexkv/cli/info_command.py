@@ -62,7 +62,7 @@ def _print(facts: Facts) -> None:
 
 
 def rows(facts: Facts) -> dict[str, str]:
-    """The facts in words, by a name for each row."""
+    """The facts as text, one named row for each."""
     package = facts["flexkv"]
     found = {"flexkv": f"{package['version']} from {package['folder']}", "python": facts["python"]}
     if facts["native_core"] is None:
@@ -118,7 +118,7 @@ def _cufile_words(cufile: Facts) -> str:
 
 
 def copy_ways_words(ways: Facts) -> str:
-    """Which table of ways the GPUs' copies go by, and where it is from."""
+    """Which table of ways the GPUs' copies use, and where it comes from."""
     said = []
     for table in ways["tables"]:
         if table["refused"]:

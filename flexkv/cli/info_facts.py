@@ -1,4 +1,4 @@
-"""The findings of `flexkv info` as plain data; the keys are documented and stay. Needs the native core."""
+"""The findings of `flexkv info` as plain data; the keys are documented and do not change. Needs the native core."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         ConfigError: the model's configuration cannot be read.
     """
     memory = read_memory()
-    # Which bytes in a folder are the engine's own depends on its model, which is not known here: all count as its own.
+    # Which bytes in a folder belong to the engine depends on its model, which is not known here: all count as the
+    # engine's.
     lost = folder_faults(config, held_bytes)
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
@@ -102,7 +103,7 @@ def machine_facts(memory: MemoryState) -> Facts:
 
 
 def copy_ways_facts(settings: TransferConfig) -> Facts:
-    """Which table of ways each GPU's copies go by, and where it is from.
+    """Which table of ways each GPU's copies use, and where it comes from.
 
     `kernel_below_bytes` is None for the built-in table, and for one that is refused; "all" stands for runs of every
     length.
@@ -198,7 +199,7 @@ def machine_hints(facts: Facts) -> list[str]:
 
 
 def folder_hints(disk: DiskConfig) -> list[str]:
-    """Oddities of the folders that do not keep them from being used."""
+    """Unusual facts about folders that can still be used."""
     found = [
         f"{' and '.join(map(str, roots))} lie on one file system, which striping over them does not make faster"
         for roots in shared_file_systems(disk)

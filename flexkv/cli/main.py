@@ -66,7 +66,7 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code.
 
-    Reports flexkv's own errors, a missing native core, and output that cannot be written in words, with exit code 2.
+    Reports flexkv's own errors, a missing native core, and output that cannot be written as messages, with exit code 2.
     """
     try:
         with checked_output():

@@ -27,8 +27,8 @@ STATES = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "conv
 class ModelSize:
     """
     Attributes:
-        token_bytes: bytes of K and V, or of the latent, in all layers, in the weights' dtype. For layers that see a
-            window or a chunk only that counts, spread over the longest prompt.
+        token_bytes: bytes of K and V, or of the latent, in all layers, in the weights' dtype. For layers that see only
+            a window or a chunk, only its bytes count, spread over the longest prompt.
     """
 
     token_bytes: int
@@ -82,7 +82,7 @@ class ModelSize:
         return PromptLimit(self.prompt_tokens, "max_position_embeddings")
 
     def host_tier(self, host_bytes: int) -> TierCapacity:
-        """The host tier that so much memory makes."""
+        """The host tier that this much memory gives."""
         block_bytes = -(-BLOCK_TOKENS * self.token_bytes // SLOT_MULTIPLE_BYTES) * SLOT_MULTIPLE_BYTES
         return TierCapacity(
             "host tier", host_bytes // block_bytes, (KvGroup(BLOCK_TOKENS),), block_bytes, "host.bytes"

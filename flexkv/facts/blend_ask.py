@@ -18,7 +18,7 @@ class BlendAsk:
         segments: [first, end) of each piece of the prompt that may be reused; None cuts the prompt at the configured
             separators.
         ratio: share of the reused rows that is computed again; None for the configured one.
-        store: the prompt is one segment, which is computed by itself and kept. Excludes the others.
+        store: the prompt is one segment, which is computed by itself and kept. Excludes the other settings.
     """
 
     segments: tuple[tuple[int, int], ...] | None = None
@@ -27,7 +27,7 @@ class BlendAsk:
 
     @classmethod
     def read(cls, value: object) -> BlendAsk | None:
-        """The ask in a request's own words; None for false.
+        """The ask that a request's value states; None for false.
 
         Raises:
             ValueError: it cannot be read; says what is allowed.

@@ -104,7 +104,7 @@ def _vllm_tiers(value: object) -> frozenset[str]:
 
 
 def is_namespace(value: object) -> TypeGuard[str]:
-    """Whether callers may name a namespace so."""
+    """Whether callers may give a namespace this name."""
     if not isinstance(value, str):
         return False
     try:
@@ -153,10 +153,10 @@ def _setting(
     values: str,
     aliases: Mapping[str, Callable[[object], Any]] | None = None,
 ) -> Any:
-    """A field that a request may set.
+    """Declares a field that a request may set.
 
     Args:
-        does, values: for people: what it does, and its values.
+        does, values: what it does, and its values, for the documentation.
         aliases: other names, with what reads their values.
     """
     about = {"kind": kind, "does": does, "values": values, "aliases": aliases or {}}
@@ -170,12 +170,12 @@ class RequestSettings:
     docs/contributing/add-a-request-setting.md says how to add one, and which code heeds it.
 
     Attributes:
-        skip_save: nothing more of the request is stored.
+        skip_save: no further pages of the request are stored.
         skip_load: nothing is loaded for the request.
         max_store_tokens: most leading tokens of the request that are stored; None for all.
         max_load_tokens: most tokens that one load brings; None for no limit.
         tiers: names of the tiers that may serve the request, besides host memory, which always does; None for all.
-        ttl_s: whole seconds after which what is stored of the request is a miss; None for never.
+        ttl_s: whole seconds after which the request's stored pages are misses; None for never.
         namespace: a further part of the namespace of the request's keys; empty for none.
         blend: how the request is blended; None for not at all.
     """

@@ -34,7 +34,7 @@ class RunList:
         return len(self._runs)
 
     def view(self, num_blocks: int, first_block: int = 0, native_order: bool = False) -> KvView:
-        """A view whose page holds the runs in the order added, or by address with `native_order`.
+        """A view whose page holds the runs in the order in which they were added, or by address with `native_order`.
 
         Raises:
             GeometryError: there are no runs, sizes are not positive, or blocks share bytes.

@@ -91,7 +91,7 @@ class VllmHandler(GroupTable):
         caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or the raw 1-D byte buffer. B
             may be num_blocks x ratio if vLLM splits a block into kernel blocks. Layers without a placement of their own
             must be views of a placed layer's first byte (they share its KV).
-        placements: as vLLM made them. Groups may overlay each other's bytes: a block belongs to one group at a time.
+        placements: as vLLM made them. Groups may use the same bytes, because a block belongs to one group at a time.
         num_blocks: blocks of the pool, as the scheduler counts them.
         order: the physical order, one of ORDERS.
         ranks: stripes of a page: tensor-parallel ranks that hold different bytes.

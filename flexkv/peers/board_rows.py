@@ -1,4 +1,4 @@
-"""Which pages a unit's own board shows, place by place, and which of these have changed."""
+"""The pages that a unit's own board shows at each place, and the places that have changed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BoardRows:
         return epoch, rows
 
     def everything(self) -> tuple[int, PlacedRows]:
-        """The epoch of the pages, and all places that have one."""
+        """The epoch of the pages, and all places that hold a page."""
         self._seen[:] = NO_PAGE
         epoch, rows = self.changes()
         return epoch, rows[rows["tokens"] != 0]

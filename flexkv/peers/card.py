@@ -33,7 +33,7 @@ SHOWN_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class SharedHost:
-    """Where the slots of a unit's host pool lie. Its descriptor and its board's come with the card.
+    """Where the slots of a unit's host pool lie. The descriptors of the pool and of its board come with the card.
 
     Attributes:
         slots_offset: of slot 0 in the file.
@@ -97,7 +97,7 @@ class UnitCard:
         fingerprint: 64 hex digits; units exchange pages only if theirs are equal.
         weights: 64 hex digits that name all content of the weights; empty if the fingerprint names it.
         groups: the unit's KV groups, by their numbers, which boards name.
-        host, disk: None for what is not shared.
+        host, disk: None if it is not shared.
     """
 
     unit: str
@@ -152,11 +152,11 @@ class UnitCard:
 
 
 def name_of(facts: Mapping[str, Any]) -> str:
-    """A unit for people: its process, as its own container numbers it, and itself, because processes of two containers
-    may have one number.
+    """A unit's name for people: its process, as its own container numbers it, and the unit's id, because processes of
+    two containers may have the same number.
 
     Args:
-        facts: as `UnitCard.short` makes them; what is missing has no name.
+        facts: as `UnitCard.short` makes them; missing facts are left out.
     """
     return f"{facts.get('pid')} ({str(facts.get('unit'))[:SHOWN_DIGITS]})"
 
@@ -164,7 +164,7 @@ def name_of(facts: Mapping[str, Any]) -> str:
 def decode_card(text: bytes) -> UnitCard:
     """
     Raises:
-        ContractError: no card, or one of another version; says what is wrong.
+        ContractError: not a card, or a card of another version; the message says what is wrong.
     """
     try:
         told = json.loads(text)
@@ -196,7 +196,7 @@ def _group(told: dict[str, Any]) -> GroupCard:
 def _check(card: UnitCard) -> None:
     """
     Raises:
-        ContractError: a value is of another kind than its field, or out of range; says which.
+        ContractError: a value has the wrong type for its field, or is out of range; the message names it.
     """
     texts = {name: getattr(card, name) for name in ("unit", "model", "fingerprint", "weights")}
     numbers: dict[str, object] = {"pid": card.pid}

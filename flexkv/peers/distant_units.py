@@ -1,4 +1,4 @@
-"""What a unit shares with units of other machines, whose folders lie beside its own, and what it has from them."""
+"""What a unit shares with units of other machines, whose folders lie beside its own, and what it gets from them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DistantUnits:
             names = tuple(str(folder.relative_to(parent)) for folder in folders)
             shown = replace(card, host=None, disk=SharedDisk(0, names))
             head = LiveHead(shown, machine_id(), socket.gethostname(), self._beat_s, len(rows))
-            decode_head(head.encode())  # what no unit would take is named here
+            decode_head(head.encode())  # a card that no unit would accept is reported here
             writer = LiveWriter(folders[0] / LIVE_NAME, head, rows)
         except (FlexKVError, OSError) as error:
             logger.warning("nothing is shared with other machines: %s", error)
@@ -77,7 +77,9 @@ class DistantUnits:
         logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
 
     def end(self) -> None:
-        """Promises no page of other machines any more, and has the thread leave. Waits for no server. Idempotent."""
+        """Stops promising pages of other machines, and tells the thread to leave. Does not wait for a server.
+        Idempotent.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -89,8 +91,9 @@ class DistantUnits:
             self._directory.drop(peer)
 
     def close(self) -> None:
-        """Leaves, and waits a while for the thread. It closes the slabs; if a server holds it up, the process's exit
-        does. Idempotent."""
+        """Leaves, and waits a while for the thread, which closes the slabs. If a server blocks the thread, the
+        process's exit closes them. Idempotent.
+        """
         self.end()
         if self._watch is not None:
             self._watch.close()
@@ -136,7 +139,7 @@ class DistantUnits:
                 return
             slabs = self._slabs.pop(known[1], None)
             is_dropped = self._ended
-        # To forget a unit with many pages takes a while, in which readers do not wait for the lock.
+        # Forgetting a unit with many pages takes a while, during which readers must not wait for the lock.
         if not is_dropped:
             self._directory.drop(known[1])
         del slabs

@@ -1,10 +1,10 @@
-"""The file in a unit's folder by which units of other machines follow it: who it is, that it runs, and which pages its
-folders hold.
+"""The file in a unit's folder by which units of other machines follow it. It says which unit it is, that it runs, and
+which pages its folders hold.
 
 It begins with a header and a frame that names the unit. Each heartbeat appends frames with the places that have
-changed. Before it grows too long another file takes its place, which is one more *edition* of it, with all places that
-hold a page. A start of the unit is a new *session*. Only the unit that has the folder's lock writes the file. Whoever
-reads it takes no lock: each frame has a digest, and whatever a row says, the page on disk decides.
+changed. Before it grows too long, another file replaces it: a new *edition*, with all places that hold a page. A start
+of the unit is a new *session*. Only the unit that has the folder's lock writes the file. Readers take no lock: each
+frame has a digest, and whatever a row says, the page on disk decides.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LiveHead:
 def decode_head(text: bytes) -> LiveHead:
     """
     Raises:
-        ContractError: it names no unit; says what is wrong.
+        ContractError: it names no unit; the message says what is wrong.
     """
     try:
         told = json.loads(text)
@@ -136,7 +136,7 @@ class LiveWriter:
         self._ended = True
 
     def beat(self) -> None:
-        """Adds a heartbeat and what has changed. Until the file is closed, other machines may see none of it.
+        """Adds a heartbeat and the changed places. Until the file is closed, other machines may not see them.
 
         Raises:
             OSError: it could not be written; the next call writes another edition.
@@ -178,7 +178,7 @@ class LiveWriter:
         finally:
             os.close(fd)
         if self._ended:
-            return  # a server may have held this thread up until another session has the folder
+            return  # a server may have blocked this thread until another session had the folder
         os.replace(path, self._path)
         self._file = (found.st_dev, found.st_ino)
         self._bytes, self._most = len(content), len(content) + APPENDED_BYTES
@@ -329,14 +329,14 @@ class LiveReader:
             file.seek(at)
             content = b"" if head.machine == self._skip_machine else file.read(MOST_READ_BYTES)
         taken, beat = self._take(content, head, news)
-        # Only now, because a read or a close that fails must leave the next look to find the session new.
+        # Only now, because after a failed read or close the next look must still report the session as new.
         self.head, self._session, self._edition = head, session, edition
         self._at, self._beat = at + taken, beat
         self._reached_end = len(content) < MOST_READ_BYTES and len(news.frames) < MOST_FRAMES
         return news
 
     def _begin(self, file: LiveFile, is_new: bool) -> tuple[LiveHead, int]:
-        """Whom the file names, and where its first heartbeat is."""
+        """The unit that the file names, and where its first heartbeat is."""
         content = file.read(FRAME.size + MOST_HEAD_BYTES)
         first, fault = _frame_at(content, 0)
         if first is None:
@@ -366,7 +366,7 @@ class LiveReader:
 
 
 def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
-    """The frame there, or None and what is wrong with it; nothing is wrong with one that has not come whole."""
+    """The frame there; or None and its fault, which is empty if the frame is merely incomplete so far."""
     if len(content) < at + FRAME.size:
         return None, ""
     length, zero, digest = FRAME.unpack_from(content, at)

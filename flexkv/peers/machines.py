@@ -1,4 +1,4 @@
-"""The thread by which a unit shows its folders to units of other machines, and follows theirs, by files alone.
+"""The thread by which a unit shows its folders to units of other machines, and follows theirs, through files only.
 
 All units' folders lie below one folder that every machine sees. Neither the machines' clocks nor the times of files
 matter: a unit counts as running while the reader sees its heartbeat advance.
@@ -58,7 +58,8 @@ STOP_S = 2.0
 
 
 def machine_id() -> str:
-    """Names this machine until it starts again: containers on one kernel have the same, and no other machine has it.
+    """A name of this machine until its next boot: containers on one kernel have the same name, and no other machine has
+    it.
 
     Raises:
         OSError: /proc is not there.
@@ -136,13 +137,13 @@ class DistantUnit:
 
     Attributes:
         alive_s: when its heartbeat was last seen to advance, on this process's monotonic clock.
-        mirror: what it has; None while it is not followed.
+        mirror: its pages; None while it is not followed.
         joined: as it named itself when `mirror` began.
-        again_s: when it may be taken again after it was refused.
-        asleep_s: when it is looked at again; 0: at the next round.
-        refused: why it was last said not to be taken.
-        declined: its name for people, while it runs and was not taken.
-        fault: what was last said about its file.
+        again_s: when it may be tried again after it was refused.
+        asleep_s: when it is checked again; 0: in the next round.
+        refused: the last logged reason why it was not joined.
+        declined: its name for people, while it runs and is not joined.
+        fault: the last logged fault of its file.
     """
 
     reader: LiveReader
@@ -186,7 +187,7 @@ class MachineWatch:
         self._said: dict[str, str] = {}
         """What was last logged about this unit's own heartbeat and about the search."""
         self._beaten_s = 0.0
-        # The engine's own, which a seed may make equal everywhere, is left alone.
+        # Does not use the engine's own generator, because a seed may make it equal everywhere.
         self._random = random.Random()
         self._thread = NamedThread("flexkv-machines", self._run)
 
@@ -194,7 +195,7 @@ class MachineWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Has the thread leave. Idempotent."""
+        """Tells the thread to leave. Idempotent."""
         self._closed.set()
         self._writer.end()
 
@@ -215,7 +216,7 @@ class MachineWatch:
                 self._look_at_all()
                 self._follow()
                 self._closed.wait(self._head.beat_s * self._random.uniform(1 - JITTER, 1 + JITTER))
-        except Exception:  # sharing across machines ends, the unit serves on
+        except Exception:  # sharing across machines ends, but the unit continues to serve
             logger.exception("following units of other machines")
         for path, unit in self._units.items():
             self._leave(path, unit, "this unit leaves")
@@ -229,7 +230,7 @@ class MachineWatch:
             if self._closed.is_set():
                 return
             now_s = time.monotonic()
-            # Looks that take long do not hold up the heartbeat, by which others know that this unit runs.
+            # Slow reads must not delay the heartbeat, by which others know that this unit runs.
             if now_s - self._beaten_s >= self._head.beat_s:
                 self._beat()
             if now_s >= unit.asleep_s:
@@ -257,7 +258,7 @@ class MachineWatch:
         except OSError as error:
             found, fault = [], f"{self._parent}: units of other machines are not searched: {error}"
         found = [path for path in found if path not in self._units]
-        self._random.shuffle(found)  # where there are too many, each comes to its turn
+        self._random.shuffle(found)  # if there are too many, they take turns
         for path in found:
             if len(self._units) >= MOST_FILES and not self._forget_one():
                 fault = f"{path}: not followed: {MOST_FILES} files of units are looked at"
@@ -266,7 +267,7 @@ class MachineWatch:
         self._say_once("scan", fault)
 
     def _forget_one(self) -> bool:
-        """Forgets the file that has stood still for longest, if there is one; the search finds it again."""
+        """Forgets the file that has been unchanged for the longest time, if there is one; the search finds it again."""
         asleep = [(unit.alive_s, path) for path, unit in self._units.items() if unit.asleep_s]
         if asleep:
             del self._units[min(asleep)[1]]
@@ -301,7 +302,7 @@ class MachineWatch:
         self._rest(unit, news, now_s)
         head = unit.reader.head
         if head is None or head.machine == self._head.machine:
-            return  # one of this machine shows itself by its board
+            return  # a unit of this machine is found by its board
         if news.is_alive:
             unit.alive_s = now_s
             if unit.mirror is None:
@@ -313,7 +314,9 @@ class MachineWatch:
                 self._leave(path, unit, "its heartbeat stands still")
 
     def _rest(self, unit: DistantUnit, news: LiveNews, now_s: float) -> None:
-        """Looks rarely at a file that is not followed and stands still: its unit has ended, or is of this machine."""
+        """Rarely checks a file that is not followed and does not change: its unit has ended, or runs on this
+        machine.
+        """
         unit.asleep_s = 0.0
         if unit.mirror is not None or news.is_new or news.frames:
             return
@@ -324,7 +327,7 @@ class MachineWatch:
             self._forgive(unit)
 
     def _take(self, path: Path, unit: DistantUnit, head: LiveHead, now_s: float) -> None:
-        """Follows a unit from now on: all its rows come with the next look."""
+        """Follows a unit from now on: the next look brings all its rows."""
         if now_s < unit.again_s:
             return
         mirror = Mirror(head.places)

@@ -64,7 +64,7 @@ class UnitPages:
         """
         Raises:
             GeometryError, ConfigError: no unit has such pages, or see `rewrites_of`.
-            DiskError: the pages have another format, and are not to be rewritten.
+            DiskError: the pages have another format, and `rewrites` is false.
         """
         # This check is first, because it refuses runs that no page has.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]
@@ -84,7 +84,7 @@ class UnitPages:
         return PeerFormats(tuple(([], []) for _ in theirs), tuple(others))
 
     def _pieces(self, number: int, group: DiskGroup, theirs: c_ext.PageCodec) -> tuple[Pieces, Runs]:
-        """Stripes of the same bytes, and the runs with a digest on either side."""
+        """The stripes that hold the same bytes, and the runs that have a digest on both sides."""
         mine = self.groups[number]
         ours = codec_of(mine, number)
         pieces: Pieces = []

@@ -1,4 +1,4 @@
-"""Loads pages from the host pools of other units: a thread copies them, and drops what changed meanwhile."""
+"""Loads pages from the host pools of other units: a thread copies them, and drops pages that changed meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REASONS = {
 
 
 class PoolReader(PageReader):
-    """Carries out DISK_READ ops whose tags name pages that `directory` knows. Their places mean nothing.
+    """Carries out DISK_READ ops whose tags name pages that `directory` knows. The ops' places have no meaning.
 
     A page counts only if its slot's row named it with the same version before and after the copy, and if its runs match
     the digests that the peer keeps, where it keeps any.

@@ -130,7 +130,7 @@ def remove_strays(folder: Path) -> None:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of this process's user, as the kernel has it."""
+    """Whether the process at the other end belongs to this process's user, according to the kernel."""
     _, user, _ = CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     )

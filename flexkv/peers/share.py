@@ -1,4 +1,4 @@
-"""What one unit shares with other units of its user, on this machine and on others, and what it has from them."""
+"""What one unit shares with other units of its user, on this machine and on others, and what it gets from them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OnceCounts:
     """Running totals of `peers.store: once`, in pages.
 
     Attributes:
-        left_out: left out of this unit's tiers, because a peer keeps them.
+        left_out: not stored in this unit's tiers, because a peer keeps them.
         promoted: copies that became this unit's own, because no peer keeps them any more.
         lost: left out, and given up by the last peer before this unit had a copy.
     """
@@ -61,7 +61,7 @@ class OnceCounts:
 
 
 class PeerShare:
-    """Made with the unit's plan; `start` shows the unit to others, once nothing can be shared that may not be.
+    """Made with the unit's plan; `start` shows the unit to others, once every shared page may be shared.
 
     Args:
         folder: `peers.folder`.
@@ -205,8 +205,9 @@ class PeerShare:
             self._distant.start(card, self._boards[-1], [Path(folder) for folder in card.disk.folders])
 
     def retire(self) -> None:
-        """Ends sharing for good: the weights are not those any more that the card names. Never waits: another thread
-        leaves, see `leaves`."""
+        """Ends sharing permanently, because the weights are no longer those that the card names. Never waits: another
+        thread leaves, see `leaves`.
+        """
         for board in self._boards:
             board.retire()
         if (watch := self._end()) is not None:
@@ -232,7 +233,7 @@ class PeerShare:
             self._distant.close()
 
     def _end(self) -> PeerWatch | None:
-        """Lets no peer join any more. Returns the watch if it has not been ended yet."""
+        """Lets no further peer join. Returns the watch if it has not been ended yet."""
         with self._lock:
             self._ended = True
             watch, self._watch = self._watch, None
@@ -253,7 +254,7 @@ class PeerShare:
         self._drop_departed()
 
     def _drop(self, host: int | None, disk: int | None) -> None:
-        """Call without the lock: to forget many pages takes a while."""
+        """Call without the lock: forgetting many pages takes a while."""
         if self.host is not None and host is not None:
             self.host.drop(host)
         if self.disk is not None and disk is not None:
@@ -265,14 +266,15 @@ class PeerShare:
                 self._slabs.pop(disk, None)
 
     def _drop_departed(self, until_s: float = math.inf) -> None:
-        """Drops the peers that have ended and whose time is over by `until_s`. Unmapping a pool may take seconds, so it
-        is done without the lock."""
+        """Drops the ended peers whose pools need not stay readable after `until_s`. Unmapping a pool may take seconds,
+        so it is done without the lock.
+        """
         with self._lock:
             due = [peer for peer, at_s in self._drop_at_s.items() if at_s <= until_s]
         for peer in due:
             assert self.host is not None
             self.host.drop(peer)
-            # Only now, because what is not in `departed` counts as running.
+            # Only now, because a peer that is not in `departed` counts as running.
             with self._lock:
                 self._drop_at_s.pop(peer, None)
                 self._others.pop(peer, None)
@@ -288,8 +290,9 @@ class PeerShare:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """This unit's number among the units that run, itself and those that it follows, and how many these are. Each
-        of them counts alike if all follow each other."""
+        """This unit's number among the units that run, itself and those that it follows, and how many these are. All of
+        them get the same count if all follow each other.
+        """
         with self._lock:
             units = sorted([*self._joined, self._card.unit])
         return units.index(self._card.unit), len(units)
@@ -313,7 +316,9 @@ class PeerShare:
     # --- what the watch's thread calls ---
 
     def wants(self, facts: dict[str, Any], whom: str = "") -> bool:
-        """Whether a unit may be shared with, by its short facts; notes why not. `whom` names it for people."""
+        """Whether this unit may share with a unit, according to its short facts; records why not. `whom` names it for
+        people.
+        """
         mine, whom = self._card, whom or name_of(facts)
         if facts.get("fingerprint") != mine.fingerprint:
             return False
@@ -334,7 +339,7 @@ class PeerShare:
             self.refused[whom] = why[:MOST_REASON]
 
     def end_refusal(self, whom: str) -> None:
-        """Forgets what a unit was refused for: it is shared with now, or has ended."""
+        """Forgets why a unit was refused, because this unit shares with it now, or it has ended."""
         with self._lock:
             self.refused.pop(whom, None)
 
@@ -455,7 +460,7 @@ class PeerShare:
         return len(self._joined) + (0 if self._distant is None else self._distant.joined)
 
     def status(self) -> dict[str, Any]:
-        """This unit, its peers, and with whom it does not share."""
+        """Describes this unit, its peers, and the units with which it does not share."""
         return {
             "unit": self._card.unit,
             "pid": self._card.pid,
@@ -466,7 +471,7 @@ class PeerShare:
         } | ({} if self.once is None else {"once": asdict(self.once)})
 
     def peers(self) -> list[dict[str, Any]]:
-        """The units that are followed, and what each was asked for."""
+        """The units that are followed, and what each was asked."""
         with self._lock:
             joined = list(self._joined.values())
         rows = []

@@ -19,7 +19,7 @@ from flexkv.transfer.host_pool import HostPool
 
 
 class SlabReader(PeerReader):
-    """Carries out DISK_READ ops whose tags name pages that `directory` knows. Their places mean nothing.
+    """Carries out DISK_READ ops whose tags name pages that `directory` knows. The ops' places have no meaning.
 
     Args:
         folders: the slabs of a peer, by its number, for a KV group, in the order in which the peer's places are striped
@@ -38,7 +38,7 @@ class SlabReader(PeerReader):
         super().__init__((), groups, pool, queue_ops, stuck_s)
         self._directory = directory
         self._slabs = folders
-        self.outcomes = np.zeros(len(OUTCOMES), np.int64)  # what folders gave is counted with the disks
+        self.outcomes = np.zeros(len(OUTCOMES), np.int64)  # pages from folders are counted with the disks
         self._images = [mmap.mmap(-1, codec.image_bytes) for codec in self._codecs]
 
     def _bring(self, op: TransferOp, page: int) -> str:

@@ -55,7 +55,7 @@ class Asked:
 
     Attributes:
         line: the connection; the unit has ended once it is closed at the other end.
-        joined: its card has come, and was taken.
+        joined: its card has arrived and was accepted.
     """
 
     line: socket.socket
@@ -70,11 +70,11 @@ class PeerWatch:
         card: this unit's; its descriptors go with it.
         files: descriptors that others may map to read.
         wants: whether a unit with such a file is worth asking.
-        join: takes a unit's card and its descriptors, which the caller closes. Raises FlexKVError to leave it alone.
+        join: takes a unit's card and its descriptors, which the caller closes. Raises FlexKVError to ignore the unit.
         left: a unit that was joined has ended.
-        gone: a unit whose file was found, by its short facts, has none any more.
+        gone: a unit (its short facts) whose file was found no longer has a file.
         follow: reads what has changed at the peers; called every FOLLOW_S while there are any, else every SCAN_S.
-        status: what the unit has of others, as plain values.
+        status: what the unit gets from others, as plain values.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Leaves: others find this unit no more. Idempotent."""
+        """Leaves: others no longer find this unit. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -178,8 +178,9 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
 
     def _serve(self, line: socket.socket) -> None:
-        """Sends the status of the unit's peers, if that is asked for. Peers send nothing else, so other input is their
-        end."""
+        """Sends the status of the unit's peers, if asked for. Peers send nothing else, so any other input ends the
+        connection.
+        """
         with suppress(OSError):
             if line.recv(len(ASK_STATUS)) == ASK_STATUS:
                 line.send(json.dumps(self._status()).encode())

@@ -6,7 +6,8 @@ engine's process                 keeper (one process per place)         plugins
     (a thread)   <-- lines ----  bounds their output     <-- output --  worker_0_*, all_*
 ```
 
-The keeper stands between, so that a plugin's output, its end and what it leaves behind take none of the engine's time.
+The keeper is in between so that a plugin's output, its end and the processes that it leaves behind cost the engine no
+time.
 """
 
 from __future__ import annotations

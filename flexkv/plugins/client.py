@@ -33,7 +33,7 @@ class CachedPages:
     Attributes:
         pages: whole blocks of the prompt.
         cached: how many of them are in host memory, on the unit's disks, or with peers.
-        leading: how many of them from the first one on are so without a gap.
+        leading: how many pages from the first one on are cached without a gap.
         in_host: how many of them are in host memory.
     """
 
@@ -71,8 +71,9 @@ class UnitClient:
         return self._pages(self._call("lookup", tokens=list(tokens), salt=salt))
 
     def prefetch(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
-        """Reads a prompt's pages from the tiers behind host memory, as far as there is room; once they have come,
-        returns what is cached. Host memory evicts them like all others."""
+        """Reads a prompt's pages from the tiers behind host memory, as far as there is room. Once they have arrived,
+        returns what is cached. Host memory evicts them like any other pages.
+        """
         return self._pages(self._call("prefetch", tokens=list(tokens), salt=salt))
 
     def forget(self, tokens: Sequence[int], salt: str = "") -> int:
@@ -105,7 +106,7 @@ class UnitClient:
             self._connection.sendall(encoded({"call": name, "deadline_s": self._deadline_s, **arguments}))
             reply = decoded(self._line(ends_s))
         except OSError as error:
-            self.close()  # an answer that comes later would pass for that of the next call
+            self.close()  # a late answer would be taken for the answer to the next call
             raise PluginCallError(f"{name}: {error or type(error).__name__}") from error
         if refusal := reply.pop("error", ""):
             raise PluginCallError(f"{name}: {refusal}")
@@ -141,7 +142,7 @@ def connect(name: str | None = None, deadline_s: float = 30.0) -> UnitClient:
         deadline_s: how long each call may take, 600 s at most.
 
     Raises:
-        PluginCallError: this is no plugin and no name is given, no unit of this user listens there.
+        PluginCallError: no name is given and this process is no plugin, or no unit of this user listens there.
     """
     name = name or os.environ.get("FLEXKV_PLUGIN_SOCKET", "")
     if not name:

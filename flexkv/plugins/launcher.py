@@ -1,4 +1,4 @@
-"""The engine's side of plugins: starts the keeper of one place, logs what it writes, starts it again, ends it."""
+"""The engine's side of plugins: starts, restarts and ends the keeper of one place, and logs what it writes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MARGIN_S = 2.0
 
 
 class PluginLauncher:
-    """One thread, which lives as long as the unit or rank: Linux ends the keeper with the thread that started it. No
-    method but `close` waits, and nothing raises: an engine lives without its plugins.
+    """One thread, which lives as long as the unit or rank: Linux ends the keeper with the thread that started it. Only
+    `close` waits, and no method raises: an engine can do without its plugins.
 
     Args:
         programs: the plugins of the place; at least one.

@@ -1,4 +1,4 @@
-"""Kills what descends from a process."""
+"""Kills the descendants of a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes whose parent is `pid`, those that have ended and were not reaped among them."""
+    """Processes whose parent is `pid`, including those that have ended and were not reaped."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
@@ -23,7 +23,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int) -> int:
-    """Sends SIGKILL to all that descends from `pid`, parents first; returns how many processes that were."""
+    """Sends SIGKILL to all descendants of `pid`, parents first; returns how many processes those were."""
     waiting, killed = children_of(pid), 0
     while waiting:
         child = waiting.pop()

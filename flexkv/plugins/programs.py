@@ -19,7 +19,7 @@ NAME = re.compile(r"(?:(?P<scheduler>scheduler)|worker_(?P<rank>\d{1,6})|(?P<all
 CLAIMS = re.compile(r"(scheduler|worker|all)_")
 """Names that are meant for plugins, whether or not they say where."""
 
-# A plugin finds the modules beside it first, then this very package, whatever is installed besides.
+# A plugin imports the modules beside it first, then this package, whatever else is installed.
 START = (
     "import os, runpy, sys; del sys.argv[0]; root = sys.argv.pop(0); "
     "sys.path[:] = [os.path.dirname(sys.argv[0]), root, *filter(None, sys.path)]; "
@@ -119,7 +119,7 @@ def _distrusted_modules(folder: str, names: list[str]) -> str:
 
 
 def _distrusted_above(path: Path) -> str:
-    """Why a folder above is not trusted: who may write there can put another file in this one's place. Folders whose
+    """Why a folder above is not trusted: whoever may write there can replace the plugin's file. Folders whose
     entries are their owners' (sticky, as /tmp) are trusted."""
     for above in path.resolve().parents:
         status = os.stat(above)

@@ -39,14 +39,15 @@ CLOSE_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a plugin. The server's thread makes it and gives it up; the unit's thread answers it.
+    """One call of a plugin. The server's thread makes it, and abandons it if it takes too long; the unit's thread
+    answers it.
 
     Attributes:
         arguments: the call's arguments besides the name.
-        ends_s: when it is given up, on the monotonic clock.
+        ends_s: when it is abandoned, on the monotonic clock.
         connection: where it came from.
         reply: the answer; None until there is one.
-        is_over: it was answered or given up.
+        is_over: it was answered or abandoned.
     """
 
     name: str
@@ -99,7 +100,7 @@ class UnitServer:
         name: see `socket_name`.
 
     Raises:
-        OSError: there can be no socket or no thread.
+        OSError: the socket or the thread cannot be made.
     """
 
     def __init__(self, name: str, taker: CallTaker) -> None:
@@ -126,7 +127,7 @@ class UnitServer:
             on_error.pop_all()
 
     def note_answer(self, call: Call) -> None:
-        """Has the thread send the answer of a call."""
+        """Tells the thread to send the answer of a call."""
         self._answered.append(call)
         if self._woken >= 0:
             self._wake()
@@ -144,7 +145,7 @@ class UnitServer:
         return self._woken < 0
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # so often woken that it will be awake
+        with contextlib.suppress(BlockingIOError):  # so many wake-ups are pending that it will wake
             os.eventfd_write(self._woken, 1)
 
     # --- the thread ---
@@ -293,7 +294,7 @@ class UnitServer:
                 self._send_answer(call)
 
     def _end(self, connection: Connection) -> None:
-        """Ends a connection and gives up its call."""
+        """Ends a connection and abandons its call."""
         connection.is_over = True
         if connection.call is not None:
             connection.call.is_over = True

@@ -31,7 +31,7 @@ def socket_name(unit: bytes) -> str:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of this process's user, as the kernel has it."""
+    """Whether the process at the other end belongs to this process's user, according to the kernel."""
     _, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     return bool(user == os.geteuid())
 

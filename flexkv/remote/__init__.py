@@ -1,1 +1,1 @@
-"""Stores that machines share, behind one contract: `base`. Their clients run in a process of their own."""
+"""Stores that machines share, behind one contract: `base`. Their clients run in a separate process."""

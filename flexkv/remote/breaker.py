@@ -52,7 +52,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def lost(self, reason: str, now_s: float) -> bool:
-        """Notes that the store could not be reached, or took too long to answer; returns whether it was in use."""
+        """Records that the store could not be reached, or took too long to answer; returns whether it was in use."""
         was_closed = self.closed
         if self.state is BreakerState.OPEN and now_s < self._until_s:
             return False  # other calls that were under way report the same loss, which counts once
@@ -82,9 +82,9 @@ class Breaker:
         return self.state is BreakerState.OPEN and now_s >= self._until_s
 
     def asked(self) -> None:
-        """Notes that the store was asked."""
+        """Records that the store was asked."""
         self.state = BreakerState.HALF_OPEN
 
     def answered(self, now_s: float) -> None:
-        """Notes that the store has answered."""
+        """Records that the store has answered."""
         self.state, self.reason, self._closed_s = BreakerState.CLOSED, "", now_s

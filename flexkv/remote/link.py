@@ -263,7 +263,7 @@ class HelperLink:
         if self.breaker.lost(reason, self._clock()):
             logger.warning("remote tier: not used for now: %s", reason)
         if self._process is not None and self._ready and not self._killed:
-            # A call under way has its own deadline; messages that wait behind it end at once.
+            # A call under way has its own deadline; messages that wait for it end at once.
             self.post(Cancel(self.last_number))
         self.user.lost()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import flexkv
 
-# `python -m` looks into the current folder first, which may hold another flexkv: a clone, say.
+# `python -m` looks into the current folder first, which may hold another flexkv, such as a clone.
 START = (
     "import runpy, sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; program = sys.argv[2]; "
     "del sys.argv[1:3]; "

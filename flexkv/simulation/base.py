@@ -58,19 +58,19 @@ class SimulationConfig:
         steps: random actions to take, before everything in flight is drained.
         groups: KV groups of the unit.
         ranks: workers that report each op.
-        engine_blocks: engine blocks of each group.
-        requests: live requests at once.
+        engine_blocks: number of engine blocks of each group.
+        requests: number of requests that are live at once.
         most_steps: greatest length of a request, in steps (`step_tokens`).
         failure_rate: share of moved pages that fail.
         ordered_reports: whether each rank reports in the order in which its ops ended, as an engine's workers do. Only
             then do requests share engine blocks whose load has not been verified yet.
-        ttl_s: seconds to live of what half of the requests store, which have keys of their own; 0 for no request. Not
+        ttl_s: seconds to live of the pages that half of the requests store, which have separate keys; 0 for none. Not
             with `gds_stores`.
         tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
-        remote: whether there is a store, which other machines use, too, behind all other tiers; not with `tier_places`.
+        remote: whether a store that other machines also use lies behind all other tiers; not with `tier_places`.
         source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
             such a failure, loads go through host memory for a minute, which is 6,000 steps.
-        integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
+        integrity_every: steps between calls of `check_integrity`; 0 for only the last call.
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
         asks_again: `ManagerLimits.asks_again`.
@@ -137,18 +137,18 @@ class SimulationConfig:
 
 @dataclass
 class SimulationReport:
-    """The actions of a run, up to the broken rule if it found one.
+    """What a run did, up to the broken rule if it found one.
 
     Attributes:
         steps: random actions taken.
-        verified_pages: pages loaded, on every rank with the KV that their key promises.
-        failed_pages: pages loaded that were named as failed.
+        verified_pages: loaded pages that had the KV that their key promises on every rank.
+        failed_pages: pages of loads that were reported as failed.
         streamed_pages: pages promised while they were being read from disk.
         gds_pages: pages loaded from disk without a slot of host memory.
-        room_waits: lookups that had to wait for room in host memory.
-        room_given: lookups that got room after they had waited for it.
-        lookups_after_failures: lookups of requests of which a load has failed before.
-        stored_while_read: pages stored while they were being read from disk.
+        room_waits: lookups that had to wait for free slots in host memory.
+        room_given: lookups that got free slots after they had waited for them.
+        lookups_after_failures: lookups of requests that have had a failed load.
+        stored_while_read: pages that were stored while they were being read from disk.
         actions: how often each action was taken, by its name.
         stats: the manager's own totals; `disk` has those of its disk tier, `symbolic` those of its last tier.
     """

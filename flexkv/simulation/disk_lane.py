@@ -21,8 +21,8 @@ class SimDiskLane:
     Attributes:
         missing: by op, the pages of a read that their places do not hold.
         slot_states: group and host slot -> the read that ended there last, and whether its page is good.
-        rank_ops: ops of the ranks themselves. Meanwhile other ops must not write the places that these read, nor touch
-            those that these write.
+        rank_ops: ops of the ranks themselves. While they run, other ops must not write the places that they read, or
+            touch the places that they write.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SimDiskLane:
         require(
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
-        # A load that was promised before a disk was lost still comes after that, and fails.
+        # A load that was promised before a disk was lost still arrives afterwards, and fails.
         if op.kind is not OpKind.GDS_READ:
             self._tier.check_places(op.places)
         for other in (*self.ops.values(), *self.rank_ops.values()):
@@ -67,7 +67,7 @@ class SimDiskLane:
                 require(not shared, "a disk slot was given away while an op uses it")
 
     def move_page(self, op_id: int, fails: bool) -> bool:
-        """Moves the next page of an op; a failing one leaves garbage. True when it was the last."""
+        """Moves the next page of an op; a failing one leaves garbage. Returns True if it was the last."""
         op, page = self.ops[op_id], self.left[op_id].pop(0)
         place, identity = int(op.places[page]), identities(op)[page]
         if op.kind in WRITES:
@@ -91,12 +91,12 @@ class SimDiskLane:
         return not self.left[op_id]
 
     def arrived(self, group: int, slot: int, read: int) -> bool | None:
-        """Whether the page that `read` brings to a slot is there and good; None while it is coming."""
+        """Whether the page that `read` brings to a slot has arrived and is good; None before it has arrived."""
         last, good = self.slot_states.get((group, slot), (0, False))
         return None if last < read else last == read and good
 
     def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
-        """Removes an op and returns it with its failed pages. Pages that have not moved never will."""
+        """Removes an op and returns it with its failed pages. Its pages that have not moved yet will never move."""
         op = self.ops[op_id]
         for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
             self.slot_states[op.group, int(op.slots[page])] = op_id, False

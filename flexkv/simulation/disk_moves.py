@@ -95,7 +95,7 @@ class DiskMoves:
             world.disk_ended[op_id] = op
 
     def deliver(self) -> None:
-        """Gives the manager the result of an op that has ended, not always the first."""
+        """Gives the manager the result of an op that has ended, which is not always the one that ended first."""
         world = self.world
         if not self._outbox:
             return
@@ -139,7 +139,7 @@ class DiskMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether something moves, or has ended and was not reported."""
+        """Whether an op is under way, or has ended and was not reported."""
         moving = self.tier_moves is not None and self.tier_moves.busy
         return bool(moving or self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 

@@ -1,7 +1,7 @@
-"""An engine without numbers: each of its blocks and each host slot holds a symbol.
+"""A simulated engine that holds symbols instead of KV, one in each of its blocks and in each host slot.
 
-The simulation moves pages one by one and rank by rank, so that any access to a slot or block that comes too early or
-too late shows.
+The simulation moves pages one by one and rank by rank, so that an access to a slot or block that comes too early or too
+late is detected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexkv.transfer.graph import OpResult, TransferOp
 
 @dataclass
 class Compute:
-    """One forward over one block of every group: reads `inputs`, writes `outputs`."""
+    """One forward pass over one block of every group: reads `inputs`, writes `outputs`."""
 
     epoch: int
     inputs: list[tuple[Place, bytes]]
@@ -45,7 +45,9 @@ class Movement:
 
 
 class Rank:
-    """One worker: a stream that runs in order, a set of movements that run in any order, and results on their way."""
+    """One worker: a stream that runs in order, a set of movements that run in any order, and results that are not
+    reported yet.
+    """
 
     def __init__(self, groups: int, blocks: int, slots: Sequence[int], owners: Sequence[int]) -> None:
         self.block: list[list[Symbol]] = [[(-1, 0)] * blocks for _ in range(groups)]
@@ -57,7 +59,7 @@ class Rank:
 
 
 class BlockPool:
-    """Engine blocks of every group, with the number of users that may touch each."""
+    """The engine blocks of every group, and how many users may touch each of them."""
 
     def __init__(self, groups: int, blocks: int) -> None:
         self._users = [[0] * blocks for _ in range(groups)]
@@ -89,7 +91,7 @@ class SimEngine:
         return (-1, next(self._garbage))
 
     def enqueue(self, op: TransferOp, is_load: bool, in_stream: bool) -> None:
-        """Hands an op to every rank; its blocks stay held until `ended`."""
+        """Gives an op to every rank; its blocks are held until `ended`."""
         for block in op.blocks.tolist():
             self.pool.hold((op.group, block))
         movements = [Movement(op, is_load, list(range(op.pages))) for _ in self.ranks]
@@ -102,7 +104,7 @@ class SimEngine:
         return [rank.slot[group][slot] for rank in self.ranks]
 
     def fill_slot(self, group: int, slot: int, symbols: list[Symbol] | None) -> None:
-        """Puts a page into a host slot, one symbol per rank; garbage where `symbols` is None."""
+        """Puts a page into a host slot, one symbol per rank; garbage if `symbols` is None."""
         for number, rank in enumerate(self.ranks):
             rank.slot[group][slot] = symbols[number] if symbols is not None else self.garbage()
 
@@ -132,7 +134,7 @@ class SimEngine:
                 self.pool.drop(place)
 
     def read_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> Symbol:
-        """Reads a block for a store to disk; a failing page becomes garbage on the way."""
+        """Reads a block for a store to disk; a failing page becomes garbage."""
         movement.started = True
         movement.left.remove(page)
         symbol = rank.block[movement.op.group][int(movement.op.blocks[page])]
@@ -142,12 +144,12 @@ class SimEngine:
         return movement.arrived[page]
 
     def fail_page(self, movement: Movement, page: int) -> None:
-        """Fails a page that never comes: its block stays as it is."""
+        """Fails a page that never arrives: its block stays as it is."""
         movement.left.remove(page)
         movement.failed.append(page)
 
     def bring_page(self, rank: Rank, movement: Movement, page: int, symbol: Symbol, fails: bool) -> None:
-        """Brings a page from disk; a failing one leaves garbage behind."""
+        """Brings a page from disk; a failing page leaves garbage."""
         movement.started = True
         movement.left.remove(page)
         movement.arrived[page] = self.garbage() if fails else symbol
@@ -156,7 +158,7 @@ class SimEngine:
             movement.failed.append(page)
 
     def move_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> None:
-        """Moves a page; a failing one leaves garbage behind."""
+        """Moves a page; a failing page leaves garbage."""
         movement.started = True
         movement.left.remove(page)
         group = movement.op.group

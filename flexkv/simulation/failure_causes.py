@@ -24,7 +24,8 @@ def causes_of(
     """`FailureCause` of each page in `failed`; empty if the result names none.
 
     Args:
-        missing: the failed pages that are not where the op looked for them. Their cause is CONTENT or unknown.
+        missing: the failed pages that were not at the place where the op looked for them. Their cause is CONTENT or
+            unknown.
         source_error_rate: see `SimulationConfig`.
     """
     if random.random() < UNSAID:
@@ -41,7 +42,7 @@ def causes_of(
 
 
 def causes_by_page(result: OpResult) -> dict[int, FailureCause]:
-    """Why each page failed, for a result that failed page by page; empty for others."""
+    """Why each page failed, if the result says so page by page; else empty."""
     if result.status is not OpStatus.FAILED:
         return {}
     causes = result.causes.tolist() or [FailureCause.UNKNOWN] * len(result.failed)

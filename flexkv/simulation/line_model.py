@@ -23,7 +23,7 @@ class ReadRoom:
 
 
 class LineModel:
-    """Requests that have to wait for room, with the numbers of all questions about each."""
+    """Requests that have to wait for room, with the numbers of all lookups for each."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -43,12 +43,12 @@ class LineModel:
         self._asked.clear()
 
     def ask(self, request_id: str) -> None:
-        """Records that the engine asked for a request that has to wait."""
+        """Records a lookup for a request that has to wait."""
         self._questions += 1
         self._asked.setdefault(request_id, []).append(self._questions)
 
     def first(self, request_id: str) -> bool:
-        """Whether no request ahead of this one was asked about since this one's last question but one."""
+        """Whether there was no lookup for any request ahead of this one since this request's second-to-last lookup."""
         mine = self._asked.get(request_id, [])
         for other, asked in self._asked.items():
             if other == request_id:
@@ -64,8 +64,9 @@ class LineModel:
         return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
 
     def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that got room: it was its turn, and all of `wanted` is there or on its way, or is too much
-        for an empty host memory."""
+        """Checks a lookup that got room: it was its turn, and all of `wanted` is in host memory or being read, or is
+        too much even for an empty host memory.
+        """
         require(was_first, "room was given past one who waits for it")
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
@@ -91,13 +92,17 @@ class LineModel:
         return self.model.up[group] - len(self.model.held_slots(group))
 
     def _unheld(self, group: int, wanted: Sequence[Key]) -> int:
-        """How many wanted pages, over the groups that share a group's slots, are in no held slot and not coming."""
+        """How many wanted pages, over the groups that share a group's slots, are not in a held slot and not being
+        read.
+        """
         held = self.model.held_slots(group)
         mine = [key for key in wanted if key[0] in self.model.shares(group)]
         return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)
 
     def _fits(self, wanted: Sequence[Key], most: ReadRoom) -> bool:
-        """Whether all wanted pages could be there at once, and the missing ones be read at once."""
+        """Whether host memory could hold all wanted pages at once, and whether the missing ones could be read at
+        once.
+        """
         lacking = [key for key in wanted if key not in self.model.visible]
         if len(lacking) > most.pages or len({group for group, _ in lacking}) > most.ops:
             return False

@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Lookups:
-    """Asks the manager on behalf of a request, and loads what it promised.
+    """Looks up blocks for a request, and loads what the manager promised.
 
     Args:
         orders_planned: called when a lookup may have planned reads from disk.
@@ -36,7 +36,7 @@ class Lookups:
         world.model.release(request.request_id)
         tails = None
         model_steps = world.model.restorable(request.request_id, request.keys, start)
-        # A request that has waited mostly asks for whole blocks first, as an engine does.
+        # A request that has waited usually asks for whole blocks first, as an engine does.
         if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
                 len(request.path)
@@ -108,7 +108,7 @@ class Lookups:
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
         if not result.is_final and world.random.random() < 0.8:
-            # An engine gives no block to a request that waits for a lookup, and looks into its own cache again.
+            # An engine gives no blocks to a request that waits for a lookup, and then searches its own cache again.
             request.state = "waiting"
             world.free_blocks(request)
 
@@ -165,7 +165,7 @@ class Lookups:
         graph = world.manager.begin_load(request.request_id, [np.array(t, np.int32) for t in targets], tail)
         world.model.release(request.request_id)
         request.computed = request.start + taken
-        # The engine cannot use a tail that was asked for at another block than the path's end.
+        # The engine can use only a tail that was asked for at the block of the path's end.
         at_the_end = request.computed == len(request.path)
         request.tail_loaded = request.promised_tail if tail and at_the_end else 0
         sync = world.random.random() < 0.4

@@ -36,14 +36,14 @@ class Model:
         self._owner = sharing(specs)
         self.epoch = 0
 
-    # --- what is held -------------------------------------------------------------------------------------------------
+    # --- held slots -------------------------------------------------------------------------------------------------
 
     def shares(self, group: int) -> list[int]:
-        """The groups that use the same slots as this group, itself among them."""
+        """The groups that use the same slots as this group, including itself."""
         return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
 
     def held_slots(self, group: int) -> set[int]:
-        """Slots that an op or a lease may still touch, or that were read from disk for a request that waits."""
+        """Slots that an op or a lease may still touch, or that were read from disk for a waiting request."""
         sharing = self.shares(group)
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] in sharing}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
@@ -104,7 +104,7 @@ class Model:
         return 0
 
     def most_pages(self, start: int, steps: int) -> int:
-        """Pages for which a lookup needs room: for a chunk group a whole chunk, wherever the hit ends in it."""
+        """Pages for which a lookup needs room: for a chunk group a whole chunk, no matter where in it the hit ends."""
         pages = 0
         for group, spec in enumerate(self.specs):
             if spec.rule is Rule.CHUNK:
@@ -174,7 +174,7 @@ class Model:
         group = keys[0][0]
         held = self.held_slots(group)
         self._evict_for_store(keys, evicted)
-        # A read may yet fail to bring its page, and then nobody would offer the page again.
+        # A read may still fail to bring its page, and then the page would not be offered again.
         unverified = self._coming(keys) - from_loads
         there = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
         self._check_store(keys, stored, there - unverified, known, dropped)
@@ -205,8 +205,8 @@ class Model:
 
         Args:
             stored: slots by position of the key, NO_SLOT for those stored on disk.
-            on_disk: positions of keys that were on disk, or on their way there.
-            read: those of them that are just being read where they lie.
+            on_disk: positions of keys that were on disk, or being written there.
+            read: those of them that are being read in place.
             from_loads: as for `plan_store`.
         """
         self._evict_for_store(keys, evicted)
@@ -221,7 +221,7 @@ class Model:
         self._take_over(keys, in_host)
 
     def _coming(self, keys: list[Key]) -> set[int]:
-        """Positions of keys that a read is to bring to host memory."""
+        """Positions of keys that a read will bring to host memory."""
         return {i for i, key in enumerate(keys) if self.pending.get(key) in self.disk_ops}
 
     def _evict_for_store(self, keys: list[Key], evicted: list[Key]) -> None:
@@ -244,7 +244,9 @@ class Model:
         )
 
     def _take_over(self, keys: list[Key], stored: set[int]) -> None:
-        """Gives a store to host memory the keys of pages that a read is to bring, which it publishes no more."""
+        """Lets a store to host memory take over the keys of pages that a read will bring; the read no longer publishes
+        them.
+        """
         for i in stored & self._coming(keys):
             read = self.disk_ops[self.pending[keys[i]]]
             read.gone.add(read.keys.index(keys[i]))
@@ -283,7 +285,7 @@ class Model:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def report(self, result: OpResult) -> None:
-        """Applies one rank's result; to be called before `complete`."""
+        """Applies one rank's result. Call it before `complete`."""
         op = self.ops[result.op_id]
         op.reports += 1
         if result.status is not OpStatus.OK:
@@ -296,7 +298,7 @@ class Model:
             }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
-                # A load from host memory has no other route: whatever the cause, a page that stayed would fail again.
+                # A load from host memory has no other route: whatever the cause, a page that was kept would fail again.
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
@@ -402,7 +404,7 @@ class Model:
                 self.visible[key] = op.slots[i]
 
     def lose(self, op_id: int, pages: list[int]) -> None:
-        """Notes that these pages of a rank's op lie on a lost disk; their keys may be stored again elsewhere."""
+        """Records that these pages of a rank's op lie on a lost disk; their keys may be stored again elsewhere."""
         op = self.ops[op_id]
         op.gone.update(pages)
         for page in pages:
@@ -411,18 +413,18 @@ class Model:
     # --- expiry ---
 
     def note_times(self, expiries: dict[Key, int]) -> None:
-        """Notes when pages expire that a planned op brings to host memory, 0 for never."""
+        """Records when the pages that a planned op brings to host memory expire; 0 for never."""
         self.expiry.update(expiries)
 
     def expire(self, now_s: int) -> set[Key]:
-        """Forgets pages in host memory, or on their way there, whose time is over; returns those that were visible."""
+        """Forgets expired pages that are in host memory or being brought there; returns those that were visible."""
         past = [key for key in (*self.visible, *self.pending) if 0 < self.expiry.get(key, 0) <= now_s]
         return set(self.forget(past)[1])
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
     def forget(self, keys: list[Key]) -> tuple[int, list[Key]]:
-        """Applies `forget`; returns how many were known and which of them were visible."""
+        """Applies `forget`; returns how many pages were known and which of them were visible."""
         seen = [key for key in dict.fromkeys(keys) if key in self.visible]
         for key in seen:
             del self.visible[key]

@@ -15,7 +15,7 @@ class ModelOp:
     Attributes:
         slots: slots in host memory, or NO_SLOT.
         numbers: numbers of the blocks in their request; empty for an op of the disks themselves.
-        gone: pages that must not become visible, because their key was forgotten, lost or given to a store.
+        gone: pages that must not become visible, because their key was forgotten, lost or passed to a store.
         load: number of the load that it is a part of.
     """
 

@@ -44,7 +44,9 @@ class Ranks:
         rank.outbox.append(OpResult.cancelled(movement.op.op_id, movement.op.pages, "cancelled"))
 
     def _move_rank(self, rank: Rank) -> None:
-        """Takes one step on one rank: runs the head of its stream, or moves some pages of any op outside the stream."""
+        """Takes one step on one rank: runs the first item of its stream, or moves some pages of any op outside the
+        stream.
+        """
         world = self.world
         if rank.stream and (not rank.moving or world.random.random() < 0.5):
             task = rank.stream.popleft()
@@ -54,7 +56,7 @@ class Ranks:
                 while self._move_page(rank, task):
                     continue
                 if task.left:
-                    # The step stands still until its pages have come.
+                    # The step waits until its pages have arrived.
                     rank.stream.appendleft(task)
                 else:
                     self._finish(rank, task)
@@ -69,7 +71,9 @@ class Ranks:
                 self._finish(rank, movement)
 
     def _move_page(self, rank: Rank, movement: Movement) -> bool:
-        """Moves the first page that can be moved, or fails it if its read has failed. False if there is none."""
+        """Moves the first page that can be moved, or fails it if its read has failed. Returns False if there is
+        none.
+        """
         world = self.world
         op = movement.op
         if op.kind is OpKind.GDS_READ and movement.left:
@@ -105,7 +109,7 @@ class Ranks:
         world.engine.bring_page(rank, movement, page, symbol, fails)
 
     def _write_stripe(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Moves a rank's part of a page to disk; a part that fails on the way arrives as garbage."""
+        """Moves a rank's part of a page to disk; a failing part arrives as garbage."""
         world, op = self.world, movement.op
         fails = world.random.random() < world.config.failure_rate
         symbol = world.engine.read_page(rank, movement, page, fails)
@@ -194,5 +198,5 @@ class Ranks:
             ):
                 request.state = "running"
                 if request.computed <= request.start and world.random.random() < 0.3:
-                    # Nothing of the load can be used: the engine begins anew, and asks again.
+                    # Nothing of the load can be used: the engine starts over and looks up again.
                     self.requests.restart(request)

@@ -27,7 +27,7 @@ class Recorder(CacheListener):
         self.resets.append(epoch)
 
     def take_evicted(self) -> list[Key]:
-        """Takes the keys that left, without those that expired."""
+        """Takes the keys that left host memory, without those that expired."""
         evicted, self.evicted = self.evicted, []
         expiring, self.expiring = self.expiring, set()
         require(expiring <= set(evicted), "a page is still there although its time is over")

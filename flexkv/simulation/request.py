@@ -1,4 +1,4 @@
-"""A request of a simulation: what it wants, what it was promised, and what it holds."""
+"""A request of a simulation: the steps that it wants, those that it was promised, and those that it holds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class SimRequest:
         arrays: per group, the keys in the form that the manager takes.
         keys: the same as bytes.
         tail_keys: per group, token count -> key of the partial tail of that many tokens.
-        start, promised, computed, offered: in steps; the engine believes the computed ones (and then the tail) done.
+        start, promised, computed, offered: in steps; the engine treats the computed ones (and then the tail) as done.
         blocks: per group, engine block of each page number; the tail's block comes last.
         has: per group, whether the engine believes that block to hold KV.
         unverified: loads in flight whose targets the engine uses already.
-        ttl_s: seconds to live of what it stores; None for ever.
+        ttl_s: seconds to live of its stored pages; None for no limit.
     """
 
     request_id: str

@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Requests:
-    """Takes one random step of one request, or one that its engine decides."""
+    """Takes one step of one request: a random one, or one that the engine's state requires."""
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world
@@ -91,7 +91,7 @@ class Requests:
             self._run_some(request)
 
     def _ask_again(self, request: SimRequest) -> None:
-        """Asks for a request that has to wait, mostly once it need not wait any more."""
+        """Looks up for a request that has to wait, usually once it need not wait any more."""
         world = self.world
         waits = world.manager.still_waits(request.request_id)
         if waits and request.request_id in world.line:
@@ -200,7 +200,7 @@ class Requests:
             world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in part], in_stream=True)
 
     def _on_disk(self, group: int, keys: Keys) -> tuple[set[int], set[int]]:
-        """Which of the keys are on disk or on their way there, and which of those are being read where they lie."""
+        """Which of the keys are on disk or being written there, and which of those are being read in place."""
         world = self.world
         if not world.config.gds_stores:
             return set(), set()
@@ -241,12 +241,13 @@ class Requests:
         )
 
     def recompute_from(self, request: SimRequest, number: int) -> None:
-        """Makes the engine take step `number` for one without KV: nothing computed from it counts.
+        """Makes the engine treat step `number` as one without KV: nothing computed from it counts.
 
-        The engine goes back to the last boundary before which it has what every group needs to go on.
+        The engine goes back to the last boundary at which it has everything that each group needs to continue.
         """
         if request.state == "matched":
-            # Its promise begins behind blocks of the engine's own cache, which are among these: the engine asks anew.
+            # Its promise begins after blocks of the engine's own cache, and some of those are lost: the engine looks up
+            # again.
             self.restart(request)
         if not request.blocks:
             return

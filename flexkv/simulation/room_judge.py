@@ -1,5 +1,5 @@
-"""Checks how a lookup used room for reads: whether it was its turn, and whether it took all the room that it needs or
-none.
+"""Checks how a lookup used room for reads: whether it was its turn, and whether it took either all the room that it
+needs or none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RoomJudge:
         self._waited = request.request_id in world.line
         self._was_first = world.line.first(request.request_id)
         self._ops = set(world.model.disk_ops)
-        # Pages that are held for it and that it does not want any more are in its own way, once.
+        # Pages that are held for it and that it no longer wants block it once.
         self._in_its_way = world.manager.held_pages(request.request_id) > 0
         self._wanted = None if tails or not self._can_tell else self._all_there_is()
 
@@ -41,8 +41,9 @@ class RoomJudge:
         return bool(config.disk_places) and prefixes and not others
 
     def _all_there_is(self) -> list[Key] | None:
-        """The pages that the request could have after its start; None where not all of them may be promised, or where
-        one is just being stored, which a lookup may find on disk."""
+        """The pages that the request could have after its start. None if not all of them may be promised, or if one is
+        being stored and a lookup may find it on disk.
+        """
         world, request = self._world, self._request
         room = world.model.limits.inflight_load_pages - world.model.load_pages()
         wanted: list[Key] = []
@@ -72,7 +73,8 @@ class RoomJudge:
     def judge(self, result: MatchResult, evicted: list[Key]) -> None:
         """
         Raises:
-            RuleBroken: the lookup took room that is not its own, a part of what it needs, or none though there is some.
+            RuleBroken: the lookup took room out of turn, took only part of the room that it needs, or took none
+                although there is room.
         """
         world, request = self._world, self._request
         if not world.config.asks_again:

@@ -46,7 +46,7 @@ class StoreMoves(TierMoves):
 
     def submit(self, op: TransferOp) -> None:
         if self.store.down_reason:
-            # Like the product's plane: an op that comes while the store is lost ends at once.
+            # Like the real plane: an op that is submitted while the store is lost ends at once.
             self._enter(op, keys_of(op))
             each = self._moving[op.op_id]
             each.result = OpResult.cancelled(op.op_id, op.pages, self.store.down_reason)
@@ -81,10 +81,10 @@ class StoreMoves(TierMoves):
             return None
         return None if value is None else value.symbols
 
-    # --- what happens ---
+    # --- events ---
 
     def answer(self) -> None:
-        """Answers one of the questions, not always truly, or ends it without an answer."""
+        """Answers one of the questions, sometimes falsely, or ends it without an answer."""
         world, store = self.world, self.store
         if store.questions:
             question = world.random.choice(store.questions)
@@ -137,7 +137,7 @@ class StoreMoves(TierMoves):
                     self.store.values[name] = Value(key, [symbol] * len(world.engine.ranks))
 
     def cut(self) -> None:
-        """Loses the store with its helper, or brings it back. Ops end once nothing moves for them any more."""
+        """Loses the store and its helper, or brings it back. An op ends once none of its bytes moves any more."""
         world, store = self.world, self.store
         if store.down_reason:
             store.down_reason = ""
@@ -152,7 +152,7 @@ class StoreMoves(TierMoves):
         self.answer()
 
     def _write_some(self, each: SimulatedMove) -> None:
-        """Leaves garbage for a get's page that was under way when the process died: part of a page is worth nothing."""
+        """Leaves garbage for a page of a get that was under way when the process died: part of a page is useless."""
         if each.op.kind is OpKind.DISK_READ and each.done < each.op.pages:
             self.world.engine.fill_slot(each.op.group, int(each.op.slots[each.done]), None)
 

@@ -1,8 +1,8 @@
-"""A simulated store that other machines use, too, with symbols as values. It gives false answers wherever a real store
+"""A simulated store that other machines also use, with symbols as values. It gives false answers wherever a real store
 might.
 
-Questions wait here until `StoreMoves` answers them; it moves the pages, too. The tier above it is the product's own
-code.
+Questions wait here until `StoreMoves` answers them; `StoreMoves` also moves the pages. The tier above it is the real
+one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SymbolicStore:
 
     Attributes:
         values: values by the key that is their name.
-        questions: questions that were not answered yet.
+        questions: questions that are not answered yet.
         down_reason: why the store is not used; empty while it is.
     """
 
@@ -59,7 +59,7 @@ class SymbolicStore:
     # --- as the tier's lane ---
 
     def watch(self) -> None:
-        """Does nothing: the simulation decides what happens."""
+        """Does nothing: the simulation decides when something happens."""
 
     def submit(self, graph: TransferGraph) -> int | None:
         raise AssertionError("ops are taken from the manager")

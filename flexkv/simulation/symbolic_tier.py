@@ -1,7 +1,6 @@
-"""A tier for simulations alone: the least that `flexkv.cache.tiers.contract` requires, with symbols for pages.
+"""A tier for simulations only: the minimum that `flexkv.cache.tiers.contract` requires, with symbols as pages.
 
-`SymbolicVolumes` lies below the product's disk tier and tests it; this tier is a separate one, and tests only the
-contract.
+`SymbolicVolumes` lies below the real disk tier and tests that; this tier is separate, and tests only the contract.
 """
 
 from __future__ import annotations
@@ -118,4 +117,4 @@ class SymbolicTier(Tier, Source, Sink):
         """Does nothing: since `begin_reset` older places hold no page."""
 
     def poll(self, now_s: float) -> None:
-        """Does nothing: a lost page shows when it is read."""
+        """Does nothing: a lost page is noticed when it is read."""

@@ -1,7 +1,7 @@
 """Disks without bytes: each place holds a tag and one symbol per rank, or garbage.
 
-They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and check its requests: it must not
-reuse a place in use, publish a page that was not written, or overwrite a page without announcing it.
+They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and check the manager's requests: it
+must not reuse a place in use, publish a page that was not written, or overwrite a page without announcing it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Identity = tuple[bytes, int, int, int]
 
 
 def stripe_digest(rank: int, symbol: Symbol) -> int:
-    """The digest that a rank reports for the run that it wrote: its part of what the symbol stands for."""
+    """The digest that a rank reports for the run that it wrote, computed from its part of the symbol."""
     return int.from_bytes(hashlib.sha256(repr((rank, symbol)).encode()).digest()[:8], "little")
 
 
@@ -210,7 +210,7 @@ class SymbolicVolumes(Volumes):
     # --- what a simulation does to it ---
 
     def lose(self, disk: int) -> None:
-        """Makes a disk fail for good."""
+        """Makes a disk fail permanently."""
         if self._alive[disk]:
             self._alive[disk] = False
             self._lost.append(LostDisk(disk, Path(f"/disk{disk}"), "simulated"))
@@ -226,17 +226,19 @@ class SymbolicVolumes(Volumes):
         require(not used & self._announced, "a place on a lost disk was given away")
 
     def named(self, op: TransferOp) -> set[int]:
-        """The pages of an op that the index which survives a crash has at the places where the op looks for them."""
+        """The pages of an op that the durable index has at the places where the op looks for them."""
         rows = [self.journal[op.group].get(place) for place in op.places.tolist()]
         wanted = zip(rows, identities(op) if rows else (), strict=True)
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """Checks that these pages of an op are still indexed: the content of none caused its failure."""
+        """Checks that these pages of an op are still indexed, because none of them failed due to its content."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
-        """Checks that the index does not name these pages of an op, whose places did not hold what it asked for."""
+        """Checks that the index does not name these pages of an op, because their places did not hold the requested
+        pages.
+        """
         wanted = identities(op)
         for page in pages:
             row = self.journal[op.group].get(int(op.places[page]))
@@ -246,7 +248,9 @@ class SymbolicVolumes(Volumes):
             )
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
-        """Writes a page over the old content, which must not be found after a crash; returns whether it could."""
+        """Writes a page over the old content, which must not be found after a crash; returns whether the write
+        succeeded.
+        """
         require(
             place not in self.journal[group],
             "a place was overwritten while the index that survives a crash names its old content",
@@ -258,7 +262,9 @@ class SymbolicVolumes(Volumes):
         return True
 
     def write_stripe(self, group: int, place: int, rank: int, symbol: Symbol) -> bool:
-        """Writes a rank's part of a page, which ends the place's former page; returns whether it could."""
+        """Writes a rank's part of a page, which destroys the place's former page; returns whether the write
+        succeeded.
+        """
         require(
             place not in self.journal[group],
             "stripes were written to a place that the index that survives a crash names",
@@ -270,7 +276,7 @@ class SymbolicVolumes(Volumes):
         return True
 
     def seal(self, group: int, place: int, identity: Identity, digests: list[int]) -> bool:
-        """Writes the trailer of a page whose stripes every rank has written; returns whether it could."""
+        """Writes the trailer of a page whose stripes every rank has written; returns whether the write succeeded."""
         stripes = self._stripes[group].get(place, {})
         if not self._alive[place % self.disks]:
             return False
@@ -285,7 +291,7 @@ class SymbolicVolumes(Volumes):
         self._stripes[group].pop(place, None)
 
     def read(self, group: int, place: int, identity: Identity) -> list[Symbol] | None:
-        """The symbols at a place, if it holds the page that is asked for; else None."""
+        """The symbols at a place, if it holds the requested page; else None."""
         content = self.content[group].get(place)
         if content is None or content[0] != identity or not self._alive[place % self.disks]:
             return None

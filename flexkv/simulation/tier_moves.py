@@ -1,5 +1,6 @@
-"""Carries out the ops of a simulation's symbolic tier: pages fail, ops come late, in any order or never begin, and
-pages are lost behind the tier's back."""
+"""Carries out the ops of a simulation's symbolic tier: pages fail; ops end late, in any order, or never begin; and
+pages are lost without the tier's knowledge.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 
 @dataclass
 class SimulatedMove:
-    """An op that was handed over; sets hold positions of pages.
+    """An op that was taken over; sets hold positions of pages.
 
     Attributes:
-        epoch: the tier's epoch when the op was handed over.
+        epoch: the tier's epoch when the op was taken over.
         done: pages that have moved or failed.
         missing: pages that failed because their place does not hold them.
         result: its result, once it has ended.
@@ -99,7 +100,7 @@ class TierMoves:
             each.failed.append(page)
 
     def read(self, group: int, place: int, key: bytes, epoch: int) -> list[Symbol] | None:
-        """The page at a place, if it is the one that is asked for."""
+        """The page at a place, if it is the requested one."""
         found = self.tier.content[group].get(place)
         return found[2] if found is not None and found[:2] == (epoch, key) else None
 
@@ -133,7 +134,7 @@ class TierMoves:
             del self.tier.content[group][random.choice(places)]
 
     def deliver(self) -> None:
-        """Gives the manager one of the results, not always the first."""
+        """Gives the manager one of the results, which is not always the first."""
         world = self.world
         ended = [each for each in self._moving.values() if each.result is not None]
         if not ended:
@@ -148,7 +149,7 @@ class TierMoves:
             self._check_forgotten(each, result)
 
     def _check_forgotten(self, each: SimulatedMove, result: OpResult) -> None:
-        """Checks that no entry is left at the place of a page that was not what was asked for."""
+        """Checks that no entry is left at a place that did not hold the requested page."""
         for page, cause in causes_by_page(result).items():
             if cause > FailureCause.SOURCE:
                 continue
@@ -163,11 +164,11 @@ class TierMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether an op was handed over whose result was not taken."""
+        """Whether there is an op whose result was not taken yet."""
         return bool(self._moving)
 
     def check(self) -> None:
-        """Checks that a fetch now would bring what its key promises, on every rank."""
+        """Checks that a fetch now would bring, on every rank, the KV that its key promises."""
         for places in self.tier.content:
             for epoch, key, symbols in places.values():
                 require(

@@ -122,7 +122,7 @@ class World:
             self.grow(group)
 
     def _waiting_slots(self, group: int) -> set[int]:
-        """Host slots that were filled from disk for requests which have not asked again."""
+        """Host slots that were filled from disk for requests that have not looked up again."""
         return self.manager.held_slots(group)
 
     def _symbolic_tier(self, context: TierContext) -> SymbolicTier:
@@ -177,12 +177,14 @@ class World:
         return int(BEGUN_S + self.now_s)
 
     def expire_pages(self) -> None:
-        """To be called before each call in which the manager drops pages whose time is over."""
+        """Call this before each call in which the manager drops expired pages."""
         if self.config.ttl_s:
             self.recorder.expiring |= self.model.expire(self.unix_s)
 
     def expiries_of(self, group: int, keys: Keys, ttl_s: int | None) -> list[int]:
-        """When pages expire that a store brings to host memory now: with their copy on disk, if that is earlier."""
+        """When the pages that a store brings to host memory now will expire: at the same time as their copy on disk, if
+        that is earlier.
+        """
         ends = self.unix_s + ttl_s if ttl_s else NEVER
         on_disk = self.disk_tier.expiries_there(group, keys) if self.config.disk_places else None
         if on_disk is None:
@@ -190,12 +192,12 @@ class World:
         return [min((time for time in (ends, there) if time), default=NEVER) for there in on_disk.tolist()]
 
     def note_stored(self, pages: list[tuple[Key, int]]) -> None:
-        """Notes pages that are being stored from now on, and when they expire in host memory."""
+        """Records pages that are being stored from now on, and when they expire in host memory."""
         self.model.note_times(dict(pages))
         self._stored_at.update((key, self.unix_s) for key, expiry in pages if expiry)
 
     def is_over(self, key: Key) -> bool:
-        """Whether the time of every copy of a page is over, wherever it lies: none is younger than its last store."""
+        """Whether every copy of a page has expired, wherever it lies: no copy is younger than the page's last store."""
         stored = self._stored_at.get(key)
         return stored is not None and self.unix_s >= stored + self.config.ttl_s
 
@@ -244,7 +246,7 @@ class World:
         in_stream: bool,
         load: int = 0,
     ) -> None:
-        """Hands an op to the ranks; `load` is the number of the load that it is a part of."""
+        """Gives an op to the ranks; `load` is the number of the load that it belongs to."""
         waits = {
             number
             for number, other in self.model.ops.items()

@@ -54,7 +54,7 @@ class DiskStates:
         return True
 
     def note_backend(self, disk: int, backend: str, note: str) -> None:
-        """Notes why a disk does not use the backend that was asked for; an empty `note` means that it does."""
+        """Records why a disk does not use the requested backend; an empty `note` means that it does."""
         if note != self._notes.get(disk, ""):
             self._notes[disk] = note
             logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)

@@ -1,6 +1,6 @@
-"""A file beside an index to which frames with digests are appended, and which is replaced as a whole to shrink it.
+"""A file beside an index. Frames with digests are appended to it, and it is replaced as a whole to shrink it.
 
-A crash leaves the frames before it, whole, and perhaps a part of one more, which the next opening cuts off.
+After a crash, all earlier frames are complete, perhaps followed by a part of one more, which the next opening cuts off.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class FrameLog:
                 raise DiskError(f"{self._path}: {error.strerror}") from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The process that had it may have put another file in its place.
+                # The process that had the lock may have replaced the file.
                 if os.path.samestat(os.fstat(fd), os.stat(self._path)):
                     return fd
             except FileNotFoundError:
-                pass  # replaced or removed: there is another to open
+                pass  # replaced or removed: open the new file
             except OSError as error:
                 if error.errno not in IN_USE:
                     os.close(fd)
@@ -121,7 +121,8 @@ class FrameLog:
         write_all(self._fd, framed(content))
 
     def clear(self) -> None:
-        """Removes all frames, also a part of one. Needs no space on the disk; nothing waits for it to be durable.
+        """Removes all frames, including an incomplete one. Needs no space on the disk; nothing waits for it to be
+        durable.
 
         Raises:
             OSError: the file cannot be cut.
@@ -129,11 +130,12 @@ class FrameLog:
         os.ftruncate(self._fd, HEADER.size)
 
     def replace(self, frames: Iterable[bytes]) -> None:
-        """Puts a file with these frames in place of this one, durably; a crash leaves this one or the other.
+        """Durably replaces the file by one with these frames; after a crash, either the old file or the new one is
+        there.
 
         Raises:
-            OSError: it could not be written, and this one stays as it is; or it is there but may not outlive a loss of
-                power.
+            OSError: the new file could not be written, and the old one stays as it is; or the new file is there but may
+                not survive a power loss.
         """
         path = self._path.with_name(f"{self._path.name}.new")
         fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -161,7 +163,7 @@ class FrameLog:
 
 
 def framed(content: bytes) -> bytes:
-    """A frame with this content, as it lies in a file.
+    """A frame with this content, in the form that files have.
 
     Raises:
         ContractError: it is empty or too long.

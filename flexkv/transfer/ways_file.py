@@ -2,8 +2,8 @@
 setting `transfer.ways_file` names.
 
 A table holds for one GPU in one slot with one driver and one version of flexkv. Anything else is refused: a threshold
-from another link would be wrong without a sign of it. An engine names one file for all its GPUs, so the others use the
-built-in lengths, and a warning says so.
+from another link would be silently wrong. An engine names one file for all its GPUs, so the others use the built-in
+lengths, and a warning says so.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class WaysKey:
         device: the GPU's UUID.
         link_width: lanes of its link; 0 where the kernel does not say.
         link_generation: of PCI Express; 0 where the kernel does not say.
-        driver: its CUDA version, and the kernel module's where it says.
-        flexkv: the version that measured.
+        driver: its CUDA version, and the kernel module's version if that is known.
+        flexkv: the version of flexkv that measured.
     """
 
     device: str
@@ -82,7 +82,7 @@ class CopyWays:
 
 
 def this_key(device: int) -> WaysKey:
-    """The key of a CUDA device here.
+    """The key of a CUDA device of this machine.
 
     Raises:
         ConfigError: there is no such device.
@@ -92,9 +92,9 @@ def this_key(device: int) -> WaysKey:
 
 
 def pci_link(pci: str, devices: Path = PCI_DEVICES) -> tuple[int, int]:
-    """Width and generation of a device's link, 0 for what the kernel does not say.
+    """Width and generation of a device's link; 0 if the kernel does not report them.
 
-    The generation is what both ends can do: an idle GPU lets its link slow down.
+    The generation is the highest that both ends support, because an idle GPU lets its link slow down.
     """
     device = devices / pci.lower()
     width = re.fullmatch(r"(\d{1,3})", _line(device / "current_link_width"))
@@ -139,7 +139,7 @@ def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None
 
 
 def check_ways_file(settings: TransferConfig) -> None:
-    """Checks at an engine's start that the file has a whole table, of whatever key.
+    """Checks at an engine's start that the file has a complete table, whatever its key.
 
     Raises:
         ConfigError: it has none.
@@ -153,7 +153,7 @@ def read_ways(path: str, key: WaysKey) -> CopyWays:
 
     Raises:
         ConfigError: there is no whole table.
-        OtherKeyError: it is of another key: names both.
+        OtherKeyError: it has another key; the message names both.
     """
     table = _checked(path, _content(path))
     found = WaysKey(**table["key"])
@@ -167,7 +167,7 @@ def read_ways(path: str, key: WaysKey) -> CopyWays:
 
 
 def write_ways(path: Path, key: WaysKey, ways: CopyWays, measured: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a table, with what it rests on. A reader always sees a whole file.
+    """Writes a table with its key and measurements. A reader always sees a complete file.
 
     Raises:
         OSError: it cannot be written.

@@ -66,13 +66,13 @@ def build_unit(
         slots: slots of the host pool; None for as many as the configured host memory holds.
         listener: receives the keys that become visible in host memory and those that leave it.
         prompt_limit: the log warns if a tier holds less than this; None if the engine does not report it.
-        alignment_tokens: every hit is a multiple of it; None where hits need only be whole blocks of every group.
-        prompt_keys: makes keys of token ids, for plugins' calls; None where no plugin may ask of a prompt.
+        alignment_tokens: every hit is a multiple of it; None if hits need only be whole blocks of every group.
+        prompt_keys: makes keys of token ids, for plugins' calls; None if no plugin may ask about a prompt.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
         CapacityError: the memory does not hold one slot, or is not available.
-        ConfigError: this machine lacks what a setting asks for.
+        ConfigError: this machine lacks something that a setting requires.
         FlexKVError: a folder cannot be used, or another process uses it.
     """
     facts = UnitFacts(config, tuple(groups), _stripes(ranks, len(groups)), owner, role.recomputes)

@@ -37,7 +37,7 @@ class LiveUnit(EngineUnit):
         pools: each rank's engine pool, for which the unit was made.
         driver: carries ops to the tiers behind host memory, and their results back.
         gate: keeps these tiers out of use until the engine's weights are named.
-        plugins: programs of the user beside the unit; None where there are none.
+        plugins: programs of the user beside the unit; None if there are none.
     """
 
     plugins: UnitPlugins | None = None

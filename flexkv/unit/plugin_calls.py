@@ -50,7 +50,7 @@ class HasStatus(Protocol):
     manager: LocalCacheManager
 
     def status(self) -> dict[str, Any]:
-        """The unit for people and plugins, as plain values."""
+        """The unit's status for people and plugins, as plain values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class Pin:
 class PluginCalls(CallTaker):
     """
     Args:
-        prompt_keys: None where the adapter has none: then a prompt's calls are refused.
+        prompt_keys: None if the adapter has none; calls about a prompt are then refused.
     """
 
     def __init__(self, unit: HasStatus, prompt_keys: PromptKeys | None) -> None:
@@ -137,7 +137,7 @@ class PluginCalls(CallTaker):
         return bool(self._waiting or self._prefetches)
 
     def run(self) -> None:
-        """Carries out one waiting call, and answers ended prefetches. Costs a microsecond where there is nothing."""
+        """Carries out one waiting call, and answers ended prefetches. Costs a microsecond if there is nothing to do."""
         now_s = time.monotonic()
         if now_s - self._status_at_s >= STATUS_EVERY_S:
             self._status, self._status_at_s = self._unit.status(), now_s
@@ -216,8 +216,9 @@ class PluginCalls(CallTaker):
             self._answer_cached(one)
 
     def _end_prefetches(self) -> None:
-        """Ends the prefetches whose pages have come, or whose call was given up: nothing holds their pages after
-        that."""
+        """Ends the prefetches whose pages have arrived, or whose call was abandoned: nothing holds their pages after
+        that.
+        """
         manager = self._unit.manager
         for request_id, one in list(self._prefetches.items()):
             if one.call.is_over or not manager.fetches(request_id):
@@ -227,7 +228,7 @@ class PluginCalls(CallTaker):
                     self._attempt(self._answer_cached, one)
 
     def close(self) -> None:
-        """Ends what calls hold."""
+        """Ends the pins and prefetches of calls."""
         self._end_pins(lambda pin: True)
         while self._prefetches:
             self._unit.manager.release(self._prefetches.popitem()[0])

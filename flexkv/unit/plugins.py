@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 def start_rank_plugins(config: FlexKVConfig, rank: int, unit: UnitId) -> PluginLauncher | None:
-    """Starts the plugins beside a rank that serves `unit`; None where there are none."""
+    """Starts the plugins beside a rank that serves `unit`; None if there are none."""
     if config.plugins.folder is None:
         return None
     found = find_programs(config.plugins.folder)
@@ -57,8 +57,9 @@ class UnitPlugins:
     def start(
         cls, config: FlexKVConfig, unit_id: UnitId, unit: HasStatus, prompt_keys: PromptKeys | None
     ) -> UnitPlugins | None:
-        """Starts the plugins of a unit, and its socket, which plugins of its ranks use too. None where the folder is
-        not set or has no plugins; the log names those that are refused."""
+        """Starts the plugins of a unit, and its socket, which plugins of its ranks use too. None if the folder is not
+        set or has no plugins; the log names those that are refused.
+        """
         folder = config.plugins.folder
         if folder is None:
             return None

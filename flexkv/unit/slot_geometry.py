@@ -15,7 +15,7 @@ DIGEST_BYTES = 8
 
 
 def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
-    """Lays out the run digests of all ranks behind the stripes, if no tier's format says where they lie.
+    """Lays out the run digests of all ranks after the stripes, if no tier's format says where they lie.
 
     Args:
         runs: how many runs each rank's view has (`len(view.runs)`).

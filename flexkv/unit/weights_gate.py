@@ -35,7 +35,8 @@ HELD = "the engine's weights are being read, to name them"
 
 
 class WeightsGate:
-    """The manager's thread drives it; only `of`, `start` and `close` wait. A tier that cannot open goes down alone.
+    """The manager's thread drives it; only `of`, `start` and `close` wait. A tier that cannot open goes down without
+    affecting the others.
 
     Host memory serves all the time. Pages stored there meanwhile go to the other tiers once these are open.
 

@@ -68,7 +68,7 @@ Done = Callable[[Path, FileState, str], None]
 
 @dataclass(slots=True)
 class _FileWork:
-    """A file on its way to a digest."""
+    """A file that is being digested."""
 
     path: Path
     state: FileState

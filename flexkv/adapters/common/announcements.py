@@ -54,11 +54,11 @@ class OwnDisks(Tier, NamedPages, Protocol):
 
 
 class Named(NamedTuple):
-    """What events say of a page, in the adapter's form.
+    """What events say about a page, in the adapter's form.
 
     Attributes:
         words: what this process announces.
-        kept: what the next process is to announce of it; None if these words mean nothing there.
+        kept: what the next process will announce for it; None if these words mean nothing there.
     """
 
     words: bytes
@@ -71,9 +71,9 @@ class _Page:
     Attributes:
         words, kept: see `Named`.
         generation: that of the page on disk; 0 if it is not there.
-        there: where it is.
-        told: where routers believe it to be.
-        stores: stores of it that have not ended.
+        there: the media that it is in.
+        told: the media in which routers believe it to be.
+        stores: number of its stores that have not ended.
         waits: the media whose queues of pages to be announced it is in.
     """
 
@@ -98,7 +98,7 @@ class News:
     """The next announcements, in the order of the fields.
 
     Attributes:
-        cleared: no page is anywhere any more.
+        cleared: there are no pages any more.
         removed: pages that left a medium where they were announced.
         stored: pages that are in a medium now.
     """
@@ -124,20 +124,22 @@ class _OnDisk(Mapping[bytes, bytes]):
         return (key for key in list(self._pages) if key in self)
 
     def __len__(self) -> int:
-        """At most so many: a page in host memory alone counts, too, because the thread must not walk all of them."""
+        """At most so many: a page that is only in host memory counts too, because the thread must not walk all of
+        them.
+        """
         return len(self._pages)
 
 
 class Announcements(CacheListener):
-    """Notes where pages are. One thread calls it.
+    """Records where pages are. One thread calls it.
 
-    A page is known from the first store of it on, also if that finds it stored already, or from the book of what an
+    A page is known from its first store on, even if the store finds it already stored, or from the book of what an
     earlier process left on disk.
 
     Args:
         host: host memory.
         disk: the unit's own disks; None without them.
-        book: file beside these disks that tells the next process; None for none.
+        book: the file beside these disks that informs the next process; None for none.
         identity: what the words mean; see `EventBook`.
     """
 
@@ -158,7 +160,7 @@ class Announcements(CacheListener):
         self._book = None if book is None else EventBook(book, identity, _OnDisk(self._pages), bytes)
 
     def close(self) -> None:
-        """Writes what the next process is to announce. Called when no page is written any more. Idempotent."""
+        """Writes what the next process will announce. Called when no page is written any more. Idempotent."""
         if self._book is not None:
             self._book.close()
 
@@ -168,7 +170,7 @@ class Announcements(CacheListener):
         """Called before a store is planned.
 
         Args:
-            keys: of the pages that events can name, one per entry of `named`.
+            keys: keys of the pages that events can name, one per entry of `named`.
         """
         rows = [row.tobytes() for row in keys]
         assert len(rows) == len(named)
@@ -181,7 +183,7 @@ class Announcements(CacheListener):
                 self._appeared((key for key, is_there in zip(rows, there, strict=True) if is_there), medium)
 
     def end_store(self) -> None:
-        """Called when the oldest store has ended: nothing more of it will become visible."""
+        """Called when the oldest store has ended: no more of its pages will become visible."""
         for key in self._stores.popleft():
             page = self._pages[key]
             page.stores -= 1
@@ -260,7 +262,7 @@ class Announcements(CacheListener):
                 self._news.removed.append(Told(medium, page.words))
             self._drop_if_unused(key, page)
 
-    # --- what routers are told ---
+    # --- what is announced to routers ---
 
     def forget_told(self) -> None:
         """Called when the engine has told routers that it has no block any more: the pages are announced again, some of
@@ -273,7 +275,7 @@ class Announcements(CacheListener):
         self._news = News(cleared=self._news.cleared)
 
     def _turned(self, medium: Medium) -> None:
-        """The tier came into use, or went out of it."""
+        """Called when the tier comes into use or goes out of use."""
         for key, page in self._pages.items():
             if page.told & medium:
                 page.told &= ~medium
@@ -283,7 +285,7 @@ class Announcements(CacheListener):
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would announce more now or, once the book is read on, later."""
+        """Whether `take` would announce more, now or once more of the book has been read."""
         is_read = self._book is None or self._book.is_settled
         return any(self._waiting.values()) or not (is_read or self._disk is None or not self._disk.in_use)
 

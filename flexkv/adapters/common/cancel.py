@@ -1,4 +1,6 @@
-"""Waits for copies that the engine needs to have ended, cancels late ones, and raises an error if one does not end."""
+"""Waits for copies that must end before the engine continues, cancels late ones, and raises an error if one does not
+end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from flexkv.transfer.base import DataPlane, Ticket
 
 
 def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bool:
-    """Waits up to `wait_s` seconds; returns whether every op of these graphs has ended. Takes no result."""
+    """Waits up to `wait_s` seconds; returns whether every op of these graphs has ended. Takes no results."""
     ends_s = time.monotonic() + wait_s
     return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 

@@ -1,4 +1,4 @@
-"""The common key scheme: a namespace of everything that decides KV but the engine, so that engines share pages.
+"""The common key scheme: a namespace of everything that decides KV except the engine, so that engines share pages.
 
 Its keys are those of the token chain (`flexkv.cache.keys.TokenChain`), which is the chain that SGLang hashes.
 """
@@ -40,7 +40,7 @@ class SharedModel:
         block_tokens: tokens per block.
         overrides: the overrides of the model's configuration that the user gave the engine.
         config: the model's configuration as the engine read it.
-        apart: whatever else the KV depends on, and which part of it a unit holds; None where there is neither.
+        apart: anything else that the KV depends on, and which part of the KV a unit holds; None if there is neither.
     """
 
     path: str
@@ -57,8 +57,8 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
     """32 bytes, equal for all engines that would compute equal KV.
 
     Raises:
-        ConfigError: the KV is quantised, engines would compute it by different rules, or nothing identifies the weights
-            for good. The message says what to set.
+        ConfigError: the KV is quantised, engines would compute it by different rules, or the weights cannot be
+            identified reliably. The message says what to set.
     """
     if model.kv_dtype not in PLAIN_DTYPES:
         raise _refusal(
@@ -113,7 +113,7 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
 
 
 def _architecture(path: str) -> Any:
-    """The model's own `config.json`: each engine's library adds entries of its own to those that it reads.
+    """The model's own `config.json`, because each engine's library adds entries to those that it reads.
 
     Raises:
         ConfigError: the file is damaged.

@@ -72,12 +72,12 @@ Words = TypeVar("Words")
 
 
 class Entry(NamedTuple):
-    """What the file says of one page.
+    """What the file says about one page.
 
     Attributes:
         group: number of the KV group.
-        generation: that of the page on disk.
-        words: what events say of it, in the adapter's form.
+        generation: generation of the page on disk.
+        words: what events say about it, in the adapter's form.
     """
 
     key: bytes
@@ -100,8 +100,8 @@ class Found(Generic[Words]):
     """A page that the file names, on disk in this generation or a later one, unless it has left.
 
     Attributes:
-        entry: as it is packed.
-        words: made by `prepare`.
+        entry: the entry in packed form.
+        words: the result of `prepare`.
     """
 
     key: bytes
@@ -140,17 +140,18 @@ def are_there(disk: NamedPages, group: int, keys: Keys, found: Sequence[Found[Wo
 
 
 class _Closing(Exception):
-    """A close ends a rewriting of the file, which can wait."""
+    """Raised to end a rewrite of the file at a close, because the rewrite can wait."""
 
 
 class EventBook(Generic[Words]):
-    """The engine's thread calls everything but `_run`; no call waits but `close`.
+    """The engine's thread calls everything except `_run`; only `close` waits.
 
     Args:
         identity: what the words mean, IDENTITY_BYTES of `frame_log`; a file with another identity is begun anew.
-        on_disk: what is on disk and announced, packed, by its key; the thread asks it whether an entry is still of use.
-        prepare: makes of an entry's words what the engine's thread needs of them. Called by the thread; raises
-            ValueError for words that nobody wrote.
+        on_disk: packed entries of what is on disk and announced, by key; the thread uses it to find out whether an
+            entry is still needed.
+        prepare: converts an entry's words to the form that the engine's thread needs. Called by the book's thread;
+            raises ValueError for invalid words.
     """
 
     def __init__(
@@ -189,16 +190,16 @@ class EventBook(Generic[Words]):
         return found
 
     def put(self, entries: Iterable[bytes]) -> None:
-        """Keeps packed entries of pages that came to the disks. Drops what finds no room."""
+        """Keeps packed entries of pages that came to the disks. Drops entries if there is no room."""
         self._put([(STORED, entry) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Notes pages that left the disks; the file need not name them. Drops what finds no room."""
+        """Records pages that left the disks; the file need not name them. Drops records if there is no room."""
         self._put([(GONE, key) for key in keys])
 
     def _put(self, records: list[tuple[bytes, bytes]]) -> None:
         if not self._thread.is_alive():
-            return  # it has said why
+            return  # the reason is logged already
         with self._lock:
             room = 0 if self._closing else MAX_WAITING - len(self._waiting)
             self._waiting += records[:room]
@@ -206,7 +207,7 @@ class EventBook(Generic[Words]):
             self._lock.notify()
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Writes what waits, for `wait_s` at most."""
+        """Writes the waiting records, for at most `wait_s` seconds."""
         with self._lock:
             self._closing = True
             self._lock.notify()
@@ -309,7 +310,7 @@ class EventBook(Generic[Words]):
                 self._offer(there, log)
 
     def _offer(self, found: list[Found[Words]], log: FrameLog) -> None:
-        """Waits until the engine has room for these pages, and writes what waits meanwhile."""
+        """Waits until the engine has room for these pages, and writes waiting records meanwhile."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: len(self._found) < MAX_FOUND or self._waiting or self._closing)
@@ -329,10 +330,10 @@ class EventBook(Generic[Words]):
         self._records += len(waiting)
 
     def _shrink_or_wait(self, most_records: int, log: FrameLog) -> None:
-        """Rewrites the file. If that fails, the file serves as it is and is rewritten at twice the size.
+        """Rewrites the file. If that fails, the file is used unchanged, and is rewritten at twice the size.
 
         Raises:
-            OSError: the rewriting failed, and the file has more than `most_records`.
+            OSError: the rewrite failed, and the file has more than `most_records`.
         """
         try:
             self._shrink(log)
@@ -353,7 +354,7 @@ class EventBook(Generic[Words]):
                 if self._closing:
                     raise _Closing
                 for key, _, _, entry in () if frame.startswith(GONE) else _entries_of(frame):
-                    # An entry of an earlier page with this key would be believed where the index names that page.
+                    # An entry of an earlier page with this key would be believed if the index names that page.
                     if key not in kept and self._on_disk.get(key) == entry:
                         kept.add(key)
                         yield STORED, entry
@@ -383,10 +384,10 @@ def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 def _entries_of(frame: bytes) -> Iterator[tuple[bytes, int, int, bytes]]:
-    """The entries of a frame: key, group, generation, and the entry as it is packed.
+    """The entries of a frame: key, group, generation, and the packed entry.
 
     Raises:
-        ValueError: the frame has something else.
+        ValueError: the frame contains anything else.
     """
     at = 1
     while at < len(frame):

@@ -9,7 +9,7 @@ from flexkv.cache.keys import namespace_digest
 
 
 def plain_namespace(fields: Mapping[str, Any]) -> bytes:
-    """The namespace made of these plain values, 32 bytes.
+    """The namespace made from these plain values, 32 bytes.
 
     Raises:
         TypeError: a value has no stable form.

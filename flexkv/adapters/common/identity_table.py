@@ -1,4 +1,6 @@
-"""Tables of an engine's settings: which of them decide a block's KV, how each enters the key, and which must not."""
+"""Tables of an engine's settings: which of them decide a block's KV and how each enters the key, and which must not
+enter it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class FieldTable:
         config: the name of the object's class.
         path: dotted path from the engine's whole configuration to the object; empty for the whole configuration.
         taken: fields whose values enter the key unchanged.
-        elsewhere: fields that decide KV and enter the key by code of their own: field -> how, in words.
+        elsewhere: fields that decide KV and enter the key through separate code: field -> how, in words.
         left_out: fields that must not change a key: reason -> fields.
         read: fields of which a part enters the key: field -> (which part, in words; the function that extracts it).
     """
@@ -44,7 +46,7 @@ class FieldTable:
         return self.read[name][1](value) if name in self.read else plain_config(value)
 
     def names(self) -> list[str]:
-        """Every field of the table, once for each collection that has it."""
+        """Every field of the table, once for each collection that contains it."""
         return [
             *self.taken,
             *self.read,

@@ -1,5 +1,6 @@
-"""Layerwise loads and stores of a step: the forward waits for each layer of a load just before it reads the layer, and
-each layer of a store is copied once the forward has written it."""
+"""Layerwise loads and stores of a step: the forward pass waits for each layer of a load just before it reads the layer,
+and each layer of a store is copied once the forward pass has written it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ NOT_FINISHED = "the step's forward did not come to its end"
 class LayerLoads:
     """The layerwise loads of one step.
 
-    The forward does not notice a load that fails or misses `load.deadline_s`: whatever it computes from then on is
-    wrong, and `finish` puts the blocks into the step's report. If the forward did not wait for every layer, `finish`
-    fails all of the step's loads, because the forward may have read a layer too early.
+    The forward pass does not notice a load that fails or misses `load.deadline_s`: everything it computes from then on
+    is wrong, and `finish` puts the blocks into the step's report. If the forward pass did not wait for every layer,
+    `finish` fails all of the step's loads, because a layer may have been read too early.
 
     Attributes:
-        busy: loads have begun, and their forward is not over.
+        busy: loads have begun, and their forward pass has not ended.
     """
 
     def __init__(self, ops: RankOps, deadline_s: float) -> None:
@@ -38,7 +39,7 @@ class LayerLoads:
         self.busy = False
 
     def begin(self, jobs: Sequence[LoadJob], layers: int) -> None:
-        """Takes the loads that were submitted for the next forward. `layers` is the number of layers of the KV."""
+        """Takes the loads that were submitted for the next forward pass. `layers` is the number of layers of the KV."""
         self._jobs = list(jobs)
         self.busy = bool(jobs)
         self._waited.clear()
@@ -60,10 +61,10 @@ class LayerLoads:
                 self._ops.finish_load(job)
 
     def finish(self) -> bool:
-        """Called when the forward is over: waits until its loads have ended.
+        """Called after the forward pass: waits until its loads have ended.
 
         Returns:
-            Whether the forward has waited for every layer.
+            Whether the forward pass has waited for every layer.
 
         Raises:
             ClosedError: see `RankOps.finish_load`.
@@ -87,11 +88,12 @@ class LayerLoads:
 class LayerStores:
     """The gated stores of one step.
 
-    A layer is copied once the forward has written it and all layers before it; the remaining layers are copied when the
-    forward is over. So a forward that reports no layer (the replay of a CUDA graph) is stored as whole pages would be.
+    A layer is copied once the forward pass has written it and all layers before it; the remaining layers are copied
+    after the forward pass. So if a forward pass reports no layer (the replay of a CUDA graph), its pages are stored
+    like whole pages.
 
     Attributes:
-        busy: stores have begun, and their forward is not over.
+        busy: stores have begun, and their forward pass has not ended.
     """
 
     def __init__(self, ops: RankOps) -> None:
@@ -103,7 +105,7 @@ class LayerStores:
         self._layers = 0
 
     def begin(self, graphs: Sequence[TransferGraph], layers: int) -> None:
-        """Submits the stores of the next forward. `layers` is the number of layers of the KV."""
+        """Submits the stores of the next forward pass. `layers` is the number of layers of the KV."""
         self._op_ids = [op.op_id for graph in graphs for op in graph.ops]
         self.busy = bool(self._op_ids)
         self._written.clear()
@@ -124,13 +126,13 @@ class LayerStores:
             self._ops.open_layers(self._op_ids, ready)
 
     def finish(self) -> None:
-        """Called when the forward is over: lets the layers that it did not report be copied too."""
+        """Called after the forward pass: lets the layers that it did not report be copied too."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         if op_ids and self._open < self._layers:
             self._ops.open_layers(op_ids, self._layers)
 
     def abandon(self) -> None:
-        """Called when another step begins: gives up stores whose forward never ended."""
+        """Called when another step begins: abandons stores whose forward pass never ended."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         for op_id in op_ids:
             self._ops.give_up(op_id, NOT_FINISHED)

@@ -2,7 +2,7 @@
 
 A rank and its unit introduce themselves with the records of `flexkv.facts.ranks`. From then on the scheduler's side
 orders loads as `LoadJob`s, and the rank reports every op once (`RankReports`). These records are plain and picklable,
-because workers may run in processes of their own.
+because workers may run in separate processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class LoadJob:
 
     Attributes:
         graph: has no ops when the promise could not be kept; every block of `lost` is then reported as failed.
-        sync: the step's forward needs the load: all of it before the forward starts or, with layerwise ops, each
-            layer before the forward reads it.
+        sync: the step's forward pass needs the load: all of it before the forward pass starts or, with layerwise ops,
+            each layer before that layer is read.
     """
 
     request_id: str
@@ -29,5 +29,5 @@ class LoadJob:
 
     @property
     def by_layer(self) -> bool:
-        """Whether the forward waits for the load's layers one by one."""
+        """Whether the forward pass waits for the load's layers one by one."""
         return any(op.layerwise for op in self.graph.ops)

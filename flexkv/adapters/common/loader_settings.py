@@ -1,4 +1,6 @@
-"""Settings of an engine's weight loader that decide which files it reads; those for speed alone are left out."""
+"""Settings of an engine's weight loader that decide which files it reads; settings that only affect speed are left
+out.
+"""
 
 from __future__ import annotations
 

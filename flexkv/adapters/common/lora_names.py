@@ -42,8 +42,8 @@ class Stamp:
         files: (name, bytes, time of content change in ns, time of inode change in ns, inode) of each file; empty if
             there is no folder.
         route: (device, inode, time of inode change in ns) of each folder and symbolic link on the path, and of each
-            file of the adapter that is a link. The time is 0 for folders other than the adapter's own, because they
-            also change with whatever lies beside the adapter.
+            file of the adapter that is a link. The time is 0 for folders other than the adapter's own, because these
+            also change with other files beside the adapter.
     """
 
     files: tuple[tuple[str, int, int, int, int], ...] = ()
@@ -69,7 +69,7 @@ class Stamp:
 
     @property
     def changed_ns(self) -> int:
-        """Time of the last change. The inode's counts too: a copy may keep the content's time, not the inode's."""
+        """Time of the last change, of content or inode: a copy may keep the content's time, but not the inode's."""
         of_files = (max(mtime, ctime) for _, _, mtime, ctime, _ in self.files)
         return max((*of_files, *(ctime for _, _, ctime in self.route)), default=0)
 
@@ -78,7 +78,7 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
     """Follows `path` from `base`, a folder without links in its path; returns its end, and the `Stamp.route` to it.
 
     Raises:
-        OSError: something on the way is missing, or there are too many links.
+        OSError: a part of the path is missing, or there are too many links.
     """
     place, ahead, links = base, path.split("/")[::-1], 0
     route: list[tuple[int, int, int]] = []
@@ -107,11 +107,11 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 class LoraNames:
     """Names of adapters' contents, one per path, made when a path is first seen or its files have changed.
 
-    Each call costs a few stats. To make a name, the adapter's weights and configuration are read whole while a request
-    waits; the engine reads as much to load the adapter.
+    Each call costs a few stats. To make a name, the adapter's weights and configuration are read completely while a
+    request waits; the engine reads as much to load the adapter.
 
-    The name is one of this process alone in these cases:
-      - Anything goes wrong: the caller is the engine's scheduler, which must go on.
+    The name is valid only in this process in these cases:
+      - An error occurs: the caller is the engine's scheduler, which must go on.
       - The adapter has more than `MOST_NAMED_BYTES`.
       - Its files changed after `since_ns`, or it is no folder on this machine. An engine reads an adapter some time
         after its start, keeps it, and does not say which content it read; KV computed with one content must not be
@@ -128,8 +128,9 @@ class LoraNames:
 
     def name(self, path: str) -> str:
         """The name of the content at `path` (a folder, or a hub name). It is equal for equal content in every process,
-        except where it is a name of this process alone (see above)."""
-        # Path.expanduser would raise for the home of an unknown user; this takes it for an ordinary name.
+        unless it is valid only in this process (see above).
+        """
+        # Path.expanduser would raise for the home of an unknown user; os.path treats it as an ordinary name.
         folder = Path(os.path.expanduser(path))
         stamp = Stamp.of(folder)
         known = self._named.get(path)
@@ -183,7 +184,7 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
 
 
 def _is_as_downloaded(folder: Path) -> bool:
-    """Whether `folder` is a commit's in the hub's cache, unchanged since it was downloaded. Reads all of it.
+    """Whether `folder` is the folder of a commit in the hub's cache, unchanged since the download. Reads all of it.
 
     A commit's folder has links to files, each named by a digest of its content.
     """

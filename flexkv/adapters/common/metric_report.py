@@ -56,7 +56,7 @@ class MetricReport:
         self._logged_at_s = clock()
 
     def report_if_due(self) -> None:
-        """Makes the reports that are due. Reads only the clock where nothing is."""
+        """Makes the reports that are due. If none is due, only reads the clock."""
         now_s = self._clock()
         if now_s < self._export_at_s:
             return
@@ -106,8 +106,8 @@ class PrometheusFiles:
     """Every series of `METRICS`, at zero from the start.
 
     Args:
-        prefix: put before each metric's name: the engine's own prefix, so that its metrics stand together.
-        labels: labels that tell this process from the engine's others.
+        prefix: put before each metric's name: the engine's own prefix, so that its metrics are listed together.
+        labels: labels that distinguish this process from the engine's others.
     """
 
     def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
@@ -126,7 +126,7 @@ class PrometheusFiles:
 
     @classmethod
     def where_collected(cls, prefix: str, labels: Mapping[str, str]) -> PrometheusFiles | None:
-        """None where the engine collects no such files, or they cannot be written; the log then names the error."""
+        """None if the engine collects no such files, or if they cannot be written; the log then names the error."""
         if FOLDER_VARIABLE not in os.environ:
             return None
         try:
@@ -152,7 +152,8 @@ class PrometheusFiles:
         # Only engines with such a page bring this package.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        # A registry per instance: only the files are collected, and two caches in one process have metrics of one name.
+        # One registry per instance: only the files are collected, and two caches in one process have metrics of the
+        # same names.
         registry = CollectorRegistry()
         labels = [*self._labels, *(name for name, _ in metric.labels)]
         name = prefix + metric.name

@@ -1,8 +1,8 @@
 """Files beside a model's weights that determine its KV: the processing of images, the quantisation of the weights.
 
 They are read from a folder only. Which of a hub's files are in a machine's cache depends on what was loaded there
-before, and must not enter a key: the commit that names the weights names the files too. Where the user names the
-weights (`identity.model`), the commit enters the key for the files; where no commit is known, nothing does.
+before, and must not enter a key: the commit that names the weights also names the files. If the user names the weights
+(`identity.model`), the commit enters the key on behalf of the files; if no commit is known, nothing does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def processor_files(model: str, revision: str | None = None, named: bool = False
 
 
 def quantization_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
-    """The settings in files that say how the weights are quantised. Arguments and errors as for `processor_files`."""
+    """The settings in files that describe the quantisation of the weights. Arguments and errors as for
+    `processor_files`.
+    """
     found = {name: _settings(name, content) for name, content in _contents(model, QUANTIZATION_FILES)}
     return found | _commit_of(model, revision, named)
 
@@ -76,7 +78,7 @@ def file_digest(path: str) -> str:
 
 
 def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Name and content of each of the files that exists; empty for a hub name."""
+    """Name and content of each file that exists; empty for a hub name."""
     place = Path(model)
     if not place.exists():
         return []
@@ -85,7 +87,7 @@ def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
 
 
 def _commit_of(model: str, revision: str | None, named: bool) -> dict[str, str]:
-    """The hub's commit where it stands for files that are not read, and nothing else in the key does."""
+    """The hub's commit, if it stands for files that are not read and nothing else in the key does."""
     if not named or revision is None or not PINNED.fullmatch(revision) or Path(model).exists():
         return {}
     return {"commit": revision}
@@ -108,7 +110,7 @@ def _read(file: Path) -> bytes:
 
 
 def _settings(name: str, content: bytes) -> Any:
-    """The settings in a file; its digest where it is not JSON."""
+    """The settings in a file; the file's digest if it is not JSON."""
     try:
         said = json.loads(content)
     except ValueError:

@@ -37,7 +37,7 @@ def plain_config(value: Any) -> Any:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain_config(getattr(value, item.name)) for item in fields(value)}
-    # An engine's plugin may have settings in a class of its own, which can compute their digest.
+    # A plugin of the engine may keep settings in its own class, which can compute their digest.
     if not isinstance(value, type) and callable(digest := getattr(value, "compute_hash", None)):
         return str(digest())
     # The text of a function has an address in it, which differs in every process.

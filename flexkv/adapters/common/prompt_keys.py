@@ -64,13 +64,13 @@ class TokenPromptKeys:
         """
         Raises:
             TokenError: a token is not in [0, 2**32).
-            PluginCallError: the engine makes another key of a salt than this can.
+            PluginCallError: the engine derives keys from a salt in a way that this cannot reproduce.
         """
         return [TokenKeys(self._block_tokens, self._namespace(), self._seed_of(salt)).of(tokens)]
 
 
 def without_salt(salt: str) -> bytes:
-    """The seed of a chain of an engine that numbers its salts by itself."""
+    """The seed of a chain, for an engine that numbers its salts itself."""
     if salt:
         raise PluginCallError("this engine gives salts numbers of its own; ask of prompts without one")
     return b""

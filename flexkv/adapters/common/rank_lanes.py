@@ -26,7 +26,7 @@ def open_gds_lane(
     Args:
         stripe: which stripe of each page this rank loads.
         views: a `KvView` of the rank's pool for each KV group.
-        tensors: the tensors that the views were made of; they say which device the pool lies on.
+        tensors: the tensors from which the views were made; they say which device the pool is on.
 
     Returns:
         The lane and an empty string. If `disk.gds` is auto and the lane is unavailable: None and the reason.
@@ -67,7 +67,7 @@ def open_lanes(
     Args:
         views: a `KvView` of the rank's pool for each KV group.
         places: where in a slot the blocks of each group lie.
-        tensors: the tensors that the views were made of. They say which device the pool lies on, and are kept alive
+        tensors: the tensors from which the views were made. They say which device the pool is on, and are kept alive
             while copies may touch them.
         stream_of: takes a CUDA device; returns the stream that copies are ordered after if `submit` names none.
         mover: the mover of the host lanes; None takes the transfer engine's own.
@@ -76,7 +76,8 @@ def open_lanes(
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.
-        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` no whole table.
+        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` a file without a
+            complete table.
     """
     transfer = config.transfer
     with ExitStack() as opened:

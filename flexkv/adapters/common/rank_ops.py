@@ -53,8 +53,8 @@ class RankOps:
         released: why no op may touch the engine's pool now; empty while ops may.
         gds_refusal: why the transfer engine has no lane to the disks although loads may name it; empty otherwise.
         stripe_bytes: bytes per page that this rank moves, for each KV group.
-        stores: False where another rank stores the same bytes: a store then ends here at once.
-        step: number of the last forward that was ordered.
+        stores: False if another rank stores the same bytes: a store then ends here at once.
+        step: number of the last forward pass that was ordered.
         reports: collects the results of ended ops until they are reported.
     """
 
@@ -77,11 +77,11 @@ class RankOps:
     # --- submit ---
 
     def point(self, stream: int | None = None) -> StreamPoint | None:
-        """A point after all work enqueued on a stream so far, for `submit_load` and `submit_store`; None where the pool
-        is plain memory, or no op may touch it.
+        """A point after all work enqueued on a stream so far, for `submit_load` and `submit_store`; None if the pool is
+        plain memory, or no op may touch it.
 
         Args:
-            stream: None for the stream that this thread enqueues the engine's work on.
+            stream: None for the stream on which this thread enqueues the engine's work.
         """
         return None if self.engine is None or self.released else self.engine.record(stream)
 
@@ -139,8 +139,8 @@ class RankOps:
         """Starts a store; one that finds the queue full is dropped and reported as cancelled.
 
         Args:
-            urgent: a forward waits for the store to end.
-            gated: a forward is still to write the blocks: no layer is copied before `open_layers` opens it.
+            urgent: a forward pass waits for the store to end.
+            gated: a forward pass has yet to write the blocks: no layer is copied before `open_layers` opens it.
             after: as in `submit_load`.
         """
         if not self.stores:
@@ -196,7 +196,7 @@ class RankOps:
         self.engine.cancel(op.ticket)
 
     def invalidate(self, job: LoadJob, reason: str) -> None:
-        """Makes all blocks of a load count as failed, whatever has arrived; also when its results were taken."""
+        """Makes all blocks of a load count as failed, whatever has arrived, even if its results were already taken."""
         for op in job.graph.ops:
             self.give_up(op.op_id, reason)
             if op.op_id not in self._ops:
@@ -205,7 +205,7 @@ class RankOps:
     # --- wait ---
 
     def finish_load(self, *jobs: LoadJob) -> None:
-        """Waits for loads that the forward reads. Blocks that did not arrive are reported in this step.
+        """Waits for loads that the forward pass reads. Blocks that did not arrive are reported in this step.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled. Its blocks may still be written at any time, so the
@@ -269,8 +269,8 @@ class RankOps:
                     mine.torn = set(range(mine.pages))
 
     def keep_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
-        """Called when a forward is about to write blocks that stores read. In plain memory it waits for the copies to
-        end; on a device it orders the engine's stream behind them. Pages for which this takes longer than `wait_s`
+        """Called when a forward pass is about to write blocks that stores read. In plain memory it waits for the copies
+        to end; on a device it orders the engine's stream behind them. Pages for which this takes longer than `wait_s`
         seconds count as torn.
 
         Args:

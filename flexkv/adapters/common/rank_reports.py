@@ -14,7 +14,7 @@ class Ended:
     """An op's terminal result, with the facts that decide when it may be taken.
 
     Attributes:
-        step: number of the last forward that was ordered when the op was submitted.
+        step: number of the last forward pass that was ordered when the op was submitted.
         failed_load: the op is a load's, and some of its blocks hold no valid KV.
     """
 
@@ -72,7 +72,8 @@ class RankReports:
         return [entry.result for entry in ended]
 
     def take_settled(self, settled_step: int) -> list[OpResult]:
-        """Takes the results that no later report can make wrong: those of ops submitted up to forward `settled_step`.
+        """Takes the results that no later report can invalidate: those of ops submitted up to forward pass
+        `settled_step`.
 
         The result of a load that lost blocks stays for the step's report, which names these blocks first.
         """
@@ -92,7 +93,7 @@ class RankReports:
         return finished
 
     def take_finished_and_failed(self) -> tuple[set[str], set[str]]:
-        """Takes the requests whose async load has ended, and returns with them those whose load lacks pages."""
+        """Takes the requests whose async load has ended; also returns those whose load lacks pages."""
         finished, self.finished = self.finished, set()
         failed = self.failed & finished
         self.failed -= failed

@@ -40,21 +40,21 @@ class RankWorker:
     """The part of the worker's side that all adapters share.
 
     Args:
-        current_stream: takes a CUDA device; returns the stream that the calling thread enqueues the engine's work on,
+        current_stream: takes a CUDA device; returns the stream on which the calling thread enqueues the engine's work,
             as an integer.
 
     Raises:
-        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` no whole table. They
-            are checked here so that they end the engine's start: a rank in a process of its own that failed later would
-            run on without the cache.
+        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` a file without a
+            complete table. They are checked here so that they end the engine's start: a rank in a separate process that
+            failed later would keep running without the cache.
 
     Attributes:
         device: the CUDA device of the engine's pool; None for plain memory, and before `attach`.
         views: a `KvView` of the engine's pool per KV group; none before `take_pool`.
         pool_id: names the engine's pool; NO_POOL before `take_pool`.
         slots: slots of the host pool; -1 before `attach`.
-        plugin_rank: the rank in the names of its plugins: the engine's, where a unit has one rank.
-        unit: the unit that this rank serves, from its grant on and for good; NO_UNIT before.
+        plugin_rank: the rank in the names of its plugins: the engine's rank, if a unit has one rank.
+        unit: the unit that this rank serves, permanently from its grant on; NO_UNIT before.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
@@ -94,7 +94,7 @@ class RankWorker:
         replicas: int,
     ) -> None:
         """Takes the engine's pool. If this rank already serves a unit, which was made for another pool, it refuses
-        every op from now on, so that a block number of one pool is never taken for one of the other.
+        every op from now on, so that a block number of one pool is never mistaken for one of the other.
 
         Args:
             views: a `KvView` per KV group.

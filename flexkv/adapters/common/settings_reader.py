@@ -1,8 +1,8 @@
 """Reads the settings that callers give in requests (`RequestSettings`), strictly and without ever failing a request.
 
 No engine checks the fields of its connector while a request can still be refused, and an exception in vLLM's scheduler
-ends the engine and every request. So an unreadable setting is named in a warning and counted. If it asked that less be
-stored or shared, the request is kept out of the cache, because a store cannot be undone.
+ends the engine and every request. So an unreadable setting is named in a warning and counted. If the setting restricts
+what is stored or shared, the request is kept out of the cache, because a store cannot be undone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SettingsReader:
         self._left_out = 0
 
     def take(self, request_id: str, place: str, name: str, value: object, given: Given) -> None:
-        """Adds a known setting to `given`. If two names give one field, the value that allows less holds.
+        """Adds a known setting to `given`. If two names set the same field, the more restrictive value holds.
 
         Args:
             place: where in the request the name is.
@@ -95,14 +95,14 @@ class SettingsReader:
         value: object,
         known: Sequence[str] = OWN_NAMES,
     ) -> None:
-        """Names a field that is meant for flexkv and that it does not know, or not under this engine."""
+        """Names a field that is meant for flexkv but is unknown, or unknown under this engine."""
         self.warn(request_id, f"{place}.{shown(name)}", value, "name", ", ".join(known))
 
     def warn(self, request_id: str, place: str, value: object, what: str, allowed: str) -> None:
-        """Counts a field that cannot be read, and names it in the log, once a minute at most.
+        """Counts a field that cannot be read, and names it in the log at most once per minute.
 
         Args:
-            what: what about it is not known: its name, value or type.
+            what: the part that is not known: its name, value or type.
         """
         self._counters.add("flexkv_unread_request_fields_total", 1, reason=what)
         now_s = self._clock()

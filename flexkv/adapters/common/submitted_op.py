@@ -21,7 +21,7 @@ LOSSES = {
     OpStatus.FAILED: PageLoss.MOVE_FAILED,
     OpStatus.SKIPPED: PageLoss.MOVE_SKIPPED,
     OpStatus.LANE_DOWN: PageLoss.LANE_DOWN,
-    # Nothing went wrong: a client may have hung up.
+    # This is no error: a client may have disconnected.
     OpStatus.CANCELLED: PageLoss.CANCELLED,
 }
 """The loss to count for failed pages, by the op's status. OK stands for an op that ended well but had torn pages."""
@@ -32,10 +32,10 @@ class SubmittedOp:
     """An op submitted here and not yet reported.
 
     Attributes:
-        step: number of the last forward that was ordered when the op was submitted.
+        step: number of the last forward pass that was ordered when the op was submitted.
         load: the job that the op belongs to; None for a store.
         torn: positions in the op whose block may have been written while the copy read it.
-        given_up: why the op's bytes are not to be used, however it ends; empty while they may be used.
+        given_up: why the op's bytes must not be used, however the op ends; empty while they may be used.
     """
 
     ticket: Ticket

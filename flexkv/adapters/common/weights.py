@@ -21,8 +21,8 @@ PINNED = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_identity(model: str, revision: str | None, resolved: str | None = None) -> str:
-    """A string that differs for different weights: the hub's commit and the path in it, or else a digest of sampled
-    content.
+    """A string that differs for different weights: the hub's commit and the path in it, or else a digest of samples of
+    the content.
 
     Args:
         model: a folder, a file, or a hub name; a hub name enters the string with its commit.
@@ -37,8 +37,9 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
 
 
 def weights_content(model: str, revision: str | None, resolved: str | None = None) -> WeightsContent:
-    """Which of these weights have to be read whole, because no commit names them. Arguments and errors as for
-    `weights_identity`."""
+    """Which of these weights must be read completely, because no commit names them. Arguments and errors as for
+    `weights_identity`.
+    """
     name = _name_of(model, revision, resolved)
     if not name:
         return WeightsContent((model,))
@@ -51,7 +52,7 @@ def weights_content(model: str, revision: str | None, resolved: str | None = Non
 
 
 def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
-    """A name for the weights that needs no look at their content; empty where there is none.
+    """A name for the weights that does not depend on reading their content; empty if there is none.
 
     A commit's folder gives a name if its files are links into the hub's cache, which names each file by a digest of its
     content; editing one in place would break that cache. A folder that has a commit's name but holds the files
@@ -75,8 +76,9 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
 
 
 def _is_of_hub_cache(path: Path) -> bool:
-    """Whether every weights file in the folder is a link into the hub's cache. True also where there is no such file:
-    only the commit then names what an engine loads."""
+    """Whether every weights file in the folder is a link into the hub's cache. Also true if there is no such file: then
+    only the commit names what an engine loads.
+    """
     try:
         files = weight_files(path)
     except ConfigError:
@@ -89,7 +91,7 @@ def _is_of_hub_cache(path: Path) -> bool:
 
 
 def resolved_commit(model: Any) -> str | None:
-    """The commit on Hugging Face's hub from which an engine loaded the model, also if it asked for a branch; None if
+    """The commit on Hugging Face's hub from which an engine loaded the model, even if a branch was requested; None if
     unknown.
 
     Args:

@@ -1,8 +1,9 @@
-"""Watches what SGLang's scheduler does without a call to its caches: it changes weights, releases KV memory, queues
-requests and publishes events. Also gives a key of their own to requests whose tokens do not say all that they compute.
+"""Watches what SGLang's scheduler does without calling its caches: it changes weights, releases KV memory, queues
+requests and publishes events. Also gives separate keys to requests whose tokens do not determine everything that they
+compute.
 
-SGLang calls its caches for a flush, but a flush alone says nothing about the weights, and comes after the pool's memory
-was released. SGLang's own registry of hooks reaches all of this.
+SGLang calls its caches for a flush, but a flush does not say whether the weights change, and comes after the pool's
+memory was released. SGLang's own registry of hooks covers all of this.
 """
 
 from __future__ import annotations
@@ -105,13 +106,13 @@ def put_hook(call: str) -> None:
 
 
 def name_inputs(request: Any) -> None:
-    """Changes the request's extra key where its tokens do not say all that it computes. Idempotent.
+    """Changes the request's extra key if its tokens do not determine everything that it computes. Idempotent.
 
-    SGLang represents an image among the tokens by numbers made of 64 bits of its digest, or of a client's own value.
-    That is too little to tell one image from all others for good. So every request with images or other inputs gets an
-    extra key that no other run has. The extra key enters SGLang's page hashes, so the pages of such a request are found
-    only in this run. It also keeps such requests apart from text in SGLang's tree. The tokens of a request that brings
-    embeddings say nothing, so it gets an extra key that no other request has.
+    SGLang represents an image among the tokens by numbers made from 64 bits of its digest, or from a client's own
+    value. That is too little to distinguish one image reliably from all others. So every request with images or other
+    inputs gets an extra key that no other run has. The extra key enters SGLang's page hashes, so the pages of such a
+    request are found only in this run. It also keeps such requests apart from text in SGLang's tree. The tokens of a
+    request with embeddings say nothing about its content, so it gets an extra key that no other request has.
     """
     if getattr(request, "multimodal_inputs", None) is not None:
         add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)

@@ -81,7 +81,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             pool,
             owner,
             stream_of=_no_stream,
-            fails_requests=False,  # a load answers for each page by itself
+            fails_requests=False,  # a load reports each page separately
             prompt_limit=prompt_limit(server_args),
             rank=self._place.rank,
         )
@@ -147,7 +147,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             self._batches.close()
 
     def new_weights(self) -> None:
-        """Called when the weights are about to change: makes everything stored so far a miss for good."""
+        """Called when the weights are about to change: permanently makes everything stored so far a miss."""
         if self._batches is not None:
             self._batches.new_weights()
 

@@ -41,14 +41,14 @@ meant, so nothing names them for good."""
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place among all that hold KV. Every rank has a cache of its own.
+    """One rank's place among all ranks that hold KV. Every rank has its own cache.
 
     Attributes:
         units_on_node: caches that share this node's memory and disks: one per rank of every data-parallel replica.
         is_whole: the rank's pages hold all heads and layers.
         rank: its tensor-parallel rank.
-        is_alone: no other rank keeps a part of the same pages. With data-parallel attention a rank may be alone among
-            several.
+        is_alone: no other rank keeps a part of the same pages. With data-parallel attention, even one of several ranks
+            may be alone.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Place:
 def owner_of(
     server_args: Any, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> UnitOwner:
-    """The owner of this rank's pages. Its namespace is made of everything that must be equal before one engine may use
+    """The owner of this rank's pages. Its namespace contains everything that must be equal before one engine may use
     another's KV. From this call on, requests with images or embeddings get extra keys of their own (`name_inputs`).
 
     Raises:
@@ -195,7 +195,9 @@ def _shared_model(
 
 
 def _kernels(server_args: Any) -> str:
-    """The mode whose kernels give other bits than the usual ones, which no other engine has; empty for the usual."""
+    """The mode whose kernels give other bits than the usual ones, and which no other engine has; empty for the usual
+    kernels.
+    """
     if target := server_args.rl_on_policy_target:
         return f"sglang, as {target}"
     return "sglang, deterministic" if server_args.enable_deterministic_inference else ""
@@ -206,8 +208,9 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names only by samples. A draft model's weights are not among them, because no page
-    holds its KV, which lies in pools of its own."""
+    """The weights that the namespace names only by samples. A draft model's weights are not among them, because its KV
+    is in separate pools and in no page.
+    """
     named = config.identity.model or str(server_args.load_format) == "dummy"
     content = NAMED if named else weights_content(model.model_path, model.revision, resolved_commit(model))
     for path in _other_paths(server_args).values():
@@ -234,7 +237,7 @@ def _other_weights(server_args: Any) -> dict[str, str]:
 def _adapters() -> dict[str, str]:
     """The content of each adapter that the engine was started with, by name and path.
 
-    A page's hash identifies such an adapter only by name and path, and a linker sees only hashes. For an adapter that
+    A page's hash identifies such an adapter only by name and path, and a linker gets only hashes. For an adapter that
     is loaded while the engine runs, SGLang puts a random number into its pages' hashes, so no other run finds them.
     """
     return {

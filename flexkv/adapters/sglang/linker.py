@@ -33,14 +33,14 @@ logger = get_logger(__name__)
 class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     """One rank's linker. SGLang's scheduler thread calls all methods.
 
-    Ranks answer alike by construction: `load` never refuses, `offload` only what a request's settings keep out, and
-    offloads complete in the order in which they began. Whether a rank had room shows only in a completion's result,
-    which SGLang reduces over its ranks.
+    All ranks give the same answers by construction: `load` never refuses, `offload` refuses only what a request's
+    settings exclude, and offloads complete in the order in which they began. Whether a rank had room shows only in a
+    completion's result, which SGLang reduces over its ranks.
 
     Args:
         components: parts of the engine's tree; only full attention can be stored.
         extra_config: settings of flexkv, as dotted keys or nested (`linker_extra_config`).
-        forward_stream: the stream on which the engine's forwards write the pool; None on a CPU.
+        forward_stream: the stream on which the engine's forward passes write the pool; None on a CPU.
 
     Raises:
         GeometryError: the engine has a pool, draft pool or tree component that flexkv does not store.
@@ -116,8 +116,9 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- lookups ---
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Returns the lengths of all prefixes that can be restored: every prefix of the pages found can, because each
-        page has an index entry of its own."""
+        """Returns the lengths of all prefixes that can be restored: every prefix of the found pages can be, because
+        each page has its own index entry.
+        """
         hashes = _only(transfers).keys
         settings = self._requests.of(rid)
         keys = self._cache.keys(hashes, settings.namespace)
@@ -142,7 +143,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- loads ---
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Never refuses. If the promised pages are gone, the load fails later, for all ranks alike."""
+        """Never refuses. If the promised pages are gone, the load fails later, on all ranks alike."""
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
         settings = self._requests.of(rid)
@@ -168,8 +169,9 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- offloads ---
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Refuses what the request that the tree takes is not to store. An offload without room completes as not
-        stored."""
+        """Refuses pages that the settings of the request being inserted exclude. An offload without room completes as
+        not stored.
+        """
         settings = self._requests.inserting
         if settings.skip_save:
             return False
@@ -195,7 +197,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- life ---
 
     def new_weights(self) -> None:
-        """Called when the weights are about to change: makes everything stored so far a miss for good."""
+        """Called when the weights are about to change: permanently makes everything stored so far a miss."""
         logger.info("new weights: everything stored is forgotten")
         self._cache.new_weights()
 
@@ -241,7 +243,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- streams ---
 
     def _stream(self) -> int | None:
-        """The stream that this thread enqueues the engine's work on; None for plain memory."""
+        """The stream on which this thread enqueues the engine's work; None for plain memory."""
         return _current_stream(self._cache.device) if self._on_device else None
 
     def _writer_stream(self) -> int | None:

@@ -24,7 +24,7 @@ NO_BATCH = -1
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """A promise that the engine took up: `blocks[i]` is to hold the page of `keys[i]`."""
+    """A promise that the engine took up: `blocks[i]` will hold the page of `keys[i]`."""
 
     keys: Keys
     blocks: BlockIds
@@ -33,7 +33,7 @@ class QueuedLoad:
 
 @dataclass(slots=True)
 class LoadBatch:
-    """The loads that one forward reads.
+    """The loads that one forward pass reads.
 
     Attributes:
         ends_s: when a layer that is not in place is given up (`time.monotonic`).
@@ -62,16 +62,16 @@ class LoadBatches:
     """Batches under way. This is the `layer_done_counter` of SGLang's pools, which call `set_consumer` and then
     `wait_until` for each layer.
 
-    A layer that fails raises nothing in the forward that waits for it: the forward runs with whatever its slots hold,
-    and `finish` returns False before the forward's output is used.
+    A failed layer raises no error in the forward pass that waits for it: the forward pass runs with whatever its slots
+    hold, and `finish` returns False before the output is used.
 
     Args:
-        current_stream: returns the stream that the caller enqueues the engine's work on; None where the pool is plain
+        current_stream: returns the stream on which the caller enqueues the engine's work; None if the pool is plain
             memory.
 
     Attributes:
         num_layers: layers of the pool.
-        consumer_index: number of the batch whose forward runs; NO_BATCH for none.
+        consumer_index: number of the batch whose forward pass runs; NO_BATCH for none.
     """
 
     def __init__(self, cache: RankCache, num_layers: int, current_stream: Callable[[], int | None]) -> None:
@@ -86,7 +86,7 @@ class LoadBatches:
     # --- the engine's side: called by its pools ---
 
     def set_consumer(self, index: int) -> None:
-        """Sets the batch that the next forward reads."""
+        """Sets the batch that the next forward pass reads."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
@@ -104,7 +104,7 @@ class LoadBatches:
     # --- the linker's side ---
 
     def start(self, queued: dict[str, QueuedLoad], stream: int | None) -> int:
-        """Starts the loads of a forward together; returns the number of their batch."""
+        """Starts the loads of a forward pass together; returns the number of their batch."""
         ends_s = time.monotonic() + self._cache.config.load.deadline_s
         batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
         index = next(self._numbers)
@@ -122,7 +122,8 @@ class LoadBatches:
         self, batch: LoadBatch, request_id: str, load: QueuedLoad, wait_s: float, stream: int | None
     ) -> None:
         manager = self._cache.manager
-        # Looked up again, because the lease may be gone, or of a later lookup that the engine did not act upon.
+        # Looked up again, because the lease may be gone, or may belong to a later lookup that the engine did not act
+        # upon.
         if self._cache.match(request_id, load.keys, wait_s, settings=load.settings) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"
@@ -152,7 +153,7 @@ class LoadBatches:
             cache.manager.end_request(request_id)
         if batch.lost:
             name = f"of {len(batch.requests)} request(s), which the engine ends"
-            # Where no op lost a page, a layer arrived after the forward had read it, so all pages count.
+            # If no op lost a page, a layer arrived after the forward pass had read it, so all pages count.
             failed = batch.failed or batch.pages
             self._failed.warn("load of a forward", name, failed, batch.pages, batch.lost)
         return not batch.lost

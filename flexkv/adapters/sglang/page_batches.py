@@ -23,8 +23,8 @@ POLL_S = 0.005
 
 
 class PageBatches:
-    """Serialises the calls with a lock. A lookup that waits for its disk does not hold up the others, because it
-    releases the lock between two polls.
+    """Serialises the calls with a lock. A lookup that waits for its disk does not delay the others, because it releases
+    the lock between two polls.
 
     Args:
         wait_s: seconds that a lookup waits for pages on disk.
@@ -104,7 +104,7 @@ class PageBatches:
             self._open.manager.reset()
 
     def new_weights(self) -> None:
-        """Called when the weights are about to change: makes everything stored so far a miss for good."""
+        """Called when the weights are about to change: permanently makes everything stored so far a miss."""
         with self.lock:
             if not self._closed:
                 self.cache.new_weights()
@@ -138,7 +138,7 @@ class PageBatches:
             raise ClosedError("the storage was closed while a lookup waited for its disk")
 
     def _write_to_disk(self) -> None:
-        """A thread's loop: drives writes to disk after a store, even if no further call comes. Ends with `close`."""
+        """A thread's loop: continues writes to disk after a store, even if no further call comes. Ends with `close`."""
         while True:
             self._stored.wait()
             self._stored.clear()

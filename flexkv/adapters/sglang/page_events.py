@@ -32,7 +32,7 @@ _decode = Decoder().decode
 
 @dataclass(slots=True)
 class _Node:
-    """A part of a key, with what SGLang's recorder reads of a tree's node."""
+    """A part of a key, with the fields of a tree's node that SGLang's recorder reads."""
 
     key: RadixKey
     parent: _Node | None
@@ -41,7 +41,7 @@ class _Node:
 
 
 class PageEvents(EngineListener):
-    """Names the pages of stores as events do, and adds their events to SGLang's. SGLang's scheduler thread calls it.
+    """Names the pages of stores as events do, and adds events for them to SGLang's. SGLang's scheduler thread calls it.
 
     Args:
         params: the parameters of the engine's tree.
@@ -108,8 +108,9 @@ class PageEvents(EngineListener):
         return [of_page for event in self._recorder.take() for of_page in _pages_of(event)]
 
     def _is_named(self, key: RadixKey) -> bool:
-        """Whether the hashes of events tell pages with this extra key from pages without. In SGLang's own format they
-        do so for the name of an adapter alone, and a router would expect one caller's pages for another."""
+        """Whether the hashes of events distinguish pages with this extra key from pages without it. In SGLang's own
+        format they do so only for the name of an adapter, and a router would expect one caller's pages for another.
+        """
         recorder = self._recorder
         return (
             key.extra_key is None
@@ -134,7 +135,7 @@ class PageEvents(EngineListener):
 
 
 def words_identity(params: Any) -> bytes:
-    """32 bytes that differ wherever this engine gives the same page another name in events.
+    """32 bytes that differ between engines that give the same page different names in events.
 
     Args:
         params: the parameters of the engine's tree.
@@ -144,8 +145,9 @@ def words_identity(params: Any) -> bytes:
 
 
 def _pages_of(event: BlockStored) -> list[Named]:
-    """The pages of an event, each with words as `_event` takes them. The next process announces no session, and nothing
-    of an adapter, whose name may stand for other content by then."""
+    """The pages of an event, each with words as `_event` takes them. The next process announces no pages of a session
+    or of an adapter, whose name may stand for other content by then.
+    """
     size, parent, pages = event.block_size, event.parent_block_hash, []
     for number, block_hash in enumerate(event.block_hashes):
         tokens = event.token_ids[number * size : (number + 1) * size]

@@ -24,7 +24,7 @@ def activate() -> None:
 
 
 def name_linker(server_args: Any) -> None:
-    """Makes flexkv the linker where the user chose the dynamic backend and configured no linker."""
+    """Makes flexkv the linker if the user chose the dynamic backend and configured no linker."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     asked = resolving_view(server_args)

@@ -28,8 +28,8 @@ def view_of(pool: Any, page_size: int) -> RankPool:
     special treatment.
 
     Raises:
-        GeometryError: the pool is of another kind, orders its bytes in another way, or has scales beside them; the
-            message says which.
+        GeometryError: the pool is of another kind, orders its bytes differently, or has scales beside them; the message
+            says which.
     """
     kind = type(pool)
     # Subclasses order their bytes in another way, or have further buffers, so only these two classes are accepted.

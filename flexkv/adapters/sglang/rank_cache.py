@@ -146,7 +146,7 @@ class RankCache(RankWorker):
     def prefetch(self, request_id: str, keys: Keys, settings: RequestSettings = NO_SETTINGS) -> None:
         """Starts reading the request's pages on disk before `match` needs them.
 
-        If no `match` follows, the pages are kept from eviction for twice `disk.wait_s` at most.
+        If no `match` follows, the pages are kept from eviction for at most twice `disk.wait_s`.
         """
         self.poll()
         if self.manager.prefetch(request_id, [keys], 0, settings):
@@ -221,7 +221,7 @@ class RankCache(RankWorker):
         self._ops.poll()
         for result in self._ops.reports.take_results():
             self._end(result)
-        # SGLang asks by batch whether pages have arrived, not by block or request.
+        # SGLang asks per batch whether pages have arrived, not per block or request.
         self._ops.reports.take_failed_blocks()
 
     def poll(self) -> None:
@@ -240,7 +240,7 @@ class RankCache(RankWorker):
 
     @property
     def disk_busy(self) -> bool:
-        """Whether the disks have work, which goes on only while `poll` is called."""
+        """Whether the disks have work, which continues only while `poll` is called."""
         return self._unit.busy
 
     def _end(self, result: OpResult) -> None:
@@ -252,10 +252,10 @@ class RankCache(RankWorker):
             done.loss.count(self.counters, len(done.failed_blocks))
         watcher(done)
 
-    # --- what routers are told ---
+    # --- what is announced to routers ---
 
     def announce(self, identity: bytes) -> Announcements:
-        """Begins to note where pages are, for events. Called once, before the first page is stored.
+        """Begins to record where pages are, for events. Called once, before the first page is stored.
 
         Args:
             identity: what the words of events mean; see `EventBook`.
@@ -282,9 +282,9 @@ class RankCache(RankWorker):
         return True
 
     def new_weights(self) -> None:
-        """Makes everything stored before a miss, and keeps pages stored from now on apart from all other runs.
+        """Makes everything stored before a miss, and keeps pages stored from now on separate from all other runs.
 
-        The namespace was made of the weights that the engine was started with; nothing names its weights now.
+        The namespace was made from the weights with which the engine was started; its present weights have no name.
         """
         self.manager.reset()
         self._namespace = namespace_digest({"before": self._namespace, "run": os.urandom(16)})

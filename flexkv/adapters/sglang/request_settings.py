@@ -31,8 +31,9 @@ class RequestBook(EngineListener):
         """The settings of the request whose KV the engine's tree takes now."""
 
     def enter(self, request: Any) -> None:
-        """Called when a request enters a queue, also again: reads its settings, and makes its namespace a part of its
-        extra key, which SGLang's page hashes and tree have. Idempotent."""
+        """Called whenever a request enters a queue: reads its settings, and makes its namespace a part of its extra
+        key, which enters SGLang's page hashes and tree. Idempotent.
+        """
         custom = getattr(request.sampling_params, PLACE, None)
         if not isinstance(custom, Mapping) or self._requests.get(request.rid) is request:
             return

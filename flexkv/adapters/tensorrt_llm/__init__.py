@@ -1,6 +1,6 @@
 """flexkv for TensorRT-LLM: `connector_module: flexkv.adapters.tensorrt_llm` with these two classes.
 
-It can be imported where TensorRT-LLM is not installed. `docs/tensorrt-llm.md` has the whole `kv_connector_config`.
+It can be imported even if TensorRT-LLM is not installed. `docs/tensorrt-llm.md` has the complete `kv_connector_config`.
 """
 
 from flexkv.adapters.tensorrt_llm.connector import FlexKVScheduler, FlexKVWorker

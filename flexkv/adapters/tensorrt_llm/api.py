@@ -1,4 +1,5 @@
-"""The connector's base classes: TensorRT-LLM's own where the package is installed, or else classes of the same shape.
+"""The connector's base classes: TensorRT-LLM's own if the package is installed, or else classes with the same
+interface.
 
 The package has the module at one path up to 1.2, and at another from 1.3 on; both are tried.
 """
@@ -41,7 +42,7 @@ class BareScheduler:
 
 
 def find_api() -> Any:
-    """The module that defines the connector's base classes; None where the package is not installed."""
+    """The module that defines the connector's base classes; None if the package is not installed."""
     for name in MODULES:
         try:
             return importlib.import_module(name)
@@ -58,7 +59,7 @@ SchedulerBase: Any = BareScheduler if _api is None else _api.KvCacheConnectorSch
 
 
 def engine_version() -> str:
-    """The package's version without its local part; empty where it is not installed, or has no version."""
+    """The package's version without its local part; empty if it is not installed or has no version."""
     if _api is None:
         return ""
     return str(getattr(importlib.import_module("tensorrt_llm"), "__version__", "")).partition("+")[0]

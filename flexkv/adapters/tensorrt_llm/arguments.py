@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """The engine's arguments, normalised. A value that they do not give is 0, empty or None.
+    """The engine's arguments, normalised. A value that is not given is 0, empty or None.
 
     Attributes:
         model: the model's folder or hub name.
@@ -30,12 +30,12 @@ class EngineArguments:
         heads: number of heads of K and V on one rank; 0 for a latent.
         head_size: elements of one head, or of the latent.
         draft: how drafts are made; a draft model may have layers in the same pool.
-        draft_model: folder or hub name of the draft model; empty where there is none.
+        draft_model: folder or hub name of the draft model; empty if there is none.
         architecture: the model's own configuration.
         quant_algo: the quantisation of the weights, by name; "None" for none.
         overrides: overrides of the model's configuration (`model_kwargs`).
-        without_hooks: the argument because of which forwards may run without the hooks of their layers; empty where
-            every forward calls them.
+        without_hooks: the argument because of which forward passes may run without the hooks of their layers; empty if
+            every forward pass calls them.
         prompt_limit: `max_seq_len`; None where the arguments leave it to the engine, which decides by model and
             memory.
         settings: other arguments that decide KV, as plain values.
@@ -132,13 +132,15 @@ class EngineArguments:
 
 
 def _draft_model(speculative: Any) -> str:
-    """The draft model's folder or hub name, whose field versions of the engine name differently; n-grams have none."""
+    """The draft model's folder or hub name, whose field has different names in different versions of the engine;
+    n-grams have none.
+    """
     names = ("speculative_model", "speculative_model_dir")
     return str(next((found for name in names if (found := getattr(speculative, name, None))), ""))
 
 
 def _without_hooks(llm_args: Any) -> str:
-    """See `EngineArguments.without_hooks`. An engine without `cuda_graph_config` may replay its forwards too."""
+    """See `EngineArguments.without_hooks`. An engine without `cuda_graph_config` may replay its forward passes too."""
     if not hasattr(llm_args, "cuda_graph_config"):
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
@@ -196,7 +198,7 @@ def _refuse_model(text: Mapping[str, Any], sparse: bool) -> None:
 
 
 def _architecture(model: str) -> dict[str, Any]:
-    """The model's config.json where the model is a folder on this machine; otherwise empty: shapes are not checked."""
+    """The model's config.json if the model is a folder on this machine; otherwise empty, and shapes are not checked."""
     file = Path(model) / "config.json"
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""The two classes that TensorRT-LLM loads: they pass every hook on to the side that it concerns."""
+"""The two classes that TensorRT-LLM loads: they pass every hook on to the side that handles it."""
 
 from __future__ import annotations
 
@@ -75,12 +75,14 @@ class FlexKVWorker(WorkerBase):
         self.side.wait_for_layer(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Does nothing: stores copy whole blocks after a request has ended, because only then the engine keeps its
-        blocks for a connector."""
+        """Does nothing: stores copy whole blocks after a request has ended, because only then does the engine keep its
+        blocks for a connector.
+        """
 
     def wait_for_save(self, stream: Any) -> None:
-        """Ends the forward's loads. It waits for no store: the engine keeps the blocks until `get_finished` returns the
-        request."""
+        """Ends the forward pass's loads. Does not wait for stores: the engine keeps the blocks until `get_finished`
+        returns the request.
+        """
         self.side.forward_ended()
 
     def get_finished(
@@ -115,7 +117,7 @@ class FlexKVScheduler(SchedulerBase):
         _close_at_exit(self.shutdown)
 
     def wait_for_initialization(self) -> None:
-        """Waits for nothing: nothing is promised until every rank has joined, which takes the first iterations."""
+        """Does not wait: nothing is promised until every rank has joined, which takes the first iterations."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self.side.build(scheduler_output)
@@ -140,7 +142,7 @@ class FlexKVScheduler(SchedulerBase):
         return self.side.finished(request, only_group(cache_block_ids_by_layer_group))
 
     def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
-        """The engine hands back prompt tokens [start, end) of its promise: the whole, or a part at either end."""
+        """The engine hands back prompt tokens [start, end) of its promise: all of it, or a part at either end."""
         self.side.cancel_load(_id_of(request), start, end)
 
     def request_reset(self, request: Any) -> None:
@@ -153,7 +155,7 @@ class FlexKVScheduler(SchedulerBase):
 
 
 def _id_of(request: Any) -> int:
-    """The id of a request; the argument itself where it is an id already."""
+    """The id of a request; the argument itself if it already is an id."""
     return int(getattr(request, "request_id", request))
 
 

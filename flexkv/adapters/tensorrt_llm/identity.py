@@ -1,4 +1,6 @@
-"""Namespaces, which decide who may share a block: the engine's, and within it that of a request's salt and adapter."""
+"""Namespaces, which decide which requests may share a block: the engine's, and within it that of a request's salt and
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,9 @@ def engine_namespace(
 
 
 def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names by samples alone: the model's, and those of a draft model, which may have
-    layers in the same pool."""
+    """The weights that the namespace names only by samples: the model's, and those of a draft model, which may have
+    layers in the same pool.
+    """
     content = NAMED
     if not settings.identity.model:
         content = weights_content(arguments.model, arguments.revision)
@@ -100,14 +103,14 @@ def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> Weight
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:
-    """The namespace of one request's keys; None where its KV depends on more than the keys express.
+    """The namespace of one request's keys; None if its KV depends on more than the keys express.
 
     The engine knows an adapter by a number that says nothing about its content, so the pages of a request with an
     adapter serve only this run.
     """
     if any(getattr(request, name, None) is not None for name in NOT_IN_TOKENS):
         return None
-    # The engine's own caches use the salt's number, and a request has nothing else of the salt during a lookup.
+    # The engine's own caches use the salt's number, and during a lookup a request knows only this number of its salt.
     salt = getattr(request, "cache_salt_id", None)
     if salt is None:
         salt = getattr(request, "cache_salt", None)

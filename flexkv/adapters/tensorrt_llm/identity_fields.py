@@ -1,8 +1,8 @@
 """The arguments that TensorRT-LLM passes to its connector: those that decide the KV of a block, and those that must not
 change a key. `docs/identity.md` is made from this table.
 
-The package is not installed where flexkv is built: these are the arguments of versions 1.1 to 1.3 as far as we know
-them. An argument that the table does not have is not in the key.
+The package is not installed where flexkv is built: these are the arguments of versions 1.1 to 1.3 as far as known. An
+argument that is missing from the table is not in the key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sockets between rank 0's scheduler and the workers of all ranks, besides the engine's own channel.
 
-TensorRT-LLM carries nothing from a worker to the scheduler, and nothing to a worker in an iteration without a batch. So
+TensorRT-LLM carries no data from a worker to the scheduler, and none to a worker in an iteration without a batch. So
 rank 0 listens on a local socket with an unguessable name, which the ranks learn from its first metadata. Neither side
 ever waits: bytes that cannot be sent yet are kept, up to a bound.
 """
@@ -111,7 +111,7 @@ class Wire:
 class Listener:
     """The scheduler's end. Only processes of the same user on this machine may connect.
 
-    A connection is a stranger until `admit`: its messages are received, but it is sent none, and its end is ignored.
+    A connection is unknown until `admit`: its messages are received, but it is sent none, and its end is ignored.
     """
 
     def __init__(self) -> None:

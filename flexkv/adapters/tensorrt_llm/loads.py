@@ -106,8 +106,8 @@ class Loads:
         wanted = blocks_of(taken, block_tokens)
         if not wanted:
             # The engine handed back the whole offer, or it asked again and got none: its wait for a load can be ended
-            # by a load of nothing. If a reset took the promise away instead, the engine counts on KV that never comes:
-            # it must go on waiting.
+            # by a load of nothing. If a reset took the promise away instead, the engine counts on KV that never comes,
+            # and must go on waiting.
             if not self.sync and (offer or (tracker.unsettled and tracker.told == 0)):
                 self._order(tracker, None)
             return
@@ -160,7 +160,7 @@ class Loads:
         planned, self._planned = tuple(self._planned), []
         return planned
 
-    # --- taken back ---
+    # --- handed back ---
 
     def cancel(self, tracker: RequestTracker, start: int, end: int | None) -> None:
         """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on.

@@ -17,8 +17,8 @@ class StepMetadata:
         step: counts up, so that a worker that gets the same metadata again does nothing twice.
         address: where the scheduler listens for its ranks. No two schedulers have the same address, so a rank that has
             joined one scheduler can refuse the steps of another.
-        loads: loads of requests that this step's forward computes.
-        requests: ids of all requests that this step's forward computes.
+        loads: loads of requests that this step's forward pass computes.
+        requests: ids of all requests that this step's forward pass computes.
     """
 
     step: int
@@ -30,7 +30,8 @@ class StepMetadata:
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """A load between steps. A rank starts it once the engine has named the request's id to it: only then has this rank
-    enqueued every forward that may still use the blocks."""
+    enqueued every forward pass that may still use the blocks.
+    """
 
     request_id: int
     job: LoadJob

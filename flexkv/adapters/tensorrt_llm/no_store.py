@@ -1,4 +1,6 @@
-"""Remembers the requests of steps that broke off: the content of their blocks is unknown, so it must not be stored."""
+"""Remembers the requests of steps that failed midway: the content of their blocks is unknown, so it must not be
+stored.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ count up from small ids."""
 
 
 class NoStoreRequests:
-    """Remembers in bounded memory which requests must not be stored.
+    """Remembers, in bounded memory, which requests must not be stored.
 
     The latest `MAX_NO_STORE` ids are kept exactly. For older ids only the highest is kept, and every request up to it
     is not stored: engines number requests upwards, so these are old requests, and a dropped store costs only a later
-    miss. Ids from `FIRST_DUMMY` on have a highest id of their own, which affects no request below `FIRST_DUMMY`.
+    miss. Ids from `FIRST_DUMMY` on have a separate highest id, which affects no request below `FIRST_DUMMY`.
     """
 
     def __init__(self) -> None:

@@ -160,7 +160,7 @@ class RankCoordinator:
                 prompt_keys=TokenPromptKeys(block_tokens, lambda: namespace, without_salt),
             )
         except FlexKVError as error:
-            # The engine is serving by now and can run without a cache.
+            # The engine is already serving and can run without a cache.
             self.unit = NullUnit(f"{type(error).__name__}: {error}")
             logger.error("nothing is cached: %s", self.unit.reason)
             return

@@ -1,4 +1,4 @@
-"""The scheduler's side's records of live requests."""
+"""The records that the scheduler's side keeps of live requests."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class RequestTracker:
     """One request.
 
     Attributes:
-        keys: None where the request's KV depends on more than the keys express.
+        keys: None if the request's KV depends on more than the keys express.
         offer: blocks of the last promise, until their load is ordered; empty for none.
         wanted: tokens of the offer that the engine still takes.
-        step_loaded: number of leading tokens that the next step's forward finds in its blocks, with a load inside that
-            step; 0 without one.
+        step_loaded: number of leading tokens that the next step's forward pass finds in its blocks, with a load inside
+            that step; 0 without one.
         computed: number of leading tokens whose KV is certainly in the engine's blocks once the last ordered forward
-            has run.
-        load: ops of a load between steps that have not ended well on all ranks.
+            pass has run.
+        load: ops of a load between steps that have not ended successfully on all ranks.
         loading: tokens of that load that the engine still takes.
-        spent: the request gets no further load between steps. Ranks may have an order of one that the engine never
+        spent: the request gets no further load between steps. Ranks may have an order of a load that the engine never
             names, or may learn late that it was cancelled. The engine names a load only by the request's id, so a
             lagging rank could mistake the order of a second load for that of the first.
         unsettled: the engine was promised a load between steps that was never ordered. The engine may still wait for
@@ -61,12 +61,14 @@ class RequestTracker:
         return RequestTracker(self.request_id, keys, spent=self.ordered, unsettled=self.unsettled)
 
     def certain_tokens(self, tokens: int, prompt_only: bool) -> int:
-        """How many of the request's tokens have certain KV that may be stored. `tokens` is the number of them all."""
+        """How many of the request's tokens have KV that is certain and may be stored. `tokens` is the number of all its
+        tokens.
+        """
         computed = self.computed
         if computed and tokens > self.prompt_tokens:
             # A token was sampled, so all of the prompt was computed.
             computed = max(computed, self.prompt_tokens)
-        # The last token was sampled and not fed back, so it has no KV.
+        # The last token was sampled but not computed, so it has no KV.
         end = min(computed, tokens - 1)
         if prompt_only and self.prompt_tokens:
             end = min(end, self.prompt_tokens)
@@ -84,7 +86,7 @@ class RequestTracker:
 
 
 def present_runs(blocks: BlockIds) -> list[tuple[int, int]]:
-    """The ranges [first, last) of positions whose block exists: the engine gives -1 where it keeps no page."""
+    """The ranges [first, last) of positions whose block exists: the engine gives -1 for positions without a page."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (blocks >= 0).astype(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -105,7 +107,7 @@ def still_wanted(tokens: range, start: int, end: int) -> range:
     """Tokens of an offer that are left when the engine hands back tokens [start, end).
 
     The engine hands back the whole offer or a part at either end, perhaps in several pieces, and counts the rest as
-    loaded. It never hands back a range in the middle; such a range would be loaded for nothing.
+    loaded. It never hands back a range in the middle; such a range would be loaded needlessly.
     """
     if start >= end:
         return tokens

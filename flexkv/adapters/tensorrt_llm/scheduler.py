@@ -22,8 +22,8 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """One ownership unit. Rank 0's executor thread calls all methods. None waits for a copy; only `match` waits for the
-    tiers behind host memory, for a bounded time.
+    """One ownership unit. Rank 0's executor thread calls all methods. No method waits for a copy; only `match` waits
+    for the tiers behind host memory, for a bounded time.
 
     Attributes:
         sync: loads run inside the step that needs them.
@@ -177,7 +177,7 @@ class SchedulerSide:
 
 
 def _has_hooks(config: FlexKVConfig, arguments: EngineArguments) -> bool:
-    """Whether a forward may start before its loads have ended, because it waits for each layer."""
+    """Whether a forward pass may start before its loads have ended, because it waits for each layer."""
     if arguments.ranks > 1:
         logger.warning(
             "load.mode=layerwise: a rank that lost a layer could not tell the other %d before they sample; loads end "

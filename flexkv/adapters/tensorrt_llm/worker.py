@@ -30,10 +30,10 @@ class Awaited:
     """A request that the engine has named and that was not returned yet.
 
     Attributes:
-        started: the order has arrived and its ops were submitted, or none will ever arrive.
+        started: the order has arrived and its ops were submitted, or no order will ever arrive.
         open: ops that have not ended.
         pages: number of pages of all its ops.
-        failed: why blocks of the load hold no valid KV; empty while all may.
+        failed: why blocks of the load hold no valid KV; empty while all blocks may be valid.
         cancelled: nothing waits for the load any more, so it may be returned even if it failed.
     """
 
@@ -90,8 +90,8 @@ class WorkerSide(RankWorker):
     # --- one iteration, in the order in which the engine calls ---
 
     def start(self, metadata: StepMetadata | None) -> None:
-        """Begins an iteration. When this returns, the loads that its forward reads are in place, except those that the
-        forward waits for layer by layer.
+        """Begins an iteration. When this returns, the loads that its forward pass reads are in place, except those for
+        which it waits layer by layer.
 
         Raises:
             TransferError: a load did not arrive, or another scheduler planned it. The engine would compute with the
@@ -103,7 +103,8 @@ class WorkerSide(RankWorker):
         self._step, self._running = metadata.step, metadata.requests
         self._join(metadata.address)
         self._receive()
-        # Drops the failed blocks of loads between steps. `finished` reports these loads, and no forward reads them.
+        # Drops the failed blocks of loads between steps. `finished` reports these loads, and no forward pass reads
+        # them.
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
@@ -123,7 +124,7 @@ class WorkerSide(RankWorker):
         """Whether the step is from another scheduler than the one that this rank has joined.
 
         Raises:
-            TransferError: the step has loads. Its forward would read blocks that this rank does not load.
+            TransferError: the step has loads. Its forward pass would read blocks that this rank does not load.
         """
         if not self.address or metadata.address == self.address:
             return False
@@ -140,19 +141,20 @@ class WorkerSide(RankWorker):
         return True
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
-        """Called when the forward is about to read this layer: returns once the step's loads have filled it, or failed.
+        """Called when the forward pass is about to read this layer: returns once the step's loads have filled it, or
+        failed.
 
         Args:
-            stream: the engine's stream, where the pool lies on a device.
+            stream: the engine's stream, if the pool is on a device.
         """
         self._layer_loads.wait(layer, None if self.device is None else stream_address(stream))
 
     def forward_ended(self) -> None:
-        """Called when the iteration's forward was run (or enqueued), before anything is sampled from it.
+        """Called when the iteration's forward pass was run (or enqueued), before tokens are sampled from it.
 
         Raises:
-            TransferError: the forward did not wait for every layer of its loads, or a load did not arrive: its output
-                must not be used.
+            TransferError: the forward pass did not wait for every layer of its loads, or a load did not arrive: the
+                output must not be used.
         """
         if self._layer_loads.busy:
             self._hooks_missed |= not self._layer_loads.finish()
@@ -172,8 +174,9 @@ class WorkerSide(RankWorker):
             )
 
     def _end_broken_step(self) -> None:
-        """If the last forward has not ended, it never will. The engine ends its requests and reuses their blocks, whose
-        content is unknown, so none of these requests is stored."""
+        """If the last forward pass has not ended, it never will. The engine ends its requests and reuses their blocks,
+        whose content is unknown, so none of these requests is stored.
+        """
         if not self._running:
             return
         logger.error(
@@ -187,8 +190,8 @@ class WorkerSide(RankWorker):
         """Starts requests that the engine names here for the first time. Returns the ids of ended stores and loads,
         each once.
 
-        The id of a load that lost blocks is not returned, because the engine would take it as loaded. Its request waits
-        until it is cancelled.
+        The id of a load that lost blocks is not returned, because the engine would count it as loaded. Its request
+        waits until it is cancelled.
         """
         self._saves.update((int(request_id), Awaited()) for request_id in saving)
         self._loads.update((int(request_id), Awaited()) for request_id in loading)

@@ -1,1 +1,1 @@
-"""Adapter to torch's tensors, streams and events: for the adapters of engines, and for hosts that are none."""
+"""Adapter to torch's tensors, streams and events, for the adapters of engines and for other programs."""

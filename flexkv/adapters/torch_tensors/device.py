@@ -17,8 +17,9 @@ LOOK_EVERY_S = 0.0005
 
 
 class TorchEvent(Event):
-    """A recorded event. Its error is that of work that failed to be enqueued before it or, after a wait, the one that
-    the device reported."""
+    """A recorded event. Its error is that of earlier work that could not be enqueued or, after a wait, the error that
+    the device reported.
+    """
 
     def __init__(self, native: Any, error: str) -> None:
         self.native = native
@@ -57,7 +58,7 @@ class TorchStream(Stream):
         try:
             with span(stage), self._module.stream(self._native):
                 work()
-        except Exception as error:  # whatever a transform or a source raises fails its layer
+        except Exception as error:  # any error of a transform or a source fails its layer
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def wait(self, event: Event) -> None:

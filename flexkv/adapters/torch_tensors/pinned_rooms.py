@@ -1,4 +1,4 @@
-"""Pinned memory between rows that lie in host memory and a device's buffers, of a few layers at a time."""
+"""Pinned memory through which rows of a few layers at a time pass from host memory to a device's buffers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Room:
 
 
 class PinnedMemory:
-    """Host memory for the rooms of all loads of a device: PAGEABLE from the first time on that none can be pinned.
+    """Host memory for the rooms of all loads of a device: PAGEABLE once memory could not be pinned.
 
     Args:
-        pins: whether the device copies from pinned memory without the host; None: whether it is no CPU.
+        pins: whether the device copies from pinned memory without the host; None: true unless the device is a CPU.
 
     Attributes:
         device: as given.
@@ -57,16 +57,16 @@ class PinnedMemory:
 
 
 class PinnedRooms:
-    """One load's rooms: each chunk has one for each of `layers` layers, which later layers use again.
+    """One load's rooms: each chunk has one room for each of `layers` layers, which later layers reuse.
 
-    Where memory cannot be pinned, or a room's last copy has not ended after `deadline_s`, rows pass through PAGEABLE.
-    After such a wait the load waits for no other room.
+    If memory cannot be pinned, or a room's last copy has not ended after `deadline_s`, rows pass through PAGEABLE
+    memory. After such a wait the load waits for no other room.
 
     Args:
-        memory: of the device that the buffers are on.
-        layers: how many layers have rooms of their own.
-        deadline_s: how long a layer waits for its rooms, in seconds. That also contains the caller's own work on the
-            device, for which the copy out of the room may wait; so it ends in a fallback and never in an error.
+        memory: memory for the device that the buffers are on.
+        layers: how many layers have separate rooms.
+        deadline_s: how long a layer waits for its rooms, in seconds. This includes the caller's own work on the device,
+            for which the copy out of the room may wait; so a timeout leads to the fallback and never to an error.
     """
 
     def __init__(self, memory: PinnedMemory, layers: int, deadline_s: float) -> None:
@@ -86,7 +86,7 @@ class PinnedRooms:
         room = self._free_room(key, rows)
         memory = pageable(rows) if room is None else room.memory
         source.copy_to(memory)
-        # In one piece on both sides: torch would copy others through memory that is not pinned.
+        # Contiguous on both sides, because torch would copy others through memory that is not pinned.
         for to, plane in zip(rows, memory, strict=True):
             to.copy_(plane, non_blocking=True)
         if room is not None:
@@ -95,7 +95,7 @@ class PinnedRooms:
             room.copied = TorchEvent(native, "")
 
     def _free_room(self, key: tuple[int, int], rows: torch.Tensor) -> Room | None:
-        """The chunk's room once nothing is copied out of it; None if there is none in time."""
+        """The chunk's room once no copy out of it is under way; None if that takes too long."""
         room = self._rooms.get(key)
         if room is None:
             room = self._rooms[key] = Room(self._memory.take(rows))
@@ -106,7 +106,7 @@ class PinnedRooms:
             logger.warning(
                 "cached rows pass through %s: the copy before is not over after %g s", PAGEABLE, self._wait_s
             )
-            self._wait_s = 0.0  # the device is behind: each room would take the time again
+            self._wait_s = 0.0  # the device lags behind: each room would take as long again
         return None
 
 

@@ -195,8 +195,8 @@ class TokenBlockKeys(BlockKeys):
 def tail_extra(request: Request, first_token: int, end_token: int) -> bytes | None:
     """The engine's extra keys (LoRA, salt) for tokens [first_token, end_token), framed.
 
-    None where a tail must not be cached at all: its token ids do not express its content (prompt embeddings), or a
-    multi-modal input reaches into it, which the engine identifies for whole blocks only.
+    None if a tail must not be cached at all: its token ids do not express its content (prompt embeddings), or a
+    multi-modal input reaches into it, which the engine identifies only for whole blocks.
     """
     if request.prompt_embeds is not None:
         return None

@@ -150,12 +150,12 @@ class FlexKVConnectorV1Impl:
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads that a forward reads have ended before it starts."""
+        """Does nothing: loads that a forward pass reads have ended before it starts."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Does nothing: stores copy whole blocks after the forward."""
+        """Does nothing: stores copy whole blocks after the forward pass."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None

@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: passes every hook on to the side that it concerns."""
+"""The KV connector that vLLM loads: passes every hook on to the side that handles it."""
 
 from __future__ import annotations
 
@@ -147,8 +147,9 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True with layerwise loads or stores and with blending: a graph of the whole forward would leave out the calls
-        per layer, and the layers that compute fewer rows."""
+        """True with layerwise loads or stores and with blending: a CUDA graph of the whole forward pass would leave out
+        the calls per layer, and the layers that compute fewer rows.
+        """
         settings = load_config(extra_config)
         return settings.blend.enabled or "layerwise" in (settings.load.mode, settings.store.mode)
 
@@ -183,7 +184,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        # First: if another engine has made this connector, a refusal must not shut it down.
+        # Done first: if another engine has made this connector, a refusal must not shut it down.
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
             check_batch_invariance(self._vllm_config)
@@ -213,7 +214,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker.blend is not None:
-            # Here, because `start_load_kv` may come after the forward.
+            # Called here, because `start_load_kv` may come after the forward pass.
             self.worker.blend.begin_step(cast("ConnectorMetadata", connector_metadata).blend)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -234,8 +235,9 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.layer_written(layer_name)
 
     def finish_forward(self) -> None:
-        """Model Runner V2 calls this between forward and sampling. It is not used with a draft model, which writes its
-        KV later."""
+        """Model Runner V2 calls this between forward pass and sampling. It is not used with a draft model, which writes
+        its KV later.
+        """
         if self._vllm_config.speculative_config is None and self.has_connector_metadata():
             self.worker.after_forward(cast("ConnectorMetadata", self._get_connector_metadata()))
 

@@ -1,4 +1,4 @@
-"""Refuses engines at their start whose KV cannot be used again, or whose ranks cannot be reached; and logs warnings.
+"""Refuses, at their start, engines whose KV cannot be reused or whose ranks cannot be reached; also logs warnings.
 
 `pool_geometry.py` refuses KV cache configurations, and `local_engines.py` a second engine or connector in one process.
 """
@@ -108,8 +108,8 @@ results for the rest of a prompt alone than for the whole prompt."""
 def check_batch_invariance(config: VllmConfig) -> None:
     """Refuses attention backends that break the promise of VLLM_BATCH_INVARIANT: the same output with or without a hit.
 
-    To be called in a worker whose model is loaded: only there the backends are known, and vLLM turns off its own prefix
-    caching.
+    Call it in a worker whose model is loaded: only there are the backends known, and there vLLM turns off its own
+    prefix caching.
 
     Raises:
         ConfigError: the message names the backend, and what to do.

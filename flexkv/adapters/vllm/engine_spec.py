@@ -33,11 +33,11 @@ class EngineRole(CacheRole):
 
     Attributes:
         drop_last_block: see `Loads`.
-        ends_copies: a reset ends every copy before it returns, because the engine may take its KV memory away after it
+        ends_copies: a reset ends every copy before it returns, because after it the engine may take its KV memory away
             without a call to its workers (sleep in vLLM 0.32).
         stores_end_in_step: see `EagerStores`.
-        keeps_computed: KV that a running request has computed from a failed load stays, although the scheduler takes
-            those tokens back: see `RUNNER_V2`.
+        keeps_computed: KV that a running request has computed from a failed load stays in place, although the scheduler
+            takes those tokens back: see `RUNNER_V2`.
     """
 
     asks_again: bool = True
@@ -77,7 +77,7 @@ class EngineSpec:
         names: names of the engine's images and other inputs.
         adapters: see `adapter_settings`.
         block_hash: name of the engine's block hash.
-        blend: None if blending is not asked for.
+        blend: None if blending is not requested.
     """
 
     config: FlexKVConfig
@@ -130,7 +130,7 @@ class EngineSpec:
         """The role in the form that the unit takes.
 
         Args:
-            shared: workers live in processes of their own.
+            shared: workers run in separate processes.
         """
         return replace(self.role, shared=shared)
 
@@ -139,7 +139,7 @@ UNITS = "host.units_per_node"
 
 
 def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
-    """The number of units on this node, as far as vLLM gives it.
+    """The number of units on this node, as far as vLLM's configuration shows it.
 
     Raises:
         ConfigError: several data-parallel ranks would each take the share of one. vLLM configures the ranks of a model

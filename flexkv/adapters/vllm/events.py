@@ -60,7 +60,7 @@ class OwnDisks(NamedPages, Protocol):
 
 
 class EventLog(CacheListener):
-    """Collects events until the engine takes them. It is made only where the engine publishes events.
+    """Collects events until the engine takes them. It is made only if the engine publishes events.
 
     Partial tails have no hash in the engine's format, so there are no events for them.
 
@@ -89,7 +89,7 @@ class EventLog(CacheListener):
     # --- what an earlier process left ---
 
     def keep(self, path: Path, identity: Callable[[], bytes], host: HostPages, disk: OwnDisks) -> None:
-        """Keeps what is announced of disk pages in a file, and announces those of its blocks that are there.
+        """Records the announced disk pages in a file, and announces those of the file's blocks that are still there.
 
         Args:
             identity: makes `hash_identity`; called by `open_book`.
@@ -98,8 +98,9 @@ class EventLog(CacheListener):
         self._make_book = lambda: EventBook(path, identity(), self._on_disk, _prepared)
 
     def open_book(self) -> None:
-        """Begins to read the file, with the first call. Called with the first step, when the engine has chosen the seed
-        of its hashes, and before any page leaves the disks. Failures cost only announcements."""
+        """Begins to read the file at the first call. Called with the first step, when the engine has chosen the seed of
+        its hashes, and before any page leaves the disks. Failures cost only announcements.
+        """
         if self._make_book is None:
             return
         make_book, self._make_book = self._make_book, None
@@ -114,13 +115,14 @@ class EventLog(CacheListener):
 
     @property
     def has_more(self) -> bool:
-        """Whether further steps would announce more of what an earlier process left. None would while the disks are out
-        of use, nor while the weights have no name yet, because the pages may belong to other weights."""
+        """Whether further steps would announce more of what an earlier process left. They would not while the disks are
+        out of use, or while the weights have no name yet, because the pages may belong to other weights.
+        """
         is_reading = self._book is not None and not self._book.is_settled
         return is_reading and not self._is_over and self._disk is not None and self._disk.in_use
 
     def close(self) -> None:
-        """Writes what the next process is to announce. Called when no page is written any more. Idempotent."""
+        """Writes what the next process will announce. Called when no page is written any more. Idempotent."""
         if self._book is not None:
             self._book.close()
 
@@ -158,7 +160,7 @@ class EventLog(CacheListener):
         keys = [of_group[number].tobytes() for number in numbers]
         for number, key in zip(numbers, keys, strict=True):
             block = _block_of(request.request, self._groups[group], number)
-            # The same adapter's name may stand for another content in the next process.
+            # An adapter's name may stand for other content in the next process.
             block.of_run = block.lora_name is not None or (of_run is not None and number >= of_run)
             self._planned[key] = block
         self._note_ops(plan.graph, keys)
@@ -173,20 +175,22 @@ class EventLog(CacheListener):
         number, tokens = self._groups[GROUP].number, self._groups[GROUP].block_tokens
         stored = [keys[position].tobytes() for position in positions]
         for position, key, plain in zip(positions, stored, chain.keys, strict=True):
-            # Another key has the name of an adapter, of a caller's namespace or of this run.
+            # Any other key contains the name of an adapter, of a caller's namespace or of this run.
             of_run = key != plain.tobytes()
             self._planned[key] = StoredBlock(number, hashes[position], None, [], tokens, of_run=of_run)
         self._note_ops(plan.graph, stored)
 
     def _note_ops(self, graph: TransferGraph, stored: list[bytes]) -> None:
-        """Notes which of these keys each op of a plan stores, one op after the other."""
+        """Records which of these keys each op of a plan stores, one op after the other."""
         first = 0
         for op in graph.ops:
             self._keys_of_op[op.op_id] = stored[first : first + op.pages]
             first += op.pages
 
     def ended(self, op_id: OpId) -> None:
-        """Drops the prepared events of a store that has ended on every rank: nothing more of it will be published."""
+        """Drops the prepared events of a store that has ended on every rank: no more of its blocks will be
+        published.
+        """
         for key in self._keys_of_op.pop(op_id, ()):
             self._planned.pop(key, None)
 
@@ -212,7 +216,7 @@ class EventLog(CacheListener):
         kept = []
         for row, generation in zip(keys, generations.tolist(), strict=True):
             key = row.tobytes()
-            # A store that goes to disk without host memory has a planned event only.
+            # A store that goes to disk without host memory has only a planned event.
             block = self._in_host.get(key) or self._planned.get(key)
             if block is None or key in self._on_disk:
                 continue
@@ -246,7 +250,7 @@ class EventLog(CacheListener):
         self._events.append(AllBlocksCleared())
 
     def end(self) -> None:
-        """Called when the unit serves nothing any more. What is on disk stays in the book for the next process."""
+        """Called when the unit no longer serves anything. Pages on disk stay in the book for the next process."""
         if not self._is_over:
             self._is_over = True
             self._events = [AllBlocksCleared()]
@@ -263,7 +267,7 @@ class EventLog(CacheListener):
 
 
 def _prepared(words: bytes) -> Prepared:
-    """What the book's thread makes of a packed block: the block, and the event that announces it on disk."""
+    """Unpacks a block for the book's thread: returns the block, and the event that announces it on disk."""
     block = unpacked(words)
     return block, block.event(MEDIUM_STORAGE)
 

@@ -1,4 +1,4 @@
-"""Refuses steps that another unit has ordered: every op ends refused, every block of a load is reported as failed."""
+"""Refuses steps that another unit has ordered: every op is refused, and every block of a load is reported as failed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = get_logger(__name__)
 class ForeignSteps:
     """Refuses orders that are not for this rank's unit, and reports this to the unit that ordered.
 
-    Such steps arrive where vLLM passes one engine's metadata to another's worker. Nothing of them is copied, and
-    nothing of this rank's own unit is reported with them.
+    Such steps arrive if vLLM passes one engine's metadata to another's worker. None of their blocks are copied, and no
+    result of this rank's own unit is reported with them.
 
     Attributes:
         unit: the unit that ordered the step under way; None while that is this rank's own.
@@ -38,7 +38,7 @@ class ForeignSteps:
         self.reason = ""
 
     def begin(self, unit: UnitId, own: UnitId) -> RankReports:
-        """Begins a step that another unit than `own` has ordered.
+        """Begins a step ordered by a unit other than `own`.
 
         Returns:
             The reports for the unit that ordered it.
@@ -47,7 +47,7 @@ class ForeignSteps:
         self._counters.add("flexkv_refused_messages_total", kind="orders")
         if self._ordered_by != unit:
             self._ordered_by = unit
-            # A step of yet another unit may have broken off before its report; its results must not reach this unit.
+            # A step of a third unit may have been interrupted before its report; its results must not reach this unit.
             self._ops = RankOps(self._config, self._rank, self._counters)
             self.reason = self._ops.refusal = (
                 f"a step of {_name(unit)} reached rank {self._rank} of {_name(own)}"

@@ -51,9 +51,9 @@ VECTOR_ISA = "vec"
 def required_layout(config: VllmConfig) -> str | None:
     """The physical order to request from vLLM: blocks outermost, so that a block is one contiguous run over all layers.
 
-    None where an attention backend in use does not support such an order: vLLM would drop the request, with a warning
+    None if an attention backend in use does not support such an order: vLLM would drop the request, with a warning
     at every start. The backends in use are known if the model's layers are in this process, or if the configuration
-    names them; backends that vLLM's workers are still to choose are taken to accept every order.
+    names them; backends that vLLM's workers have yet to choose are assumed to accept every order.
     """
     if current_platform.is_cpu():
         return None
@@ -97,7 +97,7 @@ def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
 def head_replicas(config: VllmConfig) -> int:
     """The number of consecutive ranks to which vLLM gives the same KV head: several if there are more ranks than heads.
 
-    1 where layers may differ in this: if the model's configuration counts the KV heads of some layers apart, or there
+    1 if layers may differ in this: if the model's configuration counts the KV heads of some layers separately, or there
     is a draft model.
     """
     heads, ranks = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
@@ -108,7 +108,7 @@ def head_replicas(config: VllmConfig) -> int:
 
 
 def heads_of_rows(group: KVCacheGroupSpec) -> int:
-    """Number of KV heads of a rank; 0 where K and V of a token and head are not two rows of one size."""
+    """Number of KV heads of a rank; 0 if K and V of a token and head are not two rows of one size."""
     spec, *others = layer_specs(group)
     if (
         others
@@ -183,8 +183,8 @@ def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> 
 
 
 def _cpu_interior(group: KVCacheGroupSpec) -> Interior:
-    """The interior of a block, which the CPU's attention kernel arranges; OPAQUE where it is not known. The vector
-    kernel of x86 keeps K by elements and V by tokens; others keep tiles made for their instructions.
+    """The interior order of a block, which the CPU's attention kernel determines; OPAQUE if it is not known. The vector
+    kernel of x86 keeps K by elements and V by tokens; others keep tiles that suit their instructions.
     """
     # Imported here, because a machine with a GPU does not need the CPU's attention.
     from vllm.v1.attention.backends import cpu_attn

@@ -1,4 +1,4 @@
-"""The namespace of an engine's keys, made of everything that must be equal before engines may share KV."""
+"""The namespace of an engine's keys, made from everything that must be equal before engines may share KV."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVCo
 
 
 def _apart(config: VllmConfig) -> Any:
-    """Whatever else this engine's KV depends on; None where nothing else does."""
+    """Anything else that this engine's KV depends on; None if there is nothing."""
     seed = _seed_of_weights(config)
     if more := unusual_settings(config) | _files(config.model_config, inputs=False):
         return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
@@ -131,7 +131,7 @@ def _apart(config: VllmConfig) -> Any:
 
 
 def _seed_of_weights(config: VllmConfig) -> int | None:
-    """Random weights are the same only for the same seed; None where the weights are read."""
+    """The seed, because random weights are the same only for the same seed; None if the weights are read."""
     return config.model_config.seed if str(config.load_config.load_format) == "dummy" else None
 
 
@@ -144,7 +144,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
     first = geometry.groups[0]
     if cache.cache_dtype == "auto" and first.kv_dtype not in ("", str(model.dtype).removeprefix("torch.")):
-        # The model sets the KV dtype, or has layers besides attention with a dtype of their own, such as an indexer.
+        # The model sets the KV dtype, or has layers besides attention with their own dtype, such as an indexer.
         mode["pool_dtype"] = first.kv_dtype
     return mode | {
         "engine": "vllm",

@@ -476,7 +476,7 @@ or has no keys for what they concern (images, recurrent states)."""
 
 
 def object_at(config: Any, path: str) -> Any:
-    """The configuration object at a table's path; None where the engine has none."""
+    """The configuration object at a table's path; None if the engine has none."""
     for name in filter(None, path.split(".")):
         config = getattr(config, name, None)
     return config
@@ -511,7 +511,7 @@ def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
         make: Any = item.default_factory
         if default is MISSING and make is not MISSING:
             default = make()
-        # A pydantic field keeps its default, or the factory of it, in an object of its own.
+        # A pydantic field keeps its default, or the default's factory, in a separate object.
         elif hasattr(default, "get_default"):
             default = default.get_default(call_default_factory=True)
         if default is not MISSING:

@@ -1,10 +1,10 @@
-"""Finds out whether vLLM's names of images and other inputs stand for their content, or for nothing beyond this run.
+"""Finds out whether vLLM's names of images and other inputs stand for their content, or are valid only in this run.
 
 vLLM puts the name of an input into the hashes of the blocks that the input reaches into. The name is one of three:
 
-- a digest of the content, which is valid for good;
+- a digest of the content, which is always valid;
 - a number that vLLM's front end counts up, if nothing in vLLM needs a digest: another run counts from 1 again;
-- the client's own name for the input (`multi_modal_uuids`, `uuid` over HTTP). vLLM asks only that names are unique
+- the client's own name for the input (`multi_modal_uuids`, `uuid` over HTTP). vLLM only requires that names are unique
   among the inputs that it has cached, so in the next run clients may give the same name to another image. If the
   request has options too, vLLM hashes name and options; `name_marks` makes such a hash begin with `client-`.
 """

@@ -39,12 +39,13 @@ SOURCES = {
 
 def forward_spares_loads(geometry: PoolGeometry, output: SchedulerOutput) -> bool:
     """Whether the model runner touches no block that an async load of the step fills, from our first hook to the end of
-    its forward. Such a load need not wait for that forward.
+    its forward pass. Such a load need not wait for that forward pass.
 
-    Those blocks were free. The request that had them last is in no batch any more, and every forward that used them was
-    enqueued on the engine's stream before the step's first hook. The request that waits for them is in no batch either,
-    and the rows that pad a batch write to the null block. There are two exceptions: Model Runner V1 copies and clears
-    new blocks after that hook (V2 does it before), and in hybrid engines runners move states between blocks.
+    Those blocks were free. The request that had them last is in no batch any more, and every forward pass that used
+    them was enqueued on the engine's stream before the step's first hook. The request that waits for them is in no
+    batch either, and the rows that pad a batch write to the null block. There are two exceptions: Model Runner V1
+    copies and clears new blocks after that hook (V2 does it before), and in hybrid engines runners move states between
+    blocks.
     """
     return not (geometry.is_hybrid or output.kv_cache_block_copies or output.new_block_ids_to_zero)
 
@@ -53,7 +54,7 @@ class Loads:
     """Lookups and loads of one engine, from the engine's lookup of a request to the end of its load on every rank.
 
     `load.mode` decides when loads run: async loads between steps, sync loads within the step that needs them.
-    Layerwise loads run within the step too, and its forward waits for each layer just before it reads the layer.
+    Layerwise loads run within the step too, and its forward pass waits for each layer just before it reads the layer.
     """
 
     def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:
@@ -65,8 +66,9 @@ class Loads:
         self._alignment_tokens = geometry.alignment_tokens
         self._block_tokens = geometry.groups[0].block_tokens
         self._hashes_per_block = geometry.groups[0].hashes_per_block
-        # If a draft model reads the main model's hidden states (EAGLE, MTP), a hit leaves a block to compute, because
-        # the draft needs the states at the end of the prompt. The engine treats its own prefix cache in the same way.
+        # If a draft model reads the main model's hidden states (EAGLE, MTP), a hit leaves one block to compute, because
+        # the draft needs the states at the end of the prompt. The engine treats hits in its own prefix cache in the
+        # same way.
         self._drop_last_block = spec.role.drop_last_block
         self._with_tails = (
             spec.config.store.partial_blocks and not self._drop_last_block and not geometry.is_hybrid
@@ -103,7 +105,7 @@ class Loads:
             return 0
         keys = tracker.keys()
         if self._is_hybrid:
-            # Cut before the match, because a shorter hit needs other pages.
+            # Cut before the match, because a shorter hit needs different pages.
             keys = self._cut(keys, wanted_end)
         settings = tracker.settings
         match = manager.match(request_id, keys, computed_tokens, None, settings)

@@ -67,7 +67,7 @@ WHAT_TO_DO = (
 
 
 class OwnPools:
-    """Lets the engine that made a worker's connector register its KV cache there, and no other."""
+    """Lets only the engine that made a worker's connector register its KV cache there."""
 
     def __init__(self) -> None:
         # vLLM sets the current configuration while a worker makes its connector and while it registers its KV cache.
@@ -77,11 +77,11 @@ class OwnPools:
         self._registered = False
 
     def check(self) -> None:
-        """To be called when an engine registers its KV cache.
+        """Called when an engine registers its KV cache.
 
         Raises:
-            ConfigError: it is not the engine that the connector was made for, or this process was forked from that
-                engine's.
+            ConfigError: the connector was made for another engine, or this process was forked from that engine's
+                process.
         """
         if os.getpid() != self._pid:
             raise ConfigError(
@@ -100,7 +100,7 @@ class OwnPools:
 
 
 def check_agent(vllm_config: VllmConfig) -> None:
-    """To be called when a scheduler's connector is made: a worker in this process must be of the same engine.
+    """Called when a scheduler's connector is made: a worker in this process must belong to the same engine.
 
     Raises:
         ConfigError: vLLM keeps the worker's connector of another engine.
@@ -117,7 +117,8 @@ def check_agent(vllm_config: VllmConfig) -> None:
 @contextlib.contextmanager
 def ending_failed_start(config: VllmConfig) -> Iterator[None]:
     """Wraps a part of an engine's start. If it fails, this shuts down the worker's connector that the engine has made
-    in this process: vLLM would keep it, and every later engine would be refused because of an engine that is gone."""
+    in this process: vLLM would keep it, and every later engine would be refused because of an engine that no longer
+    exists."""
     try:
         yield
     except BaseException:

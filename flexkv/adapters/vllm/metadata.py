@@ -22,7 +22,7 @@ class Handshake(RankFacts, KVConnectorHandshakeMetadata):
     """One worker's facts about its KV pool, in the form that vLLM carries before the first lookup.
 
     Attributes:
-        blend_refusal: why this rank cannot blend; empty if it can, None if blending is not asked for.
+        blend_refusal: why this rank cannot blend; empty if it can, None if blending is not requested.
     """
 
     blend_refusal: str | None = None
@@ -34,20 +34,21 @@ class ConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         unit: the unit that gives the orders; NO_UNIT before the ranks have shaken hands.
-        step: number of the last step with a forward, this one included.
+        step: number of the last step with a forward pass, this one included.
         grant: the grant of the host pool, sent until every rank has reported that it has the pool.
-        early: stores of blocks that were complete before this step; submitted before its forward.
-        reused: blocks that the engine has handed out again while a store still reads them (op -> positions in the op):
-            the forward must come after the copy, or those pages count as failed.
-        loads: loads to submit before the forward.
-        stores: stores of blocks that this step's forward completes; submitted after it.
-        settled: stores of blocks that earlier forwards completed and that this one only reads; submitted with `stores`.
+        early: stores of blocks that were complete before this step; submitted before its forward pass.
+        reused: blocks that the engine has reused while a store still reads them (op -> positions in the op): the
+            forward pass must come after the copy, or those pages count as failed.
+        loads: loads to submit before the forward pass.
+        stores: stores of blocks that this step's forward pass completes; submitted after it.
+        settled: stores of blocks that earlier forward passes completed and that this one only reads; submitted with
+            `stores`.
         spares_loads: in this step the runner touches no block that an async load of `loads` fills.
-        cancel: loads that no request waits for any more; copies that were not issued are dropped.
+        cancel: loads for which no request waits any more; copies that were not issued are dropped.
         void: ops whose bytes must not be used, however they end.
-        idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
+        idle: no forward pass runs in this step, so a worker may wait a moment for copies instead of spinning.
         disk_busy: disks are at work or segments are being loaded, and an idle step may wait a moment for them too.
-        blend: what is to be blended; None for nothing.
+        blend: the orders for blending; None for none.
     """
 
     unit: UnitId = NO_UNIT
@@ -73,7 +74,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         unit: the unit whose orders this reports on; NO_UNIT for ranks that serve none yet.
         step: step number of the orders that were carried out; 0 if it has not changed since the last report. Once a
-            step is reported, the outcome of its forward is known, including that of another connector's loads.
+            step is reported, the outcome of its forward pass is known, including that of another connector's loads.
         results: (rank, terminal result of an op on that rank), in order of arrival.
         ready: rank -> host slots that it can use; sent when the number has changed.
         errors: rank -> why it cannot use the pool at all.
@@ -83,7 +84,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         blend_arrived: rank -> see `BlendPages.take_arrived`.
         blend_stored: rank -> see `BlendPages.take_stored`.
         blend_disk: rank -> whether it reads segments from disk or writes them; sent when that has changed.
-        others: reports of ranks that serve another unit, or that shake hands for a rank that this report has already.
+        others: reports of ranks that serve another unit, or that shake hands for a rank that this report already has.
     """
 
     unit: UnitId = NO_UNIT

@@ -1,8 +1,8 @@
-"""Marks the hashes that vLLM makes of a client's name instead of an input's content, in the process that makes them.
+"""Marks the hashes that vLLM makes from a client's name instead of an input's content, in the process that makes them.
 
-Where a request gives an input a name and has options of its own for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM
-hashes the name with the options. The result looks like a digest of the content, and a scheduler could not tell the two
-apart. The mark gives it another form.
+If a request gives an input a name and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM hashes
+the name with the options. The result looks like a digest of the content, and a scheduler could not distinguish the two.
+The mark gives it another form.
 
 vLLM loads this module in each of its processes, so it imports nothing heavy.
 """

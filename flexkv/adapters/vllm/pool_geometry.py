@@ -61,8 +61,9 @@ class BlockGeometry:
 
     @property
     def signature(self) -> bytes:
-        """32 bytes made of everything that decides the content of the group's pages, and when a hit needs them. It
-        keeps apart the pages of groups that hold different layers of the same tokens."""
+        """32 bytes made from everything that decides the content of the group's pages, and when a hit needs them. They
+        separate the pages of groups that hold different layers of the same tokens.
+        """
         facts = {
             "rule": self.rule.value,
             "reach": self.reach,
@@ -203,7 +204,7 @@ def _window_tokens(spec: SlidingWindowSpec) -> int:
 
 
 def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
-    """The specs of a group's layers, each distinct one once.
+    """The distinct specs of a group's layers.
 
     For layers of several shapes a worker gets `UniformTypeKVCacheSpecs`, and the scheduler only the first spec.
     """
@@ -215,8 +216,8 @@ def check_group(group: KVCacheGroupSpec) -> None:
     token nor recurrent states.
 
     Subclasses of the served specs are refused too, because they mean something else: `RSWASpec` frees blocks of a
-    running request, `HiddenStateCacheSpec` holds no KV, and `SinkFullAttentionSpec` has KV that belongs to no token of
-    the prompt.
+    running request, `HiddenStateCacheSpec` holds no KV, and `SinkFullAttentionSpec` has KV that does not belong to a
+    token of the prompt.
 
     Raises:
         GeometryError: the message names the type or the field.

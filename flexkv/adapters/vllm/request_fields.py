@@ -1,4 +1,4 @@
-"""Where vLLM's requests carry the settings of their callers."""
+"""Reads callers' settings from the fields of vLLM's requests."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class RequestFields:
         self._reader = reader
 
     def given(self, request: Request) -> Given:
-        """The settings that the request, or the last piece of a session, gives. Counts and logs unreadable settings."""
+        """The settings that the request gives, or the last piece of a session. Counts and logs unreadable settings."""
         sampling = request.sampling_params
         given: Given = {}
         if sampling is None:
             self._of_params(request.kv_transfer_params, request, given)
         elif extra := sampling.extra_args:
-            # When a session goes on, `request.kv_transfer_params` still has the parameters of its first piece.
+            # When a session continues, `request.kv_transfer_params` still has the parameters of its first piece.
             self._of_params(extra.get(PARAMS), request, given)
             self._reader.take_among(str(request.request_id), EXTRA, extra, given)
         return given
 
     def name_foreign(self, request: Request, namespace: str) -> None:
-        """Names a piece of a session that asks for another namespace than the first one."""
+        """Counts and logs a piece of a session whose namespace differs from that of the first piece."""
         allowed = f"{shown(namespace)}, the session's first; the piece is neither stored nor loaded"
         self._reader.warn(str(request.request_id), f"{PREFIX}namespace", "another", "value", allowed)
 

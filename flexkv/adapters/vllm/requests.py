@@ -53,9 +53,9 @@ class RequestTracker(StoreRequest):
     Attributes:
         namespace: namespace of the request's keys; see `RequestNamespaces.of`.
         has_own_namespace: the namespace is that of an adapter or one that the caller names, not the engine's.
-        asked: the settings that the caller asks for; in a streaming session those of its last piece.
+        asked: the settings that the caller gives; in a streaming session those of its last piece.
         first_namespace: the caller's namespace when the request began, which is in its keys.
-        read_from: sampling parameters that `asked` was read from; vLLM replaces the object with each piece of a
+        read_from: sampling parameters from which `asked` was read; vLLM replaces the object with each piece of a
             streaming session.
         sampling: sampling parameters of the last piece that was passed to `kept_out`.
         reached: tokens that the request's steps have computed so far, including those that are not accepted.
@@ -65,8 +65,8 @@ class RequestTracker(StoreRequest):
         counted: the metrics include the lookup of this admission.
         preemptions: number of the request's preemptions that its block tables take into account.
         supplied: tokens of the last load, by the number of the tier that supplied them.
-        made_way: the request's load has already waited one step for stores of the blocks that it will be handed.
-        unloadable: the engine took up a promise without having the blocks for it: nothing more is promised.
+        made_way: the request's load has already waited one step for stores of the blocks that it will be given.
+        unloadable: the engine took up a promise without having the blocks for it, so no further tokens are promised.
     """
 
     request: Request
@@ -220,7 +220,7 @@ class RequestTable:
         )
 
     def begin_lookup(self, tracker: RequestTracker, preempted: OnRequest) -> None:
-        """Called when the engine looks a request up, which means that the request holds no block any more.
+        """Called when the engine looks a request up, which means that the request no longer holds any block.
 
         After a reset with running requests, the engine looks up preempted requests before a step names them.
 
@@ -238,7 +238,7 @@ class RequestTable:
         started: OnRequest,
         preempted: OnRequest,
     ) -> list[RequestTracker]:
-        """Updates the block tables by a step's schedule, and notes what the step computes. Costs O(requests + new
+        """Updates the block tables by a step's schedule, and records what the step computes. Costs O(requests + new
         blocks).
 
         Args:
@@ -250,7 +250,7 @@ class RequestTable:
         """
         for request_id in output.preempted_req_ids or ():
             tracker = self.live.get(request_id)
-            # If a lookup came before the step that names the preemption, the table has other blocks already.
+            # If a lookup came before the step that reports the preemption, the table already has other blocks.
             if tracker is not None and tracker.preemptions != tracker.request.num_preemptions:
                 _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
@@ -273,8 +273,9 @@ class RequestTable:
         return scheduled
 
     def _note_step(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Notes which tokens a step computes, whether a piece of a session that begins with it is kept out, and how
-        much is certain once the step's forward has run. A piece that does not say is treated like the one before.
+        """Records which tokens a step computes, whether a piece of a session that begins with it is kept out, and how
+        much is certain once the step's forward pass has run. A piece without the setting is treated like the previous
+        one.
 
         Prompt tokens of this step are certain, because they are known. Tokens that the step generates are not, nor are
         drafts of earlier steps that are not accepted yet.
@@ -300,7 +301,7 @@ class RequestTable:
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:
-        """Notes how many tokens of an ended request are certain, not counting steps still under way."""
+        """Records how many tokens of an ended request are certain, not counting steps still under way."""
         request = tracker.request
         # A preemption or a failed load takes computed tokens back while their steps are still under way.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
@@ -324,7 +325,7 @@ class RequestTable:
             return
         first, before = tracker.first_namespace, tracker.asked.ttl_s
         if before is not None and "ttl_s" in given:
-            # A block may hold tokens of this piece and of those before.
+            # A block may hold tokens of this piece and of earlier ones.
             given["ttl_s"] = min(before, given["ttl_s"] or before)
         tracker.asked = tracker.settings = replace(tracker.asked, **given)
         if tracker.asked.namespace != first:

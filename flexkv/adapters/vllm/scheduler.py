@@ -60,7 +60,7 @@ class SchedulerSide:
         events: KV cache events that the engine has not taken yet; None if it publishes none.
         orders: the orders given since the last step.
         unit: the engine's unit; a `NullUnit` until every rank has shaken hands.
-        blend: decides which requests are blended; None unless blending is asked for.
+        blend: decides which requests are blended; None unless blending is requested.
         workers: the worker sides of all ranks if they live in this process; empty otherwise.
     """
 
@@ -99,12 +99,12 @@ class SchedulerSide:
     # --- set up ---
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Takes the engine's block pool, and watches which of its blocks are handed out again."""
+        """Takes the engine's block pool, and watches which of its blocks are reused."""
         share, groups = self._spec.config.store.max_reference_share, self._spec.geometry.groups
         self.bind_watch(BlockWatch(pool, share, groups[0].block_tokens))
 
     def bind_watch(self, watch: StoreWatch) -> None:
-        """Takes the watch that reports which blocks are handed out again."""
+        """Takes the watch that reports which blocks are reused."""
         self._watch = watch
         self._watch_bound = True
 
@@ -160,7 +160,9 @@ class SchedulerSide:
             self.blend.take_verdicts([each.blend_refusal for each in self.handshakes.of_rank.values()])
 
     def _keep_announced(self, unit: LiveUnit) -> None:
-        """Keeps what is announced of the unit's own disks beside the first one's pages, for the next process."""
+        """Keeps a record of the pages announced on the unit's own disks, in the first disk's folder, for the next
+        process.
+        """
         disk = unit.own_disks
         if self.events is None or disk is None or disk.volumes.folder is None:
             return
@@ -213,7 +215,7 @@ class SchedulerSide:
         steps.
 
         Returns (None, False) while more pages are read from disk, and for one step in which free blocks that the load
-        may be handed are stored first. The engine asks again with its next step.
+        may be given are stored first. The engine asks again with its next step.
         """
         unit = self.unit
         if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
@@ -242,8 +244,10 @@ class SchedulerSide:
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
     def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
-        """Orders the stores of free blocks that a load of so many tokens may be handed; returns whether the load waits
-        for them. It waits one step, so that the copies run during that step's forward, and not between two forwards."""
+        """Orders the stores of free blocks that a load of so many tokens may be given; returns whether the load waits
+        for them. It waits one step, so that the copies run during that step's forward pass, and not between two forward
+        passes.
+        """
         graph = self._stores.plan_before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
         if graph is None:
             return False
@@ -269,7 +273,9 @@ class SchedulerSide:
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     def _tracker(self, request: Request) -> RequestTracker:
-        """The request's tracker. The manager knows requests by their ids, so an id that is used again ends its hold."""
+        """The request's tracker. The manager identifies requests by their ids, so a reused id ends the hold of the
+        earlier request.
+        """
         if self._stores.holds:
             self._stores.holds.end_request(request.request_id, PageLoss.HOLD_EXPIRED)
         return self.requests.of(request)
@@ -345,7 +351,7 @@ class SchedulerSide:
         if tracker is None:
             return
         if tracker.loading is not None:
-            # The load is not needed any more. Its blocks stay with the request until the workers have reported.
+            # The load is no longer needed. Its blocks stay with the request until the workers have reported.
             self.orders.cancel.append(tracker.loading)
         else:
             self._completions.collect_early()
@@ -360,7 +366,9 @@ class SchedulerSide:
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
-        """Submits early stores at once: the forward that wrote their blocks has returned, and no step may follow."""
+        """Submits early stores at once, because the forward pass that wrote their blocks has returned and there may be
+        no further step.
+        """
         early, self.orders.early = self.orders.early, []
         for worker in self.workers:
             worker.before_forward(ConnectorMetadata(self.unit.unit_id, step=self._forward_step, early=early))
@@ -382,7 +390,7 @@ class SchedulerSide:
                 for rank, is_busy in part.blend_disk.items():
                     self.blend.take_disk_busy(rank, is_busy)
             if part.unit == own != NO_UNIT:
-                # Taken from a rank whose engine has registered another pool too: it reports that itself.
+                # Also taken from a rank whose engine has registered another pool, because the rank reports that itself.
                 self._completions.take(part)
                 if self._steps is not None and part.step:
                     self._steps.ended(part.step)
@@ -397,18 +405,20 @@ class SchedulerSide:
             self._completions.changed = True
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
-        """Orders the workers to end the copies out of blocks that the engine has handed out again, before the step
-        writes these blocks."""
+        """Orders the workers to end the copies out of blocks that the engine has reused, before the step writes these
+        blocks.
+        """
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
-            # Some model runners copy into new blocks, clear them or move states there before they call the connector.
+            # Some model runners copy into new blocks, clear them, or move states into them before they call the
+            # connector.
             self.orders.void += reused
 
     # --- state ---
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has to keep stepping although no request runs."""
+        """Whether the engine must keep stepping although no request runs."""
         self._completions.collect_early()
         if self.blend is not None and self.blend.has_work:
             return True
@@ -416,7 +426,7 @@ class SchedulerSide:
         if unit.has_tiers:
             self._poll()
             if self.events is not None:
-                # Here too, because an engine without requests steps only if there is something to announce.
+                # Counted here too, because an engine without requests steps only if there is something to announce.
                 self.events.open_book()
             if unit.busy or (self.events is not None and self.events.has_more):
                 return True
@@ -431,13 +441,14 @@ class SchedulerSide:
         return self._completions.changed
 
     def reset(self) -> bool:
-        """Called when the weights change: makes everything stored before a miss for good.
+        """Called when the weights change: permanently makes everything stored before a miss.
 
         Returns:
             False if a load is in flight. The load is then reported as failed, because its request would go on with KV
             of the old weights, and the engine should reset again when its own blocks are free. For an engine that may
-            sleep after a reset, False also if a copy could not be ended: vLLM then does not sleep. True before every
-            rank has shaken hands: the reset is then carried out once all have, before anything is stored or promised.
+            sleep after a reset, False also if a copy could not be ended: vLLM then does not sleep. True if some rank
+            has not shaken hands yet: the reset is then carried out once all have, before anything is stored or
+            promised.
         """
         self._completions.collect_early()
         if self.blend is not None:
@@ -506,13 +517,15 @@ class SchedulerSide:
             return
         for worker in self.workers:
             worker.close_lanes()
-        # Stores that have ended in these workers, also while they closed, are published, so they go to other tiers.
+        # Stores that have ended in these workers, even while they closed, are published, so that they are written to
+        # other tiers.
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()
         if self.events is not None:
-            # Behind the unit's close, which writes the pages that wait for the disk.
+            # After the unit's close, which writes the pages that wait for the disk.
             self.events.close()
-        # Last, because vLLM may kill its core seconds after it has asked for the end, and pages are still written here.
+        # Last, because vLLM may kill its core seconds after requesting its end, and pages are still written before
+        # this.
         for worker in self.workers:
             worker.close()

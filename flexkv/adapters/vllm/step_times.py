@@ -26,7 +26,7 @@ class StepTimes:
     """Fits the time of prefill steps as a linear function of their tokens.
 
     A step that was planned while another one is in flight begins when that one ends. Steps in which the worker waits
-    for a load are left out, because their times say nothing about computing.
+    for a load are left out, because their times do not measure computation.
     """
 
     def __init__(self, line: LinearFit, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class StepTimes:
         self._last_end_s = 0.0
 
     def began(self, step: int, output: SchedulerOutput, waits_for_load: bool) -> None:
-        """Notes that a step with a forward was planned. O(requests)."""
+        """Records that a step with a forward pass was planned. O(requests)."""
         chunks = output.num_scheduled_tokens.values()
         prefill = sum(tokens for tokens in chunks if tokens >= MIN_CHUNK_TOKENS)
         counts = prefill >= MIN_PREFILL_TOKENS and not waits_for_load
@@ -44,7 +44,7 @@ class StepTimes:
         self._begun.append((step, self._clock(), total))
 
     def ended(self, step: int) -> None:
-        """Notes that the outcome of `step`, and so of all steps before it, was reported."""
+        """Records that the outcome of `step`, and so of all steps before it, was reported."""
         now_s = self._clock()
         while self._begun and self._begun[0][0] <= step:
             number, begun_s, tokens = self._begun.popleft()

@@ -1,15 +1,15 @@
 """Watches engine blocks that stores read after their request has lost them, for the moment when the engine reuses one.
 
-The engine hands out no block that a request holds, so the blocks of live requests need no bound. A request that ends
-leaves blocks whose copy is under way, and blocks that found no room for a copy yet. Both keep their content until the
-engine hands them out: they lie in its free queue, from which the blocks used last are handed out last. So flexkv holds
-them there, for a bounded time, without a reference. A reference would make `reset_prefix_cache` fail before it calls
-any connector, and turn memory pressure into waiting and preemptions. Without a reference, the engine takes a block as
-soon as it needs it.
+The engine does not reuse a block that a request holds, so the blocks of live requests need no bound. A request that
+ends leaves blocks whose copy is under way, and blocks for whose copy there was no room yet. Both keep their content
+until the engine reuses them: they are in its free queue, from which the blocks used last are taken last. So flexkv
+watches them there, for a bounded time, without a reference. A reference would make `reset_prefix_cache` fail before it
+calls any connector, and turn memory pressure into waiting and preemptions. Without a reference, the engine takes a
+block as soon as it needs it.
 
-The engine's pool calls back when it hands such a block out, or resets (`BlockPool.unpin_blocks`). If a copy is under
-way, that step's metadata orders every worker to end the copy before its forward may write the block, or to count the
-page as failed. Otherwise the block is no longer held.
+The engine's pool calls back when it reuses such a block, or resets (`BlockPool.unpin_blocks`). If a copy is under
+way, that step's metadata orders every worker to end the copy before its forward pass may write the block, or to count
+the page as failed. Otherwise the block is no longer held.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class BlockWatch(StoreWatch):
     """The engine blocks with a store in flight, and those of ended requests that wait for one.
 
     `share` bounds the number of blocks that have a store in flight and that no request holds, as a share of the pool:
-    a step that is handed such a block must wait for the copy. Stores in flight when their request ends count too, and
+    a step that is given such a block must wait for the copy. Stores in flight when their request ends count too, and
     may exceed the bound.
 
     The engine's pool has one watcher per block. If a block has one already (another connector's, or vLLM's own), it is
-    called after ours, and `close` puts it back. If another watcher replaces ours later, the block counts as handed out.
+    called after ours, and `close` puts it back. If another watcher replaces ours later, the block counts as reused.
     """
 
     def __init__(self, pool: BlockPool, share: float, block_tokens: int) -> None:
@@ -108,12 +108,12 @@ class BlockWatch(StoreWatch):
                 del self._op_of_block[block]
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        # The engine hands out blocks at the head of its free queue: where that has not moved, it took none.
+        # The engine takes blocks from the head of its free queue: if the head has not moved, it took none.
         if (head := self.free_head) != self._checked:
             self._checked = head
             self._find_unwatched()
         for op_id, free in self._free.items():
-            # The engine drops the hash of a block that it hands out. A hit takes the block with its hash and content.
+            # The engine drops the hash of a block that it reuses. A hit takes the block with its hash and content.
             gone = {block.block_id for block, block_hash in free if block.block_hash != block_hash}
             if gone:
                 self._reused.setdefault(op_id, set()).update(gone)
@@ -124,11 +124,12 @@ class BlockWatch(StoreWatch):
         return {op_id: self._positions(op_id, ids) for op_id, ids in reused.items()}
 
     def _find_unwatched(self) -> None:
-        """Counts blocks without our watcher as handed out: it was called, which has noted the block, or another watcher
-        replaced it."""
+        """Counts blocks without our watcher as reused: either it was called, which has recorded the block, or another
+        watcher replaced it.
+        """
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
-            # The usual case has no loop in Python, as it comes in most steps of an engine that is busy.
+            # The usual case has no loop in Python, because it occurs in most steps of a busy engine.
             if list(map(watchers.get, watched)).count(self._callback) == len(watched):
                 continue
             lost = {block for block in watched if watchers.get(block) is not self._callback}
@@ -217,7 +218,7 @@ class BlockWatch(StoreWatch):
             other = self._pool._reuse_watchers.get(block.block_id)
             if other is not None and other is not self._callback:
                 self._others[block.block_id] = other
-        # Taking a reference and dropping it at once sets the callback, and leaves the count as it was.
+        # Taking a reference and dropping it at once sets the callback and does not change the count.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, self._callback)
 
@@ -232,7 +233,7 @@ class BlockWatch(StoreWatch):
             self._reused.setdefault(op_id, set()).add(block.block_id)
         for held in self._held.pop(block.block_id, ()):
             held.lost.add(block.block_id)
-            # A block that is handed out has left the free queue by now. A reset leaves it in the queue.
+            # A reused block has left the free queue by now. A reset leaves it in the queue.
             held.was_reset = held.was_reset or block.next_free_block is not None
         other = self._others.pop(block.block_id, None)
         if other is not None:

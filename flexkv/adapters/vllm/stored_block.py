@@ -1,4 +1,4 @@
-"""What KV events say of one stored block, in memory, in a file, and in the engine's own format."""
+"""What KV events say about one stored block, in memory, in a file, and in the engine's own format."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         number: the engine's number of the KV group.
-        block_hash: the engine's hash, whole.
+        block_hash: the engine's complete hash.
         parent: hash of the block before it; None for the first block of a prompt, and if only the hash is known.
-        tokens: empty where only the hash is known.
+        tokens: empty if only the hash is known.
         extra_keys: as in the engine's event, for this block only.
         session_id: the session that stored it; None in a file.
-        of_run: another process would not find the block by these hashes, or not know that they mean the same.
+        of_run: another process would not find the block by these hashes, or would not know that they mean the same.
     """
 
     number: int
@@ -85,7 +85,7 @@ def packed(block: StoredBlock) -> bytes:
 def unpacked(block: bytes) -> StoredBlock:
     """
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not a packed block.
     """
     try:
         return _decode(block)
@@ -99,8 +99,8 @@ def _tuples(value: Any) -> Any:
 
 
 def hash_identity(hash_tokens: int, algorithm: str) -> bytes:
-    """32 bytes that differ wherever this engine gives the same block another hash: by its version, its hash function or
-    that function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed.
+    """32 bytes that differ between engines that give the same block different hashes: by version, hash function or the
+    function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed.
 
     Args:
         hash_tokens: tokens that one of the engine's block hashes covers.

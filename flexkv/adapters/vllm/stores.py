@@ -1,4 +1,4 @@
-"""The engine's side of store planning: makes the planner, and tells it where a step's blocks are."""
+"""The engine's side of store planning: makes the planner, and gives it the blocks of each step."""
 
 from __future__ import annotations
 

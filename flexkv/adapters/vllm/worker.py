@@ -54,7 +54,7 @@ class WorkerSide(RankWorker):
         layer_loads, layer_stores: the layerwise loads and stores of the step under way; `busy` while there are any.
         settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows.
         reports: the reports for the unit that ordered the step under way, which the engine's hooks carry.
-        blend: this rank's part in blending; None unless it is asked for.
+        blend: this rank's part in blending; None unless blending is requested.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, ranks: int, head_replicas: int = 1) -> None:
@@ -159,9 +159,10 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Takes the host pool, submits early stores, and orders this step's forward behind the copies out of blocks
-        that it may write. Then submits the step's layerwise stores, whose layers are copied as the forward writes them.
-        All earlier forwards are enqueued on the engine's stream by now, and nothing of this one."""
+        """Takes the host pool, submits early stores, and orders this step's forward pass behind the copies out of
+        blocks that it may write. Then submits the step's layerwise stores, whose layers are copied as the forward pass
+        writes them. All earlier forward passes are enqueued on the engine's stream by now, and no work of this one.
+        """
         if orders.grant is not None:
             self.take_grant(orders.grant)
         if orders is not self._orders:
@@ -173,9 +174,9 @@ class WorkerSide(RankWorker):
             self.layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         for graph in orders.early:
-            # A store of reused blocks goes before the other stores, because the forward waits for it.
+            # A store of reused blocks goes before the other stores, because the forward pass waits for it.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
-        # After the early stores are submitted, because one of them may be void already.
+        # After the early stores are submitted, because one of them may already be void.
         for op_id in orders.void:
             self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:
@@ -188,7 +189,7 @@ class WorkerSide(RankWorker):
             self.layer_stores.begin(by_layer, self.views[0].num_layers)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
-        """Submits the step's loads, and waits for those that its forward needs complete when it starts."""
+        """Submits the step's loads, and waits for those that its forward pass needs complete when it starts."""
         # Not every connector class forwards the hook for `before_forward`.
         if orders is not self._orders:
             self._begin_step(orders)
@@ -209,9 +210,10 @@ class WorkerSide(RankWorker):
             self.layer_loads.begin(by_layer, self.views[0].num_layers)
 
     def wait_for_layer(self, name: str) -> None:
-        """Called when the forward is about to read this attention layer: waits until the `layer_loads` have filled it.
+        """Called when the forward pass is about to read this attention layer: waits until the `layer_loads` have filled
+        it.
 
-        No load has an attention layer without KV in the pool, such as an encoder's.
+        Loads do not contain attention layers without KV in the pool, such as those of an encoder.
         """
         if (number := self._layer_numbers.get(name)) is None:
             return
@@ -219,22 +221,23 @@ class WorkerSide(RankWorker):
         self.layer_loads.wait(number, stream)
 
     def layer_written(self, name: str) -> None:
-        """Called when the forward has written this attention layer's KV: lets the `layer_stores` copy it."""
-        # A forward that may begin again writes layers once more: all are copied once it is over.
+        """Called when the forward pass has written this attention layer's KV: lets the `layer_stores` copy it."""
+        # A forward pass that may begin again writes layers once more, so all are copied after its end.
         if self.blend is not None and self.blend.may_begin_again:
             return
         if (number := self._layer_numbers.get(name)) is not None:
             self.layer_stores.written(number)
 
     def after_forward(self, orders: ConnectorMetadata) -> None:
-        """Called when all work of this step that writes KV is enqueued on the engine's stream, and nothing after it.
+        """Called when all work of this step that writes KV, and no later work, is enqueued on the engine's stream.
         Runners whose steps have no such point do not call it."""
         if orders is self._orders and orders.stores and self._foreign.unit is None:
             self._after = self._ops.point()
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
-        """Submits the stores of blocks that this step's forward or earlier ones completed. The step's layerwise loads
-        have ended when this returns."""
+        """Submits the stores of blocks that this step's forward pass or earlier ones completed. The step's layerwise
+        loads have ended when this returns.
+        """
         if orders is not self._orders:
             self._begin_step(orders)
         if self._foreign.unit is not None:
@@ -257,7 +260,7 @@ class WorkerSide(RankWorker):
             self._ops.finish_stores([*orders.settled, *orders.stores])
 
     def _begin_step(self, orders: ConnectorMetadata) -> None:
-        """Called in the first hook of a step: from here on the reports are for the unit that ordered the step."""
+        """Called in the first hook of a step: from then on the reports are for the unit that ordered the step."""
         self._orders = orders
         self._before = self._after = None
         if orders.unit == self.unit:
@@ -274,7 +277,7 @@ class WorkerSide(RankWorker):
     # --- reports ---
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """The step's report to the scheduler's side; None when there is nothing to report."""
+        """The step's report to the scheduler's side; None if there is nothing to report."""
         if self._foreign.unit is not None:
             return self._take_refusals(self._foreign.unit)
         news: dict[str, Any] = {}
@@ -315,7 +318,7 @@ class WorkerSide(RankWorker):
         if self._reported_foreign != unit:
             self._reported_foreign = unit
             errors[self.rank] = self._foreign.reason
-            # Whatever this rank's disks do, that unit need not step for them.
+            # The other unit need not step for this rank's disks.
             blend_disk[self.rank] = False
         if not results and not errors:
             return None
@@ -348,5 +351,5 @@ def current_device_is_host() -> bool:
 
 
 def _current_stream(device: int) -> int:
-    """The stream that this thread enqueues the engine's work on, as an integer."""
+    """The stream on which this thread enqueues the engine's work, as an integer."""
     return int(torch.cuda.current_stream(device).cuda_stream)

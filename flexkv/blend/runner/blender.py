@@ -27,7 +27,7 @@ class BlendReport:
         reused: rows of these that the cache covered.
         computed: the rows that each layer computed, int64 ascending.
         off: why nothing was blended; empty if it was.
-        lost: number and reason of each segment whose pages failed to arrive while others were in use already; the
+        lost: number and reason of each segment whose pages failed to arrive while others were already in use; the
             prompt was restarted without it.
     """
 
@@ -76,7 +76,7 @@ class Blender:
         first = past[0][0].shape[1] if past else 0
         kept = np.arange(len(tokens), dtype=np.int64)
         if self._plan.ratios[0] == 0.0:
-            # The last row is needed for the logits, whatever covers it.
+            # The last row is needed for the logits, even if it is covered.
             kept = np.union1d(np.flatnonzero(~reused.covered), kept[-1:])
         hidden = self._model.embed(tokens[torch.from_numpy(kept)])
         computed = []
@@ -87,7 +87,7 @@ class Blender:
         return self._model.logits(hidden[-1:]), old.kept, computed
 
     def _layer(self, layer: int, hidden: Any, kept: Rows, first: int, old: ReusedLayers) -> tuple[Any, Rows]:
-        """The layer's output for the rows that are kept, and these rows."""
+        """The layer's output for the kept rows, and these rows."""
         model = self._model
         query, key, value = model.project(layer, hidden, torch.from_numpy(kept + first))
         keys, values = old.layer(layer)
@@ -98,7 +98,7 @@ class Blender:
             kept = kept[going_on.numpy()]
             hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
         at = torch.from_numpy(kept + first)
-        # Also in layers before the first check layer (`BlendPlan`): rows that nothing covers would otherwise be zeros.
+        # Also in layers before the first check layer (`BlendPlan`): rows that are not covered would otherwise be zeros.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
         attended = attend(query, keys, values, at, model.scale(layer))

@@ -17,7 +17,7 @@ class LayeredModel:
     """A causal language model, taken apart into the steps that blending calls.
 
     Raises:
-        NotBlendable: its family is not registered, or it lies on several devices or not in host memory.
+        NotBlendable: its family is not registered, or it is on several devices or not in host memory.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,7 +58,7 @@ class LayeredModel:
         """Within the `with` block the model itself uses `frequencies`; afterwards it is restored.
 
         After a prompt beyond max_positions, a "dynamic" rope keeps its grown frequencies until a prompt below
-        max_positions comes, and so also turns a prompt of exactly max_positions tokens by them.
+        max_positions comes, and so also rotates a prompt of exactly max_positions tokens by them.
         """
         rotary = self.inner.rotary_emb
         if self.rope.scaling != "dynamic":

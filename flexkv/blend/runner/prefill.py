@@ -76,7 +76,7 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why keys of this model are not moved; empty if they are. Checks each model once, and warns if they are not."""
+    """Why this model's keys are not moved; empty if they are. Checks each model once, and warns if they are not."""
     if not hasattr(model, _CHECKED):
         reason = ""
         try:
@@ -92,7 +92,7 @@ def off_reason(model: Any) -> str:
 def as_segments(segments: Segments) -> list[Segment]:
     """
     Raises:
-        TokenError: tokens that are not token ids. ConfigError: no token at all.
+        TokenError: tokens that are not token ids. ConfigError: there are no tokens.
     """
     found = [s if isinstance(s, Segment) else Segment(as_tokens(s)) for s in segments]
     found = [segment for segment in found if len(segment)]
@@ -130,7 +130,7 @@ def prefill(
     Args:
         model: a transformers causal language model of a registered family, in host memory.
         segments: token ids, or `Segment`s as `split_at_separators` gives them.
-        past: a transformers cache with the tokens that the engine has already; unchanged. Positions continue after it.
+        past: a transformers cache with the tokens that the engine already has; unchanged. Positions continue after it.
 
     Raises:
         NotBlendable: the prompt is so long that a "dynamic" rope changes its frequencies.
@@ -210,7 +210,8 @@ def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
-    """Computes each reusable segment that is not cached by itself, and stores it. Returns the tokens cached now.
+    """Computes each reusable segment that is not cached, each by itself, and stores it. Returns the number of tokens
+    cached now.
 
     The content under a segment's key depends only on the segment, so one prompt cannot affect another. Skips a segment
     that is too long for a "dynamic" rope's frequencies, with a warning.

@@ -51,7 +51,7 @@ class ReusedRows:
 
     @contextmanager
     def open(self, rotation: KeyRotation, past: Sequence[tuple[Any, Any]]) -> Iterator[ReusedLayers]:
-        """Opens the layers, one after the other, behind the tokens that the engine has.
+        """Opens the layers, one after the other, after the tokens that the engine has.
 
         Args:
             past: each layer's keys and values [heads, tokens, dim] of those tokens; empty for none.
@@ -121,12 +121,13 @@ class ReusedLayers:
         return rows.view(self._bits).numpy().view(self._shape.carrier).transpose(1, 0, 2)[:, None]
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """Keys and values of all tokens, [heads, tokens, dim], turned to their positions; zeros in rows without any.
+        """Keys and values of all tokens, [heads, tokens, dim], rotated to their positions; rows without KV are zeros.
 
-        They are the returned cache's own layer, which the caller completes in place. The next layers load meanwhile.
+        They are the returned cache's own layer, which the caller completes in place. The next layers are loaded
+        meanwhile.
 
         Raises:
-            LostPages: pages did not come.
+            LostPages: pages did not arrive.
         """
         if self._pipeline is not None and self._steps is not None:
             self._send(layer + 1)
@@ -149,7 +150,7 @@ class ReusedLayers:
             self._sent += 1
 
     def close(self) -> None:
-        """Waits for the work that was begun."""
+        """Waits for all work that was begun."""
         if self._steps is not None:
             self._steps.close()
 

@@ -20,10 +20,10 @@ KEY_LIMIT = 1e-3
 
 
 def check_rotation(model: LayeredModel) -> None:
-    """Compares frequencies, and keys rotated by the model at one position and turned by flexkv to another.
+    """Compares frequencies, and keys rotated by the model at one position and by flexkv to another.
 
     Raises:
-        NotBlendable: they differ; says by how much.
+        NotBlendable: they differ; the message says by how much.
     """
     expected, found = model.rope.frequencies(), model.frequencies
     if found.shape != expected.shape:

@@ -33,8 +33,8 @@ class AccessOrder:
     read.
 
     Entries from lookups are kept apart from those of stores, because an engine without free blocks looks a request up
-    at every step, and each lookup replaces the entries of the one before. Where both have a block, the store's entry
-    wins.
+    at every step, and each lookup replaces the entries of the one before. If both have a block, the store's entry takes
+    precedence.
 
     Attributes:
         blocks: number of blocks up to the last one with a known entry.
@@ -76,7 +76,7 @@ class AccessOrder:
         """Adds entries from a store: entry i is that of block `first_block + positions[i]`. `positions` ascend; there
         is at least one."""
         last = int(positions[-1])
-        # `blocks` grows before the part is added: if this method breaks off, the parts still fit.
+        # `blocks` grows before the part is added: if this method is interrupted, the parts still fit.
         self.blocks = max(self.blocks, first_block + last + 1)
         self._stored += len(entries)
         self._parts.append((first_block, None if last < len(positions) else positions, entries))
@@ -84,7 +84,7 @@ class AccessOrder:
             self.entries()
 
     def entries(self) -> EntryIds:
-        """Entry of each block, uint32 [blocks]; NO_ENTRY where none was put. Keeps the joined array in place of the
+        """Entry of each block, uint32 [blocks]; NO_ENTRY for blocks without one. Keeps the joined array in place of the
         parts."""
         parts = [*self._looked_up, *self._parts]
         if len(parts) == 1:
@@ -101,7 +101,7 @@ class AccessOrder:
         return joined
 
     def mark_doubled(self) -> bool:
-        """Notes the number of blocks if it has doubled since it was last noted, and returns whether it did."""
+        """Records the number of blocks if it has doubled since it was last recorded, and returns whether it had."""
         if self.blocks < 2 * self._marked_blocks or self.blocks == self._marked_blocks:
             return False
         self._marked_blocks = self.blocks

@@ -1,4 +1,4 @@
-"""How long it lately took to fetch pages from each tier, to load them, and to compute them instead."""
+"""How long it recently took to fetch pages from each tier, to load them, and to compute them instead."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ class CostModel:
         """How many of the leading blocks arrive sooner than the engine computes them.
 
         Weighs each prefix of the blocks: the time to compute it, less the time to fetch its missing pages behind those
-        queued and to load it. Tiers fetch in parallel, so the slowest one counts. Takes the longest prefix that saves
-        the most time; the engine computes the rest.
+        queued and to load it. Tiers fetch in parallel, so the slowest one counts. Chooses the prefix that saves the
+        most time, the longest of several; the engine computes the rest.
 
         Args:
             missing: per tier, the pages that a prefix of i + 1 blocks needs from it, int64 [blocks], ascending.
             queued: per tier, the pages that fetches in flight bring from it.
-            waiting: whether a prefix of i + 1 blocks has to wait for a fetch, bool [blocks].
+            waiting: whether a prefix of i + 1 blocks must wait for a fetch, bool [blocks].
             tokens: tokens that the engine need not compute with that prefix, int64 [blocks].
 
         Returns:

@@ -1,4 +1,6 @@
-"""The pages in host memory: which keys are in which slots, which are being brought there, and whom the hub notifies."""
+"""The pages in host memory: which keys are in which slots, which are being fetched, and which listeners are
+notified.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def reserve_pages(up_slots: int) -> int:
     """Number of slots to keep free in a pool with `up_slots` usable ones, so that planning a store rarely has to evict.
 
     The engine's step waits for a store's plan, and evicting costs more than the rest of the plan. Nothing waits for the
-    end of an op, so that is when the slots for the next store are freed. The price: this share of the pool holds no
+    end of an op, so the slots for the next store are freed then. The price is that this share of the pool holds no
     blocks.
     """
     return 0 if up_slots < RESERVE_FROM_SLOTS else min(up_slots // RESERVE_SHARE, RESERVE_MAX_PAGES)
@@ -69,7 +71,7 @@ class PageIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """Pages that a fetch is to bring; `positions` are their indices in the offered keys.
+    """Pages that a fetch will bring; `positions` are their indices in the offered keys.
 
     Attributes:
         entries: pending; pinned once for the fetch and once for the request that waits for it.
@@ -102,7 +104,7 @@ class Hub:
         expired: keys that expired lately in any tier.
         owners: the groups with slots of their own.
         listeners: notified, in this order, of the pages that become visible or leave.
-        board: shows other units what the slots hold; None if nobody sees it.
+        board: shows other units what the slots hold; None if no unit reads it.
 
     Raises:
         ConfigError: no such policy.
@@ -142,7 +144,7 @@ class Hub:
         self.presence.grow(group, slots)
         self._reserve[self._owner[group]] = reserve_pages(self.index.up_slots(group))
 
-    # --- what is on its way ---
+    # --- pages under way ---
 
     def insert_for_store(
         self, group: int, keys: Keys, most: int, spare: bool
@@ -165,7 +167,7 @@ class Hub:
         return positions, entries, slots, known, dropped
 
     def insert_coming(self, group: int, keys: Keys, most: int, fetch: OpId) -> Inserted:
-        """Gives a slot, which `fetch` is to fill, to those of `keys` that have none, for at most `most` of them."""
+        """Gives a slot, which `fetch` will fill, to those of `keys` that have none, for at most `most` of them."""
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, filler=fetch, leases=1
         )
@@ -176,23 +178,25 @@ class Hub:
     def filled_by_store(
         self, group: int, slots: SlotIds, keys: Keys, tokens: int, expiries: Expiries | int | None
     ) -> None:
-        """Notes that a store got these slots, for pages of `tokens` valid tokens each, and when they expire, None if
-        none does."""
+        """Records that a store got these slots, for pages of `tokens` valid tokens each, and when they expire, None if
+        none does.
+        """
         if self.tracks_tokens:
             self.tokens[group][slots] = tokens
             self.any_partial |= tokens != self._block_tokens[group]
         self.note_times(group, slots, keys, expiries)
 
     def filled_by_fetch(self, group: int, slots: SlotIds, tokens: NDArray[np.integer] | None) -> None:
-        """Notes the valid tokens of each page that a fetch has brought; None if all are whole blocks."""
+        """Records the valid tokens of each page that a fetch has brought; None if all are whole blocks."""
         if tokens is not None:
             self.any_partial = True
         if self.any_partial:
             self.tokens[group][slots] = self._block_tokens[group] if tokens is None else tokens
 
     def note_times(self, group: int, slots: SlotIds, keys: Keys, expiries: Expiries | int | None) -> None:
-        """Notes when the pages expire that these slots get, None if none does. Called once the op that fills them is
-        planned."""
+        """Records when the pages that will fill these slots expire, None if none does. Called once the op that fills
+        them is planned.
+        """
         if expiries is None:
             if not self.times.any:
                 return
@@ -206,7 +210,7 @@ class Hub:
         there: NDArray[np.bool_] = entries != NO_ENTRY
         return there, self.index.slots_of(entries[there])
 
-    # --- what is there ---
+    # --- visible pages ---
 
     def there(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys are visible, bool [keys]."""
@@ -241,7 +245,9 @@ class Hub:
         return published
 
     def _note(self, group: int, entries: EntryIds) -> None:
-        """Notes on the board how many tokens the pages have that are about to become visible, and when they expire."""
+        """Records on the board, for pages that are about to become visible, how many tokens they have and when they
+        expire.
+        """
         assert self.board is not None
         slots = self.index.slots_of(entries)
         tokens = self.tokens[group][slots].astype(np.uint32)
@@ -259,10 +265,10 @@ class Hub:
         self._note(group, entries)
         self.board.show(self.index.slots_of(entries), group, self.index.keys_of(entries))
 
-    # --- what leaves ---
+    # --- pages that leave ---
 
     def drop_expired(self, now_s: int) -> None:
-        """Makes misses of the pages whose time has come. Promised pages keep their slots until their last lease ends.
+        """Makes expired pages misses. Promised pages keep their slots until their last lease ends.
 
         Call order:
             Before keys are looked up or stored, if `times.any`.
@@ -284,7 +290,7 @@ class Hub:
             self._gone(group, keys)
 
     def unpin_and_evict(self, group: int, entries: EntryIds) -> None:
-        """Ends one pin on each entry, and evicts those that nothing else pins."""
+        """Ends one pin on each entry, and evicts entries without further pins."""
         alone = entries[self.index.pins_of(entries) == 1]
         keys = self.index.keys_of(alone)
         removed = self.presence.remove(alone).view(np.bool_)
@@ -310,8 +316,9 @@ class Hub:
             self._evicted(int(each), np.ascontiguousarray(keys[groups == each]))
 
     def give_up_coming(self, entries: EntryIds, fetch: OpId) -> None:
-        """Removes those of these entries that `fetch` was to fill and will not. Requests that wait for them keep their
-        pins; the pin of the fetch has ended before."""
+        """Removes those of these entries that `fetch` should have filled and will not fill. Requests that wait for them
+        keep their pins; the pin of the fetch has ended before.
+        """
         lost = entries[self.index.fillers(entries) == fetch]
         self.index.pin_coming(lost)
         self.presence.finish(lost, np.zeros(len(lost), np.uint8))

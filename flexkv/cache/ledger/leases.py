@@ -22,7 +22,7 @@ class StraightPages:
         tier: number of the tier.
         entries: entries in the tier's index, uint32 [pages].
         places: place of each entry, int32 [pages].
-        tags: what the places must hold, uint8 [pages, TAG_BYTES].
+        tags: the tags that the places must hold, uint8 [pages, TAG_BYTES].
     """
 
     tier: TierId
@@ -90,8 +90,9 @@ class GroupLease:
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """A share of these whole blocks and of `held`, which follow them. Precondition: all of them are in host
-        memory."""
+        """A share with these whole blocks and the following blocks `held`. Precondition: all of them are in host
+        memory.
+        """
         return GroupLease(
             np.concatenate((self.entries, held.entries)),
             np.concatenate((self.slots, held.slots)),

@@ -31,11 +31,11 @@ WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
 
 
 def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[np.bool_]:
-    """Which of the `pages` pages of an op ended well, bool [pages].
+    """Which of the `pages` pages of an op ended successfully, bool [pages].
 
     Raises:
-        ContractError: the result lists pages that the op does not have, or lists some and says OK; the message names
-            `who` sent it.
+        ContractError: the result lists pages that the op does not have, or is OK but lists failed pages; the message
+            names `who` sent it.
     """
     listed = np.asarray(result.failed)
     if listed.size and (
@@ -49,7 +49,7 @@ def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[n
             raise ContractError(f"op {result.op_id}: {who} says OK and lists {listed.size} failed pages")
         return np.ones(pages, np.bool_)
     good = np.zeros(pages, np.bool_)
-    # A failure that names no page counts as a failure of all of them, so that no failed page is taken for a good one.
+    # A failure that names no page counts as a failure of all pages, so that no failed page is mistaken for a good one.
     if result.status not in WHOLE_OP_STATUSES and listed.size:
         good[:] = True
         good[listed] = False
@@ -61,15 +61,15 @@ class Op:
     """One op between its plan and its end. All arrays have one element per page.
 
     Attributes:
-        plan: the op as it was handed out.
-        role: what it is for.
+        plan: the op as it was planned.
+        role: the op's purpose.
         tier: the tier whose index `entries` belong to.
         entries: index entries of its pages in that tier, each pinned once by the op.
         epoch: the manager's epoch when it was planned.
         op_id, group: copied from the plan.
         pages: number of pages that it moves.
         begun_s: the clock when it was added to the table.
-        ahead: pages that were in flight on the same way then.
+        ahead: pages that were then in flight on the same route.
     """
 
     plan: TransferOp
@@ -93,7 +93,7 @@ class Op:
 
 @dataclass(slots=True, kw_only=True)
 class AwaitedOp(Op):
-    """An op that requests wait for.
+    """An op for which requests wait.
 
     Attributes:
         waiters: those requests.
@@ -122,7 +122,7 @@ class ProbeOp(AwaitedOp):
     Attributes:
         keys: per group, the keys of the whole request.
         start_tokens: tokens that the engine had itself.
-        settings: what the caller of the request asks for.
+        settings: the settings that the caller gave with the request.
     """
 
     keys: Sequence[Keys]
@@ -195,7 +195,7 @@ class RankOp(Op):
         reported: ranks that have reported their result. The op ends with the last of them. A rank that died never
             reports, so the pages stay pinned until the unit ends, because its last copy may still run.
         failed: pages that failed on a rank that has reported.
-        suspect: failed pages whose stored copy may be at fault. A cancelled load says nothing about it.
+        suspect: failed pages whose stored copy may be at fault. A cancelled load is no evidence against it.
         damaged: failed pages whose content may be at fault, as reported by the ranks.
         withheld: for a load straight from another tier, failed pages that the tier did not deliver. They are counted,
             and the tier keeps them.
@@ -203,7 +203,7 @@ class RankOp(Op):
             content.
         revoked: pages that must not be published.
         load: number of the load that this op is part of, which is the number of the load's first op.
-        abandoned: for a load, its request has ended or taken it back.
+        abandoned: for a load, the request has ended or has taken the load back.
     """
 
     request_id: str
@@ -275,7 +275,7 @@ class RankOp(Op):
             self._take_failures(rank, result, ~good, result.page_causes(self.pages))
         if result.digests.size:
             self.digests[rank] = result.digests
-        # This comes last, because a report that breaks off must not count as a good one.
+        # This comes last, because an interrupted report must not count as a good one.
         self.reported.add(rank)
 
     def _take_failures(
@@ -368,7 +368,9 @@ class OpTable:
         return op if isinstance(op, AwaitedOp) else None
 
     def unawaited_prefetches(self) -> int:
-        """Pages in flight in fetches that were begun before a lookup asked, and that no request waits for any more."""
+        """Pages in flight in fetches that were begun before a lookup asked for them and for which no request waits any
+        more.
+        """
         fetches = (op for op in self if isinstance(op, FetchOp))
         return sum(op.pages for op in fetches if op.prefetched and not op.waiters)
 
@@ -376,7 +378,7 @@ class OpTable:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]
 
     def targets_of_loads(self, group: int) -> BlockIds:
-        """Engine blocks of a group that loads in flight write to."""
+        """Engine blocks of a group to which loads in flight write."""
         targets = [op.plan.blocks for op in self if op.role is OpRole.LOAD and op.group == group]
         return np.concatenate(targets) if targets else NO_BLOCKS
 
@@ -405,7 +407,7 @@ class OpTable:
 
     def drop_after(self, last: OpId, handed_out: set[OpId], ended: Op | None = None) -> None:
         """Removes the ops numbered above `last` except those in `handed_out`, removes `ended`, and recounts all others.
-        For a call that broke off, perhaps within `add` or `remove`."""
+        For a call that was interrupted, perhaps within `add` or `remove`."""
         kept = [op for op in self if (op.op_id <= last or op.op_id in handed_out) and op is not ended]
         self._ops = {}
         self._clear_counts()

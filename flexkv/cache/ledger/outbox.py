@@ -1,4 +1,4 @@
-"""Ops that were planned for the tiers' own planes and not handed out yet."""
+"""Ops that were planned for the tiers' own planes and have not been submitted yet."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Outbox:
 
     @property
     def op_ids(self) -> set[OpId]:
-        """Numbers of the ops that wait here."""
+        """The numbers of the waiting ops."""
         return {op.op_id for _, graph in self._graphs for op in graph.ops}
 
     def put(self, tier: TierId, op: TransferOp) -> None:
         self._graphs.append((tier, TransferGraph((op,))))
 
     def take(self) -> list[tuple[TierId, TransferGraph]]:
-        """Removes and returns all that wait, with their tiers."""
+        """Removes and returns all waiting graphs, with their tiers."""
         graphs, self._graphs = self._graphs, []
         return graphs

@@ -1,7 +1,7 @@
-"""When pages in host memory expire (`flexkv.ttl_s` of the request that stored them), and which keys expired lately.
+"""When pages in host memory expire (`flexkv.ttl_s` of the request that stored them), and which keys expired recently.
 
-The index does not know these times. Instead, each lookup first has the hub drop expired pages (`Hub.drop_expired`).
-That costs one comparison, and nothing in a cache without pages that expire.
+The index does not know these times. Instead, the hub drops expired pages before each lookup (`Hub.drop_expired`). That
+costs one comparison, and nothing in a cache without pages that expire.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ us."""
 
 
 def earlier(one: Expiries, other: Expiries | int) -> Expiries:
-    """The earlier of two times each, where NEVER is later than all others."""
+    """The earlier of two times, element by element; NEVER is later than all others."""
     is_later = (one == NEVER) | ((np.uint64(NEVER) != other) & (other < one))
     both: Expiries = np.where(is_later, np.asarray(other, np.uint64), one)
     return both
 
 
 class PageTimes:
-    """The time of the page in each host slot. Pages that share a second are noted together, by their keys.
+    """The expiry of the page in each host slot. Pages that expire in the same second are recorded together, by their
+    keys.
 
     Args:
         slots: host slots of each group.
         owners: for each group, the group that owns its slots.
 
     Attributes:
-        any: a page has had a time since this was made. While it is False, no other method need be called.
+        any: some page has had an expiry since this was made. While it is False, no other method need be called.
     """
 
     def __init__(self, slots: Sequence[int], owners: Sequence[int]) -> None:
@@ -56,7 +57,7 @@ class PageTimes:
         self.any = False
 
     def set(self, group: int, slots: SlotIds, keys: Keys, expiries: Expiries | int) -> None:
-        """Notes when the pages that `slots` are filled with expire."""
+        """Records when the pages expire with which `slots` are filled."""
         of_slot = self._table(group)
         of_slot[slots] = expiries
         for second in np.unique(of_slot[slots]).tolist():
@@ -76,20 +77,21 @@ class PageTimes:
 
     def first_due(self, now_s: int) -> Sequence[tuple[int, Keys]]:
         """The pages, by group, that expire first, if their time has come; else none. Some may have left, or been stored
-        again with another time."""
+        again with another expiry.
+        """
         if not self._seconds or self._seconds[0] > now_s:
             return ()
         return self._noted[self._seconds[0]]
 
     def end_first(self) -> None:
-        """Drops the notes of the pages that `first_due` returns: they have left."""
+        """Drops the records of the pages that `first_due` returns: they have left."""
         self._pages -= sum(len(keys) for _, keys in self._noted.pop(heappop(self._seconds)))
 
     def thin_out(self, slots_of: Callable[[int, Keys], tuple[NDArray[np.bool_], SlotIds]]) -> None:
-        """Drops notes of pages that left before their time, if there are many.
+        """Drops records of pages that left before their time, if there are many.
 
         Args:
-            slots_of: for a group's keys, which are in host memory, and the slots of those.
+            slots_of: tells which of a group's keys are in host memory, and the slots of these.
         """
         if self._pages <= NOTED_PAGES + 2 * sum(self._slots):
             return
@@ -115,7 +117,7 @@ class PageTimes:
 
 
 class ExpiredKeys:
-    """Keys of pages that expired lately, the last REMEMBERED of all tiers."""
+    """Keys of pages that expired recently, the last REMEMBERED of all tiers."""
 
     def __init__(self) -> None:
         self._keys: NDArray[np.uint64] | None = None

@@ -1,4 +1,6 @@
-"""Callbacks for pages that leave, or turn out not to be where the tables say: the one late binding of a manager."""
+"""Callbacks for pages that leave, or turn out not to be where the tables say. They are the only late binding in a
+manager.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from flexkv.facts.request_settings import RequestSettings
 
 
 def _nothing(*_: object) -> None:
-    """Stands in until the manager is fully constructed."""
+    """A placeholder until the manager is fully constructed."""
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class Reactions:
         forgotten: (tier, group, keys) the tier forgot these pages, because it did not have them.
         reused: (tier, group, keys) these pages of host memory were used again, and the tier writes reused pages.
         answered: (request, keys, start in tokens, settings) a tier has answered a question that the request waited for.
-        undone: () a plan that broke off was undone; those who keep counts of their own must recount.
+        undone: () an interrupted plan was undone; objects that keep their own counts must recount.
     """
 
     evicted: Callable[[int, Keys], object] = _nothing

@@ -22,11 +22,11 @@ class Wait:
         ops: fetches and questions that have not ended, with their tiers.
         held: pages that are fetched for the request, with those that its fetches found there; kept until its next
             lookup has leased them.
-        skipped: tiers that the request goes on without, and why.
+        skipped: tiers without which the request continues, and why.
         probed: number of the question by tier and whether it was for the tail; each tier is asked once for blocks and
             once for a tail.
         ready_end: block of the request at which the pages in host memory ended when it began to wait.
-        fetched: pages that were brought to host memory for it, by the tier that they came from.
+        fetched: number of pages that were brought to host memory for it, by the tier that they came from.
     """
 
     since_s: dict[TierId, float] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class RequestLedger:
         waits: the waits by request.
         prefetched: requests with a wait that no lookup has asked for yet.
         reserved_pages: pages of all leases.
-        misses: by request, why its last lookup promised no more, and how many whole blocks it did not promise. Only
-            lookups that the engine has not acted on yet.
+        misses: by request, why its last lookup promised no more, and how many whole blocks it did not promise. Contains
+            only lookups that the engine has not acted on yet.
         kept: pages that plugins keep, each pinned once, by the name of the pin.
     """
 
@@ -67,7 +67,9 @@ class RequestLedger:
     # --- misses ---
 
     def note_miss(self, request_id: str, reason: MissReason, blocks: int) -> None:
-        """Notes why the request's last lookup did not promise `blocks` whole blocks, replacing an earlier note."""
+        """Records why the request's last lookup did not promise `blocks` whole blocks, in place of an earlier
+        record.
+        """
         if len(self.misses) >= MOST_MISSES and request_id not in self.misses:
             del self.misses[next(iter(self.misses))]
         self.misses[request_id] = (reason, blocks)
@@ -85,7 +87,7 @@ class RequestLedger:
         return self._leases.get(request_id)
 
     def add_lease(self, request_id: str, lease: Lease) -> None:
-        """Enters a lease, unless it has no pages. Precondition: the request has no lease."""
+        """Adds a lease, unless it has no pages. Precondition: the request has no lease."""
         assert request_id not in self._leases
         if pages := lease.pages:
             self._leases[request_id] = lease
@@ -129,11 +131,11 @@ class RequestLedger:
         return new
 
     def skip(self, request_id: str, tiers: Iterable[TierId], reason: MissReason) -> None:
-        """Notes that the request goes on without these tiers, until its wait is dropped."""
+        """Records that the request continues without these tiers, until its wait is dropped."""
         self.waits.setdefault(request_id, Wait()).skipped.update(dict.fromkeys(tiers, reason))
 
     def skipped(self, request_id: str) -> Mapping[TierId, MissReason]:
-        """The tiers that the request goes on without, and why."""
+        """The tiers without which the request continues, and why."""
         wait = self.waits.get(request_id)
         return {} if wait is None else wait.skipped
 
@@ -143,7 +145,7 @@ class RequestLedger:
         return None if wait is None else wait.probed.get((tier, tail))
 
     def probed(self, request_id: str, tier: TierId, tail: bool, op_id: OpId) -> None:
-        """Notes that the tier was asked for the request."""
+        """Records that the tier was asked for the request."""
         self.waits.setdefault(request_id, Wait()).probed[tier, tail] = op_id
 
     def hold(self, request_id: str, pages: HeldPages) -> None:
@@ -219,8 +221,9 @@ class RequestLedger:
             wait.fetched[tier] = wait.fetched.get(tier, 0) + pages
 
     def begins_to_wait(self, request_id: str, ready_end: int) -> None:
-        """Notes, the first time, that the request's blocks up to `ready_end` are in host memory and that it waits for
-        those after."""
+        """Records, at the first call, that the request's blocks up to `ready_end` are in host memory and that it waits
+        for the later ones.
+        """
         wait = self.waits.get(request_id)
         if wait is not None and wait.ready_end is None:
             wait.ready_end = ready_end
@@ -252,7 +255,9 @@ class RequestLedger:
         return [request_id for request_id, wait in self.waits.items() if wait.ends_s < ends_s]
 
     def recount(self, in_flight: set[OpId]) -> None:
-        """Recounts the leased pages, and ends the waits for ops that are not `in_flight`. For a call that broke off."""
+        """Recounts the leased pages, and ends the waits for ops that are not `in_flight`. For a call that was
+        interrupted.
+        """
         self.reserved_pages = sum(lease.pages for lease in self.leases())
         for wait in self.waits.values():
             wait.ops = {op_id: tier for op_id, tier in wait.ops.items() if op_id in in_flight}

@@ -14,13 +14,13 @@ class ManagerStats:
     Attributes:
         lookups: calls of `match`.
         hit_blocks: whole blocks promised, counted once for all groups.
-        miss_blocks: whole blocks asked for and not promised.
+        miss_blocks: whole blocks requested and not promised.
         tail_hits: partial tails promised.
         loaded_pages: pages that every rank loaded.
         failed_load_pages: pages that failed to load on some rank.
         stored_pages: pages published.
         failed_store_pages: pages that failed to be stored on some rank.
-        discarded_pages: pages written well and not published: revoked, forgotten, or of an old epoch.
+        discarded_pages: pages written successfully and not published: revoked, forgotten, or of an old epoch.
         busy_pages: offered pages that were not stored, because there was no slot or no queue entry.
         evicted_blocks: blocks evicted to make room.
         expired_blocks: blocks that left host memory because their time to live was over.

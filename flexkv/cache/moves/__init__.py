@@ -1,1 +1,1 @@
-"""Moves of pages between host memory and the tiers behind it, and the undoing of plans that break off."""
+"""Moves of pages between host memory and the tiers behind it, and the undoing of interrupted plans."""

@@ -1,9 +1,9 @@
-"""Undoes calls that break off, because an allocation failed or the manager broke a rule of its own.
+"""Undoes calls that are interrupted, because an allocation failed or the manager broke one of its own rules.
 
 A plan leases entries, gives slots and enters ops in tables, one after the other, and an error may come between any two.
-So nothing is undone step by step. The tables are the truth: ops that were not handed out are removed from them, and
-every lease that no table names is ended. The end of an op that breaks off is not tried again, because parts of it may
-have been done: all pages of the op count as failed.
+So nothing is undone step by step. The tables decide: ops that were not submitted are removed from them, and every lease
+that no table names is ended. If the end of an op is interrupted, it is not repeated, because parts of it may have been
+done: all pages of the op count as failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = get_logger(__name__)
 
 
 class BrokenPlans:
-    """Context manager around each call of one manager that plans or ends ops: if the call raises, it undoes what the
-    call had done. Not reentrant.
+    """Context manager around each call of one manager that plans or ends ops: if the call raises, the context manager
+    undoes what the call had done. Not reentrant.
 
     Args:
         ranks: number of ranks that report each load and store.
@@ -53,8 +53,9 @@ class BrokenPlans:
         self._ending = None
 
     def _is_refusal(self, error: BaseException) -> bool:
-        """Whether the error refuses a result that does not fit its op. The op then goes on as if nothing had been
-        reported."""
+        """Whether the error refuses a result that does not fit its op. The op then continues as if nothing had been
+        reported.
+        """
         op = self._ending
         if op is None or op.op_id not in self._tables.ops or not isinstance(error, ContractError):
             return False
@@ -98,7 +99,7 @@ class BrokenPlans:
         )
 
     def _failed_op(self) -> Op | None:
-        """Marks all pages of the op whose end or report broke off as failed; if it was a load, also revokes the
+        """Marks all pages of the op whose end or report was interrupted as failed; if it was a load, also revokes the
         request's stores. Returns the op if it has ended; None if other ranks still have to report it, or there is
         none."""
         op = self._ending

@@ -1,4 +1,4 @@
-"""The tiers' own ops: hands out fetches and writes, takes their ends, and takes offers of pages to write."""
+"""The tiers' own ops: passes out fetches and writes, takes their results, and takes offers of pages to write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class TierWork:
-    """The part of one manager that the code which drives its tiers calls.
+    """The part of a manager that is called by the code that drives its tiers.
 
     Attributes:
         once: pages left to peers, and promotions; None if the unit keeps its own pages (`peers.store: own`).
@@ -49,7 +49,8 @@ class TierWork:
 
     def poll(self) -> list[tuple[TierId, TransferGraph]]:
         """Plans the writes that may be planned now, and takes and returns all graphs for the tiers' planes, in the
-        order to submit them."""
+        order in which to submit them.
+        """
         with self._broken:
             if self.once is not None:
                 self.once.poll()
@@ -81,7 +82,7 @@ class TierWork:
                 self.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def complete(self, result: OpResult) -> None:
-        """Ends an op that `poll` handed out, by its one result.
+        """Ends an op that `poll` returned, with its only result.
 
         Raises:
             ContractError: no such op is in flight, or the result does not fit it.
@@ -115,7 +116,7 @@ class TierWork:
             self._tables.stores_of(op.tier).follow_up_ended(op, result)
 
     def answered(self, op_id: OpId) -> None:
-        """Ends a question that a tier has answered or never will. Ignores one whose plan broke off."""
+        """Ends a question that a tier has answered or never will. Ignores a question whose plan was interrupted."""
         op = self._tables.ops.find(op_id)
         if not isinstance(op, ProbeOp):
             return
@@ -127,13 +128,13 @@ class TierWork:
                 self._tables.reactions.answered(request_id, op.keys, op.start_tokens, op.settings)
 
     def take_down(self, tier: TierId, reason: str) -> None:
-        """Takes the tier out of use: its pages are misses, and nothing is written there."""
+        """Takes the tier out of use: its pages are misses, and no pages are written there."""
         self._tables.tiers[tier].go_down(reason)
         if tier in self._writes:
             self._writes[tier].drop_waiting()
 
     def opened(self) -> None:
-        """Offers pages to tiers that are not held any more."""
+        """Offers pages to tiers that are no longer held."""
         with self._broken:
             for queue in self._writes.values():
                 queue.opened()
@@ -145,8 +146,9 @@ class TierWork:
 
     @property
     def busy(self) -> bool:
-        """Whether an op of a tier is in flight, something waits to be written and can be, or pages of an ended peer
-        wait to be taken over."""
+        """Whether an op of a tier is in flight, pages that can be written wait to be written, or pages of an ended peer
+        wait to be taken over.
+        """
         return (
             self.moving
             or len(self._tables.outbox) > 0
@@ -155,7 +157,7 @@ class TierWork:
         )
 
     def begin_close(self) -> None:
-        """From now on takes over no pages of peers."""
+        """Stops taking over pages of peers."""
         if self.once is not None:
             self.once.begin_close()
 
@@ -172,8 +174,9 @@ class TierWork:
                 queue.flush()
 
     def give_up_held(self) -> int:
-        """Drops the writes that wait for tiers that may not be used yet, logs why, and returns how many pages that
-        are."""
+        """Drops the writes that wait for tiers that may not be used yet, logs why, and returns the number of their
+        pages.
+        """
         pages = 0
         for number, queue in self._writes.items():
             if queue.held_pages:
@@ -189,11 +192,11 @@ class TierWork:
         return pages
 
     def give_up(self) -> int:
-        """Drops the writes that wait, and returns how many pages that are."""
+        """Drops the waiting writes, and returns the number of their pages."""
         return sum(queue.give_up_waiting() for queue in self._writes.values())
 
     def unwritten(self) -> int:
-        """Most pages in host memory that any one tier that takes pages lacks. Pinned pages count as lacking."""
+        """The largest number of pages in host memory that a tier with writes lacks. Pinned pages count as lacking."""
         return max((queue.unwritten() for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:
@@ -201,8 +204,9 @@ class TierWork:
             queue.offer(group, keys)
 
     def forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
-        """Offers pages to a tier that turned out not to have them, as far as host memory has them: they had counted as
-        written."""
+        """Offers pages to a tier that turned out not to have them, although they had counted as written, if host memory
+        has them.
+        """
         there = self._tables.hub.there(group, keys)
         if tier in self._writes and there.any():
             self._writes[tier].offer(group, keys[there])
@@ -224,12 +228,12 @@ class TierWork:
             self._tables.tiers[number].counts.lost += int(np.count_nonzero(~known))
 
     def recount(self) -> None:
-        """Recounts the writes that wait, after a call that planned writes broke off."""
+        """Recounts the waiting writes, after a call that planned writes was interrupted."""
         for queue in self._writes.values():
             queue.recount()
 
     def reset(self) -> None:
-        """Drops the writes that wait, and forgets which pages are copies."""
+        """Drops the waiting writes, and forgets which pages are copies."""
         if self.once is not None:
             self.once.reset()
         for queue in self._writes.values():

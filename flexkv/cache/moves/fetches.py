@@ -1,4 +1,4 @@
-"""Pages on their way from other tiers to host memory."""
+"""Fetches: pages under way from other tiers to host memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WantedPages:
     """Pages of one group that a request wants in host memory.
 
     Attributes:
-        runs: where `keys`, or the leading ones of them, lie; leased there.
+        runs: the places of `keys`, or of the leading ones; leased there.
     """
 
     group: int
@@ -46,7 +46,7 @@ class WantedPages:
 
 @dataclass(frozen=True, slots=True)
 class FetchedPages:
-    """Pages in host memory or on their way there, each pinned once for the request that wanted them.
+    """Pages in host memory or under way to it, each pinned once for the request that wanted them.
 
     Attributes:
         fetches: the op that brings each page, or 0.
@@ -68,7 +68,7 @@ class Fetched:
     """The result of fetching wanted pages.
 
     Attributes:
-        pages: for each part, the leading pages that are there or on their way.
+        pages: for each part, the leading pages that are there or under way.
         ops: the fetches that bring some of them, with their tiers.
     """
 
@@ -85,8 +85,9 @@ def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int
 
 
 def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int) -> None:
-    """Adds blocks that follow, and that are on their way to host memory, to a lease. Precondition: the lease has whole
-    blocks only."""
+    """Adds to a lease the blocks that follow it and are under way to host memory. Precondition: the lease has only
+    whole blocks.
+    """
     more = len(pages[0].entries)
     if not more:
         return
@@ -101,7 +102,7 @@ def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int)
 
 @dataclass(slots=True)
 class FetchPlan:
-    """Pages that one op is to fetch."""
+    """Pages that one op will fetch."""
 
     op_id: OpId
     keys: list[Keys] = field(default_factory=list)
@@ -150,12 +151,12 @@ class Promotions:
         return self._tables.ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
 
     def fetch(self, wanted: Sequence[WantedPages], layerwise: bool, aligned: bool = True) -> Fetched:
-        """Plans fetches of the wanted pages that are not in host memory or on their way there, as far as there is room.
+        """Plans fetches of the wanted pages that are not in host memory or under way to it, as far as there is room.
 
         The fetches take over the leases of `wanted`, or the leases end.
 
         Args:
-            layerwise: bring ranges of layers one after the other, from tiers that can.
+            layerwise: fetch ranges of layers one after the other, from tiers that can.
             aligned: the parts are the same blocks of every group; all are then cut to the shortest.
         """
         ops: dict[OpId, TierId] = {}
@@ -168,11 +169,11 @@ class Promotions:
         return Fetched(pages, ops)
 
     def tiers_of(self, fetches: ReadIds) -> set[TierId]:
-        """The tiers that these fetches bring pages from."""
+        """The tiers from which these fetches bring pages."""
         return set(self._in_flight(fetches).values())
 
     def pages_by_tier(self, fetches: ReadIds) -> dict[TierId, int]:
-        """How many pages are on their way from each tier, given the fetch of each page (0: none)."""
+        """The number of pages under way from each tier, given the fetch of each page (0: none)."""
         pages: dict[TierId, int] = {}
         numbers, counts = np.unique(fetches, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -186,7 +187,7 @@ class Promotions:
         return {op.op_id: op.tier for op in ops if op is not None}
 
     def _fetch_part(self, part: WantedPages, layerwise: bool, ops: dict[OpId, TierId]) -> FetchedPages:
-        """Plans fetches of one part, and enters in `ops` those that bring its pages."""
+        """Plans fetches of one part, and adds to `ops` those that bring its pages."""
         plans: dict[TierId, FetchPlan] = {}
         brought: list[FetchedPages] = []
         runs, at, again = deque(part.runs), 0, True
@@ -207,8 +208,8 @@ class Promotions:
             at += reach
             if reach == len(run):
                 continue
-            # The next page found no host slot or is being stored, so no page behind it is of use. Their leases may be
-            # what keeps slots from eviction, so they end, and the rest of the run is tried once more.
+            # There is no host slot for the next page, or it is being stored, so no page after it is useful. Their
+            # leases may be what keeps slots from eviction, so they end, and the rest of the run is tried once more.
             self.walk.release(runs)
             runs.clear()
             if again and self.room(run.tier) > plan.pages:
@@ -239,8 +240,9 @@ class Promotions:
     def _give_slots(
         self, group: int, keys: Keys, run: PageRun, plan: FetchPlan, ops: dict[OpId, TierId]
     ) -> FetchedPages:
-        """Gives pages of a tier host slots, as far as there is room, and enters them in `plan`; returns the leading
-        pages that are in host memory or on their way there."""
+        """Gives pages of a tier host slots, as far as there is room, and adds them to `plan`; returns the leading pages
+        that are in host memory or under way to it.
+        """
         index = self._tables.hub.index
         room = max(0, self.room(run.tier) - plan.pages)
         given = self._tables.hub.insert_coming(group, keys, room, plan.op_id)
@@ -295,7 +297,7 @@ class Promotions:
             current: there was no reset since the fetch was planned.
 
         Returns:
-            Which became visible, bool [pages].
+            Which pages became visible, bool [pages].
         """
         tier = self._tables.tiers[op.tier]
         source = tier.source
@@ -320,8 +322,9 @@ class Promotions:
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
-    """Which pages were not what the tier should have had, bool [pages]. A fetch or page that was never begun says
-    nothing about the tier's content."""
+    """Which pages differ from what the tier should have had, bool [pages]. A fetch or page that was never begun is no
+    evidence about the tier's content.
+    """
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)
     suspect: NDArray[np.bool_] = ~good & np.isin(result.page_causes(len(good)), SUSPECT_CAUSES)

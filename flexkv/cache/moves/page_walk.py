@@ -1,4 +1,4 @@
-"""Finds where pages lie, as runs of pages in one tier."""
+"""Finds the tiers of pages, as runs of consecutive pages in one tier."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flexkv.transfer.graph import NO_PLACES, SlotIds
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Consecutive pages of one group that lie in one tier, each leased there once.
+    """Consecutive pages of one group in one tier, each leased there once.
 
     Attributes:
-        coming: an op is bringing the pages; the tier is then the hub.
+        coming: an op is fetching the pages; the tier is then the hub.
     """
 
     tier: TierId
@@ -62,7 +62,7 @@ def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
 
 
 def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
-    """Splits runs after the first `pages`. Precondition: these all lie in the first run."""
+    """Splits runs after the first `pages`. Precondition: these are all in the first run."""
     if not runs:
         return NO_PAGES, []
     first = runs[0]
@@ -79,7 +79,7 @@ def leading(flags: NDArray[np.bool_]) -> int:
 class PageWalk:
     """Finds and leases pages, each in host memory or else in the first tier that has it.
 
-    For pages that are no prefix of the request; prefixes are looked up by `c_ext.TierLookup`.
+    For pages that do not form a prefix of the request; `c_ext.TierLookup` looks up prefixes.
     """
 
     def __init__(self, tables: CacheTables) -> None:
@@ -101,7 +101,7 @@ class PageWalk:
         return None
 
     def _coming(self, group: int, keys: Keys) -> PageRun | None:
-        """Leases the leading pages that fetches are bringing; None if a store fills the first."""
+        """Leases the leading pages that are being fetched; None if a store fills the first."""
         index = self._tables.hub.index
         known = index.find(group, keys, ready_only=False)
         known = known[: leading(known != NO_ENTRY)]
@@ -111,7 +111,7 @@ class PageWalk:
         return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
 
     def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
-        """Finds where the leading pages of `keys` lie, and leases each there. The list ends before the first page that
+        """Finds the leading pages of `keys`, and leases each in its tier. The list ends before the first page that
         has left since the caller found it, or that a store is filling."""
         runs: list[PageRun] = []
         at = 0

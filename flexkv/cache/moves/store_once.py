@@ -1,8 +1,8 @@
 """`peers.store: once`: a page that a running peer has in host memory is not kept here too.
 
 A page of such a peer (`Keeper`) is left out in two ways: a store leaves it to the peer, and the copy that a load needed
-is dropped after the load. A copy is withdrawn from the board as soon as it is here, so that two units do not count on
-each other's copies, and each page that some unit counts on is one that a unit has for itself.
+is dropped after the load. A copy is withdrawn from the board as soon as it arrives, so that two units do not count on
+each other's copies: each page that some unit counts on is another unit's own page.
 
     a load needs it:     copy, hidden ----------- no peer has it any more --------> own page, shown,
                            |  ^                                                     written to the tiers behind
@@ -38,11 +38,11 @@ ORPHANS_PER_POLL = 512
 
 
 class StoreOnce:
-    """The pages that one unit leaves to its peers, and those that it promotes. Costs nothing per token: stores and
+    """The pages that one unit leaves to its peers, and those that it promotes. There is no cost per token: stores and
     loads look up their own pages in the index of peers' pages, and a poll compares a clock.
 
     Args:
-        number: the tier whose pages peers keep; it has a keeper and a follower.
+        number: the number of the tier whose pages peers keep; it has a keeper and a follower.
         offer: offers pages that are new in host memory to the tiers behind it.
     """
 
@@ -80,7 +80,7 @@ class StoreOnce:
         return replace(plan, known=plan.known + pages)
 
     def _left_to_peers(self, offer: StoreOffer) -> NDArray[np.bool_]:
-        """Which of the offered blocks peers keep, and host memory neither has nor is about to have, bool [blocks]."""
+        """Which of the offered blocks peers keep and are neither in host memory nor under way to it, bool [blocks]."""
         follower = self._tables.tiers[self._number].follower
         assert follower is not None
         follower.take_news(offer.group, offer.keys)
@@ -95,11 +95,11 @@ class StoreOnce:
         return self._keeper.kept(group, keys, 0)
 
     def end_store(self, op: RankOp) -> None:
-        """Called before the pages of a store to host memory become visible: they are the unit's own."""
+        """Called before the pages of a store to host memory become visible: they become the unit's own pages."""
         self._names[op.plan.slots] = 0
 
     def stored(self, group: int, keys: Keys) -> None:
-        """Called once pages of a store to host memory are visible: the unit does not do without them any more."""
+        """Called once pages of a store to host memory are visible: they are no longer left out."""
         self._keeper.take_back(group, keys)
 
     # --- copies ---
@@ -116,7 +116,7 @@ class StoreOnce:
             self._keeper.take_back(op.group, keys)
             self._copies.append((op.group, keys))
             if self._keeper.has_orphans:
-                # Other units that left these pages out are to see soon that they need not copy them.
+                # Other units that left these pages out should soon see that they need not copy them.
                 self._settle(op.group, keys)
 
     @property
@@ -158,10 +158,10 @@ class StoreOnce:
         self._keeper.promoted(len(keys))
         self._offer(group, keys)
 
-    # --- now and then ---
+    # --- periodic work ---
 
     def poll(self) -> None:
-        """Settles copies that no load has used, and begins to copy what only ended peers have."""
+        """Drops or promotes copies that no load has used, and begins to copy pages that only ended peers have."""
         if self._closing:
             return
         if self._copies and (now_s := self._tables.clock()) >= self._sweep_at_s:
@@ -171,13 +171,14 @@ class StoreOnce:
             self._take_over()
 
     def begin_close(self) -> None:
-        """Begins no further copies. A unit that closes needs its time and its host slots for its own pages, and what it
-        took over now would only move to its disks."""
+        """Begins no further copies. A unit that closes needs its time and its host slots for its own pages, and pages
+        that it took over now would only move to its disks.
+        """
         self._closing = True
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has something to take over, or waits for the unit's turn to."""
+        """Whether `poll` has pages to take over, or waits for the unit's turn to take them over."""
         return self._keeper.has_orphans and not self._closing
 
     def _sweep(self) -> None:
@@ -192,7 +193,7 @@ class StoreOnce:
                 self._copies.append((group, keys))
 
     def _take_over(self) -> None:
-        """Plans a fetch of pages that only ended peers have. Once they are here, they are copies that no peer keeps."""
+        """Plans a fetch of pages that only ended peers have. Once fetched, they are copies that no peer keeps."""
         group, keys = self._keeper.orphans(ORPHANS_PER_POLL)
         index, tier = self._tables.hub.index, self._tables.tiers[self._number]
         keys = keys[index.find(group, keys, ready_only=False) == NO_ENTRY]

@@ -46,7 +46,7 @@ class WriteQueue:
 
     @property
     def waiting_pages(self) -> int:
-        """Pages that wait for their write to be planned."""
+        """Number of pages that wait for their write to be planned."""
         return self._waiting_pages
 
     @property
@@ -56,7 +56,7 @@ class WriteQueue:
 
     @property
     def held_pages(self) -> int:
-        """Pages that wait until the tier may be used, including those that found no room in the queue."""
+        """Number of pages that wait until the tier may be used, including those for which the queue had no room."""
         return self._waiting_pages + self._left_out if self._tier.held else 0
 
     def offer(self, group: int, keys: Keys) -> None:
@@ -65,8 +65,8 @@ class WriteQueue:
             self._enter(group, keys)
 
     def opened(self) -> None:
-        """Offers all pages in host memory to a tier that is not held any more, if the queue had no room for some
-        meanwhile. Those of them that host memory has lost count as dropped. O(pages in host memory) in that case.
+        """Offers all pages in host memory to a tier that is no longer held, if the queue had no room for some
+        meanwhile. Pages that host memory has lost count as dropped. O(pages in host memory) in that case.
         """
         left_out, self._left_out = self._left_out, 0
         if not left_out or not self._tier.in_use:
@@ -116,7 +116,7 @@ class WriteQueue:
         """Queues the pages that are in host memory, not pinned and not in the tier, whatever the mode.
 
         The most recently used pages go first, each chain from its start, and no more than the tier can hold; the rest
-        counts as dropped. Pages that wait already are not entered twice, so that the queue stays bounded however often
+        counts as dropped. Pages that already wait are not queued twice, so that the queue stays bounded however often
         this is called.
         """
         if self._tier.in_use and self._tier.facts.write_at_close:
@@ -133,7 +133,7 @@ class WriteQueue:
 
     def _offer_unpinned(self, group: int, keys: Keys) -> None:
         known = self._sink.known(group, keys)
-        # So that the pages written now displace others and not these.
+        # Marked as used, so that the pages written now displace others and not these.
         self._sink.used(group, keys[known])
         keys = keys[~known]
         if len(keys):
@@ -141,8 +141,9 @@ class WriteQueue:
             self._waiting_pages += len(keys)
 
     def unwritten(self) -> int:
-        """How many pages in host memory the tier lacks. Pinned pages, and those on their way to the tier, count as
-        lacking."""
+        """The number of pages in host memory that the tier lacks. Pinned pages, and those being written to the tier,
+        count as lacking.
+        """
         written = 0
         for owner in self._tables.hub.owners:
             for group, keys in self._keys_by_group(owner, self._unpinned(owner)):
@@ -150,7 +151,7 @@ class WriteQueue:
         return len(self._tables.hub.index) - written
 
     def give_up_waiting(self) -> int:
-        """Drops the waiting pages, counts them as lost, and returns how many they are."""
+        """Drops the waiting pages, counts them as lost, and returns their number."""
         pages = self._waiting_pages + self._left_out
         self.reset()
         self._tier.counts.lost += pages
@@ -178,8 +179,9 @@ class WriteQueue:
             self._tables.hub.index.unpin(op.host)
 
     def recount(self) -> None:
-        """Recounts the waiting pages, after a call that planned writes broke off. Pages that it had taken from the
-        queue are not written."""
+        """Recounts the waiting pages, after a call that planned writes was interrupted. Pages that the call had taken
+        from the queue are not written.
+        """
         self._waiting_pages = sum(len(keys) for _, keys in self._waiting)
 
     def reset(self) -> None:
@@ -190,8 +192,9 @@ class WriteQueue:
     # --- internals ---
 
     def _unpinned(self, owner: int) -> EntryIds:
-        """Entries of the visible, unpinned pages in the group's host slots, most recently used first, also those of
-        groups that share the slots. Valid until an entry is inserted or removed."""
+        """Entries of the visible, unpinned pages in the group's host slots, most recently used first, including those
+        of groups that share the slots. Valid until an entry is inserted or removed.
+        """
         index = self._tables.hub.index
         entries = index.take_coldest(owner, index.up_slots(owner))
         index.unpin(entries)
@@ -203,7 +206,7 @@ class WriteQueue:
         return [(group, self._tables.hub.index.keys_of(part)) for group, part in parts]
 
     def _keep_pinned_waiting(self) -> None:
-        """Removes from the queue the pages that nothing pins or that have left host memory."""
+        """Removes from the queue the pages that are not pinned or have left host memory."""
         index = self._tables.hub.index
         waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
         for group, keys in waiting:
@@ -241,7 +244,7 @@ class WriteQueue:
             self._tables.hub.index.unpin(left)
 
     def _write(self, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, leaving: bool) -> EntryIds:
-        """Plans a write of pinned pages; returns the entries that found no room, still pinned."""
+        """Plans a write of pinned pages; returns the entries for which there was no room, still pinned."""
         tokens: NDArray[np.int32] = self._tables.hub.tokens[group][slots]
         op_id = self._tables.ops.next_id()
         positions, stored, plan = self._sink.plan_write(op_id, group, keys, slots, tokens)
@@ -264,8 +267,9 @@ class WriteQueue:
         return entries[without]
 
     def _make_room(self, owner: int) -> None:
-        """Frees host slots of the group: plans writes of the pages that are to leave next, and evicts at once those
-        that the tier has."""
+        """Frees host slots of the group: plans writes of the pages that will leave next, and evicts at once those that
+        the tier has.
+        """
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)
         if missing <= 0:
@@ -277,7 +281,9 @@ class WriteQueue:
             self._write_leaving(group, entries)
 
     def _may_take(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these pages the tier takes, bool [entries]: none that expire, unless it keeps their time."""
+        """Which of these pages the tier accepts, bool [entries]: none that expire, unless the tier keeps expiry
+        times.
+        """
         times = self._tables.hub.times
         if not times.any or self._sink.keeps_times:
             return np.ones(len(entries), np.bool_)

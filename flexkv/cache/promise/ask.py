@@ -23,9 +23,10 @@ class Ask(NamedTuple):
         tail: per group, candidates for the tail after the last whole block; None if no tail may be promised.
         tiers: tiers behind host memory that may serve the request.
         room_pages: most pages that may be promised.
-        straight: pages may be promised for straight loads from their tier.
-        settings: what the caller of the request asks for; the other attributes heed it already.
-        bound: why no more than `keys` may be promised; None if `keys` are all that the engine asked for.
+        straight: whether pages may be promised for straight loads from their tier.
+        settings: the settings that the caller gave with the request; the other attributes already take them into
+            account.
+        bound: why no more than `keys` may be promised; None if `keys` are all keys that the engine asked for.
     """
 
     request_id: str
@@ -54,7 +55,7 @@ class Looked:
     Attributes:
         lease: the promised pages.
         fetches: number of fetches and answers that the request now waits for.
-        awaited: the pages that need room for which the request has to wait in line, giving up the lease.
+        awaited: the pages that need room; the request must wait for this room in the queue, and gives up the lease.
     """
 
     lease: Lease

@@ -44,7 +44,7 @@ class FetchChoice:
         self.last_left: LeftToEngine | None = None
 
     def tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
-        """The tiers that the pages come from, including pages on their way to host memory."""
+        """The tiers from which the pages come, including pages under way to host memory."""
         tiers: set[TierId] = set()
         for runs in rest:
             for run in runs:
@@ -57,8 +57,8 @@ class FetchChoice:
     def cut_to_worth(
         self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int, counted: bool = True
     ) -> tuple[list[list[PageRun]], bool]:
-        """Cuts the rest to the leading whole blocks that arrive sooner than the engine computes them, and returns it
-        with whether it was cut. Ends the leases of the blocks cut off. Cuts nothing without reliable measurements.
+        """Cuts the rest to the leading whole blocks that arrive sooner than the engine computes them; returns the rest
+        and whether it was cut. Ends the leases of the blocks cut off. Cuts nothing without reliable measurements.
 
         Args:
             keys, first: the rest begins with block `first` of the request, whose keys these are.
@@ -102,8 +102,9 @@ class FetchChoice:
         return [self._promotions.walk.cut(runs, kept) for runs in rest], True
 
     def choose_fetch(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
-        """Chooses whether to fetch pages that are of use only together: if they arrive sooner than the engine computes
-        their `tokens`. If not, counts them as left to the engine."""
+        """Chooses whether to fetch pages that are useful only together: true if they arrive sooner than the engine
+        computes their `tokens`. If not, counts them as left to the engine.
+        """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
             return True
@@ -129,8 +130,9 @@ class FetchChoice:
         )
 
     def room_wait_s(self, tier: TierId, tokens: int) -> float:
-        """Most seconds that a request waits for room to have `tokens` of a tier fetched: no longer than computing them
-        takes, if that is known. If it waits in vain, the wait then costs no more than computing the tokens does."""
+        """The longest time in seconds that a request waits for room for a fetch of `tokens` from a tier: no longer than
+        computing them takes, if that is known. A wait in vain then costs no more than computing the tokens.
+        """
         wait_s = self._tables.tiers[tier].facts.wait_s
         if not self._enabled or not self._tables.cost.compute.reliable(self._tables.clock()):
             return wait_s
@@ -148,8 +150,9 @@ class FetchChoice:
         self.last_left = LeftToEngine(tier, pages, fetch_s, self._tables.cost.compute_s(tokens))
 
     def choose_straight_load(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
-        """Chooses whether to load `pages` straight from their tier: if that ends sooner than the engine computes their
-        `tokens`. If not, counts them as left to the engine."""
+        """Chooses whether to load `pages` straight from their tier: true if that ends sooner than the engine computes
+        their `tokens`. If not, counts them as left to the engine.
+        """
         if not self._enabled or self._tables.cost.straight_is_worth(
             tier, pages, tokens, route.pages, self._tables.clock()
         ):

@@ -1,4 +1,4 @@
-"""Pages that loads did not bring to each live request, so that its next lookups do not promise the same again.
+"""Pages that a live request's loads failed to bring, so that its next lookups do not promise them again.
 
 Why a load failed is logged by `flexkv/cache/moves/op_log.py`.
 
@@ -43,7 +43,7 @@ class RequestTries:
         last: number of the last failed load.
         first_token: first token of the first page that a load from host memory did not bring; None while such loads
             brought all.
-        straight: a straight load from another tier failed, so that its pages have to be fetched to host memory first.
+        straight: a straight load from another tier failed, so its pages must be fetched to host memory first.
     """
 
     failures: int = 0
@@ -80,7 +80,7 @@ class LoadTries:
         return self._requests.get(request_id)
 
     def note_failure(self, op: RankOp, block_tokens: int) -> None:
-        """Notes that pages of a load failed, of `block_tokens` tokens each.
+        """Records that pages of a load failed, of `block_tokens` tokens each.
 
         Call order:
             With each rank's report of a failure, before the request can be looked up again.
@@ -117,7 +117,9 @@ class LoadTries:
 
     @property
     def rests(self) -> bool:
-        """Whether nothing new is promised for now, because a load failed lately whose pages are still in their tier."""
+        """Whether nothing new is promised for now, because a load failed recently whose pages are still in their
+        tier.
+        """
         return self._rest_s > 0 and self._clock() < self._rests_until_s
 
     def end_request(self, request_id: str) -> None:

@@ -30,7 +30,7 @@ class Lookup:
 
     Attributes:
         same_blocks: every group restores whole prefixes, of blocks of one size, and each block may end a hit.
-        behind: the tiers that pages are fetched from.
+        behind: the tiers from which pages are fetched.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class Lookup:
         return [k[: tokens // spec.block_tokens] for k, spec in zip(keys, self._tables.specs, strict=True)]
 
     def engine_keys(self, keys: Sequence[Keys], start_tokens: int) -> list[Keys]:
-        """Per group, the keys of the blocks that the engine has itself and goes on to use. Windows, chunks and states
-        have none: their pages are of no use once the start is behind."""
+        """Per group, the keys of the blocks that the engine has itself and still uses. Groups of windows, chunks and
+        states have none: their pages before the start are not needed any more.
+        """
         had = self.cut(keys, start_tokens)
         return [
             k if spec.rule is Rule.FULL else k[:0] for k, spec in zip(had, self._tables.specs, strict=True)
@@ -97,11 +98,11 @@ class Lookup:
     def prefetch(self, ask: Ask, most_pages: int) -> int:
         """Begins to fetch at most `most_pages` pages that follow the prefix in host memory; promises nothing.
 
-        It does not fetch pages that the first lookup would not wait for: those that the engine computes sooner, or that
-        are promised for straight loads. Nor does it fetch anything for groups that do not restore whole prefixes.
+        It does not fetch pages for which the first lookup would not wait: those that the engine computes sooner, or
+        that are promised for straight loads. It also fetches no pages of groups that do not restore whole prefixes.
 
         Returns:
-            Number of fetches and answers under way for it, also those begun for other requests.
+            Number of fetches and answers under way for the request, including those begun for other requests.
         """
         if not ask.tiers or not self.same_blocks or most_pages < len(ask.keys):
             return 0
@@ -197,7 +198,7 @@ class Lookup:
             wanted.append(WantedPages(group, keys, walk.locate(group, keys, ask.tiers)))
         return self._pages_behind.fetch_together(ask, lease, wanted, found - lease.tail_tokens, in_line=False)
 
-    # --- groups that need other pages each ---
+    # --- groups that need different pages ---
 
     def _look_for_boundary(self, ask: Ask) -> Looked:
         found = self._find_boundary(ask)

@@ -22,7 +22,7 @@ Rest = list[list[PageRun]]
 
 
 class PagesBehind:
-    """All pages passed to it are leased. It ends the leases, or a fetch or a promise takes them over."""
+    """All pages passed to this class are leased. It ends the leases, or a fetch or a promise takes them over."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PagesBehind:
         if not any(rest):
             return 0
         wanted, last = wanted_pages(rest, ask.keys, first), self._tables.ops.last_id
-        # By layers if a lookup would do so, because it then promises pages that have not come yet.
+        # By layers if a lookup would do so, because it then promises pages that have not arrived yet.
         _, layerwise = self._streams(rest)
         fetched = self._promotions.fetch(wanted, layerwise)
         fetches = self._waits.join_fetches(ask.request_id, wanted, fetched, counted=False)
@@ -102,12 +102,12 @@ class PagesBehind:
         return fetches
 
     def _streams(self, rest: Rest) -> tuple[bool, bool]:
-        """Whether all tiers that the pages come from stream them, and whether all do so by layers."""
+        """Whether all tiers of the pages stream them, and whether all do so by layers."""
         facts = [self._tables.tiers[tier].facts for tier in self._choice.tiers_of(rest)]
         streams = all(fact.streams for fact in facts)
         return streams, streams and all(fact.stream_layers for fact in facts)
 
-    # --- pages that are of use together or not at all ---
+    # --- pages that are useful only together ---
 
     def fetch_together(
         self, ask: Ask, lease: Lease, wanted: list[WantedPages], tokens: int, in_line: bool = True
@@ -116,8 +116,8 @@ class PagesBehind:
         computes them.
 
         Args:
-            in_line: the request waits for room if there is none. A tail does not: it takes a slot if there is one,
-                because less than a block is not worth giving up the promise.
+            in_line: the request waits for room if there is none. A tail does not wait: it takes a slot if there is one,
+                because giving up the promise is not worth less than a block.
         """
         if not self._choice.choose_fetch([part.runs for part in wanted], tokens):
             for part in wanted:
@@ -141,8 +141,9 @@ class PagesBehind:
     def _take_turn(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], tokens: int
     ) -> tuple[Need, Turn]:
-        """Gives the request its turn or a place in line, and returns it with what a fetch of `wanted`, of `tokens`
-        tokens, takes."""
+        """Gives the request its turn or a place in the queue; returns that, and the room that a fetch of `wanted`
+        (`tokens` tokens) takes.
+        """
         if self._line.fits_at_once(wanted):
             return Need(), Turn.FETCH
         need = self._line.need_of(wanted, lease.groups)
@@ -152,7 +153,7 @@ class PagesBehind:
     def _leave_there(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], need: Need, turn: Turn
     ) -> Looked:
-        """Ends the leases of `wanted` and fetches nothing: the request waits for room, or goes on without."""
+        """Ends the leases of `wanted` without a fetch: the request waits for room, or continues without these pages."""
         for part in wanted:
             self.walk.release(part.runs)
         if turn is Turn.WAIT:
@@ -171,22 +172,23 @@ class PagesBehind:
         self._line.note_without(ask.request_id, {tier: max(0, count) for tier, count in pages.items()})
 
     def _skip_tiers(self, ask: Ask, reason: MissReason) -> None:
-        """Notes that the request goes on without any tier behind host memory."""
+        """Records that the request continues without any tier behind host memory."""
         behind = [TierId(n) for n, tier in enumerate(self._tables.tiers) if n and tier.source is not None]
         self._tables.requests.skip(ask.request_id, behind, reason)
 
-    # --- straight from where pages lie ---
+    # --- straight loads ---
 
     def _straight_entries(self, ask: Ask, tier: TierId, rest: Rest, first: int) -> list[EntryIds] | None:
-        """The entries of the whole rest in one tier, per group, if all of it should be loaded straight from there; else
-        None."""
+        """The entries of the whole rest in one tier, per group, if all of it should be loaded straight from that tier;
+        else None.
+        """
         route = self._tables.tiers[tier].straight
         pages = [sum(map(len, runs)) for runs in rest]
         if route is None or not route.wants(sum(pages), self._tables.ops.pages(OpRole.FETCH, tier)):
             return None
         whole = []
         for group, count in enumerate(pages):
-            # Also pages that host memory has: a promise changes from host memory to another tier at most once.
+            # This includes pages that host memory has: a promise changes from host memory to another tier at most once.
             entries = self._tables.tiers[tier].leading(group, ask.keys[group][first : first + count])
             if len(entries) < count:
                 return None

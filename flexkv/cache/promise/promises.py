@@ -50,9 +50,9 @@ class Promises:
     Attributes:
         lookup: finds the pages that may be promised.
         line: the requests that wait for room.
-        load_tries: pages not to be promised again to requests whose loads failed.
-        disabled: nothing is promised or prefetched any more.
-        resetting: nothing is promised or prefetched until a reset has ended.
+        load_tries: pages that must not be promised again to requests whose loads failed.
+        disabled: no pages are promised or prefetched any more.
+        resetting: no pages are promised or prefetched until a reset has ended.
     """
 
     def __init__(
@@ -197,8 +197,9 @@ class Promises:
         return looked
 
     def _give_up(self, request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
-        """Ends the leases and holds of a request that waits for room: two requests that each kept a part would wait for
-        each other."""
+        """Ends the leases and holds of a request that waits for room, because two requests that each kept a part would
+        wait for each other.
+        """
         lease = looked.lease
         self._end_shares(lease)
         for pages in held:
@@ -210,7 +211,7 @@ class Promises:
         """Replaces the request's lease and the pages held for it by one lease, if they are all that it asks for.
         Returns None, with nothing changed, if a lookup is needed.
 
-        The pages are pinned already, so it only has to check that they still belong to the keys: a page whose fetch
+        The pages are already pinned, so this only checks that they still belong to the keys: a page whose fetch
         failed, or that was cached before a reset, does not.
         """
         requests, former = self._tables.requests, self._tables.requests.lease(request_id)
@@ -244,7 +245,7 @@ class Promises:
         return route is not None and route.keeps(group, keys, pages)
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
-        """Notes that the blocks that the engine has itself and those that it was promised are used together."""
+        """Records that the blocks that the engine has itself and those that it was promised are used together."""
         before: Sequence[EntryIds] = ()
         if lease.start_tokens:
             own = self.lookup.engine_keys(keys, lease.start_tokens)
@@ -261,7 +262,7 @@ class Promises:
         bound: MissReason | None,
         asked_tokens: int,
     ) -> MissReason | None:
-        """Notes why no more than the lease is promised, to be counted when the engine acts on the lookup. Returns the
+        """Records why no more than the lease is promised, to be counted when the engine acts on the lookup. Returns the
         reason; None if more may come."""
         requests = self._tables.requests
         missing = (asked_tokens - lease.tokens) // self._block_tokens
@@ -279,7 +280,7 @@ class Promises:
         return None if is_open else reason
 
     def _has_expired(self, keys: Sequence[Keys], tokens: int) -> bool:
-        """Whether the block that follows a request's first `tokens` tokens, in some group, has expired lately."""
+        """Whether the block that follows a request's first `tokens` tokens, in some group, has expired recently."""
         expired = self._tables.hub.expired
         blocks = [tokens // size for size in self._sizes]
         return any(
@@ -302,7 +303,7 @@ class Promises:
             return ()
         group = lease.groups[0]
         in_host = group.straight is None and group.fetches is None
-        # A hit that ends with a chunk may need no page at all.
+        # A hit that ends with a chunk may need no pages.
         if (in_host and request_id not in self._tables.requests.waits) or not lease.pages:
             return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tables.tiers)
@@ -414,8 +415,9 @@ class Promises:
     def resume_prefetch(
         self, request_id: str, keys: Sequence[Keys], start_tokens: int, settings: RequestSettings
     ) -> None:
-        """Begins to fetch what a tier has just answered that it has for a request, unless a lookup has asked
-        already."""
+        """Begins to fetch the pages that a tier has just reported for a request, unless a lookup has already asked for
+        them.
+        """
         if request_id not in self._tables.requests.prefetched or self._silent or self.load_tries.rests:
             return
         if len(self.line):
@@ -507,7 +509,7 @@ class Promises:
         return len(expired)
 
     def end_all(self) -> None:
-        """Ends all leases and waits, and clears the line."""
+        """Ends all leases and waits, and clears the queue for room."""
         for request_id in self._tables.requests.leased():
             self.end_lease(request_id)
         for request_id in list(self._tables.requests.waits):

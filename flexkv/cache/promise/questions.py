@@ -1,5 +1,6 @@
-"""Questions to tiers that have to be asked for their pages: each request asks a tier once for blocks and once for a
-tail."""
+"""Questions to tiers that must be asked for their pages: each request asks a tier once for blocks and once for a
+tail.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Questions:
         alignment_tokens: every hit is a multiple of it.
 
     Attributes:
-        any: whether some tier has to be asked.
+        any: whether some tier must be asked.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Questions:
         """Asks each tier for `asked`, unless it was asked before; returns the number of answers to wait for.
 
         Args:
-            ask: the lookup that the answers are for.
+            ask: the lookup for which the answers are.
             saved_tokens: tokens that the engine need not compute if the tier has all of them.
             tail_tokens: valid tokens of each asked key if these are candidates of a tail.
         """
@@ -100,7 +101,7 @@ class Questions:
             if former is not None:
                 probe = ops.awaited(former)
                 if not isinstance(probe, ProbeOp):
-                    continue  # answered: the lookup has found what the tier has
+                    continue  # already answered: the lookup has found what the tier has
             else:
                 if not self._choice.ask_worth(tier, sum(map(len, asked)), saved_tokens):
                     continue
@@ -114,7 +115,7 @@ class Questions:
         return waiting
 
     def _enter(self, ask: Ask, tier: TierId, op_id: OpId) -> ProbeOp:
-        """Enters as in flight a question that was asked."""
+        """Records as in flight a question that was asked."""
         probe = ProbeOp(
             plan=TransferOp(op_id, OpKind.DISK_READ, 0, Priority.LOAD, NO_BLOCKS, NO_PLACES),
             role=OpRole.PROBE,

@@ -1,5 +1,6 @@
-"""The requests that wait for room in host memory: a fetch begins when all of its pages find slots, and requests take
-turns."""
+"""The queue of requests that wait for room in host memory: a fetch begins when there are slots for all of its pages,
+and requests take turns.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class Need:
 
     Attributes:
         slots: host slots, by the group that owns them.
-        held: the request's own pages in host memory or on their way there, likewise.
-        pages: pages to fetch, by the tier that they come from.
+        held: the request's own pages in host memory or under way to it, likewise.
+        pages: pages to fetch, by the tier from which they come.
         fetches: fetch ops, likewise.
     """
 
@@ -54,13 +55,13 @@ class Need:
 
 @dataclass(slots=True)
 class PlaceInLine:
-    """One request's place in the line.
+    """One request's place in the queue.
 
     Attributes:
         need: what the request lacks; its slots include those of pages in host memory that the request no longer leases.
         wait_s: most seconds that it waits.
         waited_s: seconds that it has waited so far.
-        before: number of the engine's second-to-last question about the request; questions are numbered over all
+        before: number of the engine's last question but one about the request; questions are numbered over all
             requests.
         asked: number of the last question about the request.
         asked_s: the clock at that question.
@@ -77,13 +78,13 @@ class PlaceInLine:
 class RoomLine:
     """Gives room for fetches to whole prompts, in the order in which their requests first asked for it.
 
-    A request that waits for room holds none: it has no lease and no fetched pages. So all slots that the request whose
-    turn it is cannot get belong to ops or to requests that have all they need, and become free by themselves. Two
-    requests never wait for each other.
+    A request that waits for room holds none: it has no lease and no fetched pages. So all slots that are not available
+    to the request whose turn it is belong to ops, or to requests that have all they need, and become free by
+    themselves. Two requests never wait for each other.
 
-    A request that would find room does not overtake an earlier one, because small prompts would then keep a large one
-    waiting. It overtakes only requests that the engine has not asked about since its own last question but one: the
-    engine has no use for them now. The order in which the engine asks within a step does not matter.
+    A request for which there is room does not overtake an earlier one, because small prompts would then keep a large
+    one waiting. It overtakes only requests about which the engine has not asked since the last question but one about
+    this request: the engine has no use for them now. The order in which the engine asks within a step does not matter.
 
     Args:
         asks_again: see `ManagerLimits.asks_again`. If False, no request waits, and each takes the room that there is.
@@ -124,7 +125,7 @@ class RoomLine:
                 found = index.find(part.group, keys, ready_only=False)
                 known = found[found != NO_ENTRY]
                 lacking = len(keys) - len(known)
-                # The request has no lease on pages behind a gap, which must not be evicted to make room for it.
+                # The request has no lease on pages after a gap, which must not be evicted to make room for it.
                 unleased = int(np.count_nonzero(index.pins_of(known) == 0)) if len(known) else 0
                 need.slots[owner] = need.slots.get(owner, 0) + lacking + unleased
                 need.pages[run.tier] = need.pages.get(run.tier, 0) + lacking
@@ -135,8 +136,9 @@ class RoomLine:
         return need
 
     def fits_at_once(self, wanted: Sequence[WantedPages]) -> bool:
-        """Whether no request waits, and there is room for all of `wanted` even if host memory has none of it. Does not
-        look the pages up."""
+        """Whether no request waits and there is room for all of `wanted` even if host memory has none of it. Does not
+        look the pages up.
+        """
         if self._places:
             return False
         need = Need()
@@ -150,7 +152,7 @@ class RoomLine:
         return self._has_room(need)
 
     def _has_room(self, need: Need) -> bool:
-        """Whether the whole need finds room now."""
+        """Whether there is room for the whole need now."""
         index = self._tables.hub.index
         if any(slots > index.idle_slots(owner) for owner, slots in need.slots.items()):
             return False
@@ -160,7 +162,7 @@ class RoomLine:
         )
 
     def _fits(self, need: Need) -> bool:
-        """Whether the whole need would find room if nothing else took any."""
+        """Whether there would be room for the whole need if no other request took any."""
         for owner, slots in need.slots.items():
             if need.held.get(owner, 0) + slots > self._tables.specs[owner].slots:
                 return False
@@ -170,11 +172,11 @@ class RoomLine:
                 return False
         return True
 
-    # --- the line ---
+    # --- the queue ---
 
     def take_turn(self, request_id: str, need: Need, wait_s: float) -> Turn:
-        """Decides what a request whose lookup asks for room does now. Gives it a place in line if it must wait, and
-        removes it from the line otherwise.
+        """Decides what a request whose lookup asks for room does now. Gives it a place in the queue if it must wait,
+        and removes it from the queue otherwise.
 
         Args:
             wait_s: most seconds that it waits.
@@ -189,12 +191,13 @@ class RoomLine:
         if fits and request_id not in self._without and self._note_question(request_id, place, need, wait_s):
             return Turn.WAIT
         self.leave(request_id)
-        # A prompt that never fits whole leaves the room to requests that wait for it.
+        # A prompt that never fits completely leaves the room to requests that wait for it.
         return Turn.GO_ON if fits or self._places else Turn.FETCH_SOME
 
     def _note_question(self, request_id: str, place: PlaceInLine | None, need: Need, wait_s: float) -> bool:
-        """Notes a question about the request, in a new place if there is one, and returns whether it has a place and
-        time left."""
+        """Records a question about the request, in a new place if there is one, and returns whether the request has a
+        place and time left.
+        """
         if place is None:
             if len(self._places) >= MAX_IN_LINE:
                 return False
@@ -211,7 +214,9 @@ class RoomLine:
         place.before, place.asked, place.asked_s = place.asked, self._questions, now_s
 
     def _is_first(self, place: PlaceInLine | None) -> bool:
-        """Whether the engine has asked about no request ahead of this one since its last question but one about it."""
+        """Whether the engine has not asked about any request ahead of this one since its last question but one about
+        this one.
+        """
         if place is None:
             return not self._places
         for other in self._places.values():
@@ -222,7 +227,7 @@ class RoomLine:
         return True
 
     def still_waits(self, request_id: str, reads: bool) -> bool:
-        """Notes that the engine asks for the request again, and returns whether a lookup would find that it has to
+        """Records that the engine asks for the request again, and returns whether a lookup would find that it must
         wait. O(1).
 
         Args:
@@ -246,8 +251,9 @@ class RoomLine:
     def note_released(
         self, request_id: str, leased: Sequence[GroupLease], wanted: Sequence[WantedPages]
     ) -> None:
-        """Updates the need of a request that has just ended its leases to wait: its pages that no other request holds
-        need slots too."""
+        """Updates the need of a request that has just ended its leases in order to wait: its pages that no other
+        request holds also need slots.
+        """
         index, slots = self._tables.hub.index, dict.fromkeys(self._tables.hub.owners, 0)
         for group, share in enumerate(leased):
             slots[self._tables.hub.owner(group)] += int(np.count_nonzero(index.pins_of(share.entries) == 0))
@@ -259,18 +265,18 @@ class RoomLine:
         self._places[request_id].need.slots = slots
 
     def leave(self, request_id: str) -> None:
-        """Removes the request from the line, if it is in it."""
+        """Removes the request from the queue, if it is in it."""
         if self._places:
             self._places.pop(request_id, None)
 
     def clear(self) -> None:
-        """Removes all requests from the line."""
+        """Removes all requests from the queue."""
         self._places.clear()
 
-    # --- those that went on ---
+    # --- requests that stopped waiting ---
 
     def note_without(self, request_id: str, pages: Mapping[TierId, int]) -> None:
-        """Counts, once per request, that it goes on without these pages, for which there was no room."""
+        """Counts, once per request, that it continues without these pages, for which there was no room."""
         if request_id in self._without or not any(pages.values()):
             return
         self._without.add(request_id)

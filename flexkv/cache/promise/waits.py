@@ -22,7 +22,7 @@ class FetchWaits:
     def join_fetches(
         self, request_id: str, wanted: Sequence[WantedPages], fetched: Fetched, counted: bool = True
     ) -> int:
-        """Makes the request wait for these fetches, and keeps the pages that they bring for it. Returns how many
+        """Makes the request wait for these fetches, and keeps the pages that they bring for it. Returns the number of
         fetches.
 
         Args:
@@ -52,7 +52,7 @@ class FetchWaits:
         self._tables.requests.wait(request_id, [(probe.op_id, probe.tier, wait_s)], self._tables.clock())
 
     def skip_late(self, request_id: str) -> None:
-        """Ends the request's wait if its time is over: it goes on without the tiers that it waited for."""
+        """Ends the request's wait if its time is over: it continues without the tiers for which it waited."""
         wait = self._tables.requests.waits.get(request_id)
         if wait is None or not wait.ops or self._tables.clock() <= wait.ends_s:
             return
@@ -68,8 +68,9 @@ class FetchWaits:
         self._leave(request_id, self._tables.requests.end_prefetch(request_id))
 
     def end_wait(self, request_id: str) -> None:
-        """Ends the request's wait and the holds on its pages. Its fetches go on, because the pages that they bring are
-        useful."""
+        """Ends the request's wait and the holds on its pages. Its fetches continue, because the pages that they bring
+        are useful.
+        """
         if request_id not in self._tables.requests.waits:
             return
         for held in self._tables.requests.take_held(request_id):

@@ -54,10 +54,10 @@ class BlockTable:
 
     Attributes:
         keys: makes the keys of the blocks.
-        ids: the engine's blocks, in order, as the engine gave them; 0 where it gave none. A block that has left the
-            window stays in the list, although the engine has taken it back.
+        ids: the engine's blocks, in order, as the engine gave them; 0 if it gave none. A block that has left the window
+            stays in the list, although the engine has taken it back.
         cursor: all blocks before this index are stored, being stored, or not to be stored.
-        has_pending: certain blocks from the cursor on have found no room yet.
+        has_pending: there was no room yet for certain blocks from the cursor on.
     """
 
     keys: BlockKeySource
@@ -86,20 +86,21 @@ class StoreRequest(ABC):
     Attributes:
         tables: one block table per KV group, in the order of the unit's groups.
         kept_out: tokens that the caller keeps out of the cache.
-        settings: what the caller asks for.
+        settings: the settings that the caller gave.
         stale: the request's KV was computed with weights that have been replaced, or from a failed load that the engine
             did not take back; none of it may be stored.
-        suspect_from: index of the first group's first block that was computed from a failed load and not again yet.
+        suspect_from: index of the first group's first block that was computed from a failed load and not recomputed
+            yet.
         own_from: index of the first group's first block that did not come from the engine's own prefix cache.
         computed: number of tokens before those that the step computes.
         step_end: number of tokens up to the last one that the step computes.
         certain: number of tokens whose KV is computed and accepted once the step has run, as far as `settings` allow
             them to be stored.
-        reached_tokens: boundaries up to here have been stored or passed over; see `Boundaries`. With states, the last
+        reached_tokens: boundaries up to here have been stored or skipped; see `Boundaries`. With states, the last
             boundary that was stored.
         states_at: the last boundary at which a step of the engine ended: the request's table has its state.
-        next_offer: the planner's note: with fewer certain tokens there is no block to offer. Code that sets a cursor
-            back or changes the prompt must set it to 0.
+        next_offer: a number recorded by the planner: with fewer certain tokens there is no block to offer. Code that
+            sets a cursor back or changes the prompt must set it to 0.
     """
 
     request_id: str
@@ -129,13 +130,14 @@ class StoreRequest(ABC):
 
     @abstractmethod
     def tail_key(self, tokens: int) -> Keys | None:
-        """The key of the block that the first `tokens` tokens begin and do not fill, shape [1, KEY_BYTES]; None where
-        such a block has no key."""
+        """The key of the block that the first `tokens` tokens begin but do not fill, shape [1, KEY_BYTES]; None if such
+        a block has no key.
+        """
 
     @property
     @abstractmethod
     def has_own_names(self) -> bool:
-        """Whether the engine's hash of a block does not identify the block's content: `key_part` does."""
+        """Whether the engine's hash of a block fails to identify the block's content, so that `key_part` is needed."""
 
     @abstractmethod
     def key_part(self, block: int, block_hash: bytes) -> tuple[bytes, bytes]:
@@ -161,7 +163,7 @@ class StepBlocks(Protocol):
     """The engine's data on its blocks in one step; needed only with windows, chunks or states."""
 
     def blocks(self, request_id: str) -> BlocksByGroup | None:
-        """The request's blocks now; None if the engine does not say."""
+        """The request's present blocks; None if the engine does not give them."""
 
     def states(self, request_id: str) -> Iterable[tuple[int, int, int]]:
         """The states that the engine hands over: (group, block, number of tokens that the states cover)."""
@@ -171,9 +173,9 @@ class StoreOrders(Protocol):
     """Stores that a step carries out.
 
     Attributes:
-        early: stores of blocks that were complete before the step; submitted before its forward.
-        stores: stores of blocks that the step's forward completes; submitted after it.
-        settled: stores of blocks that the forward only reads; submitted with `stores`.
+        early: stores of blocks that were complete before the step; submitted before its forward pass.
+        stores: stores of blocks that the step's forward pass completes; submitted after it.
+        settled: stores of blocks that the forward pass only reads; submitted with `stores`.
     """
 
     early: list[TransferGraph]
@@ -182,7 +184,7 @@ class StoreOrders(Protocol):
 
 
 class StoreEvents(Protocol):
-    """Hears of planned stores, to publish events when their blocks become visible."""
+    """Is notified of planned stores, to publish events when their blocks become visible."""
 
     def planned(self, request: StoreRequest, group: int, plan: StorePlan, first_block: int) -> None: ...
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None: ...
@@ -199,7 +201,7 @@ class HeldBlocks:
     """Blocks of an ended request that wait for a copy.
 
     Attributes:
-        lost: blocks that the engine has handed out since, or dropped in a reset.
+        lost: blocks that the engine has reused since, or dropped in a reset.
         was_reset: the engine has reset its pool since.
     """
 
@@ -214,8 +216,8 @@ class HeldBlocks:
 class StoreWatch:
     """A planner's calls to the engine's pool.
 
-    An adapter overrides this where the engine says which blocks it hands out again. This class itself serves an engine
-    that does not: its stores end inside the step that computed their blocks, so no block is reused meanwhile.
+    An adapter overrides this if the engine reports which blocks it reuses. This class itself serves an engine that does
+    not report it: its stores end inside the step that computed their blocks, so no block is reused meanwhile.
 
     Attributes:
         ops: stores in flight, and their blocks.
@@ -240,7 +242,7 @@ class StoreWatch:
         self.ops[op_id] = blocks
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches blocks that no request holds, and that keep their hash until the engine hands them out."""
+        """Watches blocks that no request holds, and that keep their hash until the engine reuses them."""
         self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
@@ -255,7 +257,7 @@ class StoreWatch:
         self.ops.pop(op_id, None)
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        """Takes the blocks handed out since the last call: op -> positions in the op."""
+        """Takes the blocks reused since the last call: op -> positions in the op."""
         return {}
 
     # --- blocks that wait for a store ---
@@ -287,12 +289,13 @@ class StoreWatch:
 
     @property
     def free_head(self) -> tuple[int, int]:
-        """The block that the engine hands out next (-1: none), and the number of free blocks: they tell whether the
-        free blocks have changed."""
+        """The block that the engine will reuse next (-1: none), and the number of free blocks: they show whether the
+        free blocks have changed.
+        """
         raise ContractError("this connector is not given the engine's block pool")
 
     def free_blocks(self, count: int) -> list[PoolBlock]:
-        """Those of the first `count` blocks to be handed out that are whole and have a hash, in that order."""
+        """Those of the next `count` blocks to be reused that are whole and have a hash, in that order."""
         raise ContractError("this connector is not given the engine's block pool")
 
     def whole_blocks(self, block_ids: Sequence[int]) -> list[PoolBlock]:
@@ -304,7 +307,7 @@ class StoreWatch:
         return block_hash
 
     def close(self) -> None:
-        """Ends the watch, whatever is under way."""
+        """Ends the watch, even if stores are under way."""
 
 
 @dataclass(frozen=True, slots=True)

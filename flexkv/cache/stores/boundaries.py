@@ -2,7 +2,7 @@
 recurrent states that needs.
 
 A page of such a group is useful only near the end of a hit, so it is stored only where a hit may end: at the end of a
-prompt and of a request, every `store.checkpoint_tokens` between, and where prompts have diverged before.
+prompt and of a request, every `store.checkpoint_tokens` before that, and where prompts have diverged before.
 
 A model with recurrent states can be resumed only where a step of the engine has ended: after a step that ends with
 block `p`, entry `p` of the request's table holds the state there, until vLLM frees it. In some modes vLLM writes states
@@ -90,8 +90,8 @@ class Boundaries:
     def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
         """Whether states at a boundary are worth a store.
 
-        In a prompt, that is so at its last boundary, at the end of the tokens that it shares with others, and at others
-        `checkpoint_tokens` apart. In an answer it is always so, because its last boundary is not known yet.
+        In a prompt, they are at its last boundary, at the end of the tokens that it shares with others, and at others
+        `checkpoint_tokens` apart. In an answer they always are, because its last boundary is not known yet.
 
         Args:
             after: the last boundary whose states were stored.
@@ -109,7 +109,8 @@ class Boundaries:
         return tokens % self._alignment == 0
 
     def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
-        """Whether pages that end at a boundary serve only a request that diverges where no other has diverged yet.
+        """Whether pages that end at a boundary serve only a request that diverges at a point where no other has
+        diverged yet.
 
         Neither the same prompt nor the next turn ends a hit there, and a hit on the whole prompt needs no such page.
         """

@@ -1,5 +1,6 @@
-"""Eager stores of windows, chunks and states, at the boundaries that a step reaches. They cannot be stored later: in
-the next step their first blocks may be another request's."""
+"""Eager stores of windows, chunks and states, at the boundaries that a step reaches. They cannot be stored later,
+because in the next step their first blocks may belong to another request.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +64,12 @@ class BoundaryStores:
         return self._plan_pages_at(request, boundary, blocks)
 
     def _note_end(self, request: StoreRequest) -> None:
-        """Notes that the step's forward leaves the states of the tokens up to its end."""
+        """Records that the step's forward pass leaves the states of the tokens up to its end."""
         if self.boundaries.may_end_at(request.step_end) and not self.boundaries.handed_over:
             request.states_at = request.step_end
 
     def _reached(self, request: StoreRequest, step: StepBlocks) -> Iterator[tuple[int, StateBlocks]]:
-        """Notes the boundaries that the step reaches; yields them, ascending, each with the blocks of its states."""
+        """Records the boundaries that the step reaches; yields them, ascending, each with the blocks of its states."""
         reached, certain = request.reached_tokens, request.certain
         prompt, shared = request.prompt_tokens, request.leading_shared
         if not self.boundaries.has_states:
@@ -85,7 +86,8 @@ class BoundaryStores:
 
     def _with_states(self, request: StoreRequest, step: StepBlocks) -> list[tuple[int, StateBlocks]]:
         """The boundaries whose states the engine has now, ascending, each with the blocks that hold the states. The
-        blocks are empty where the engine hands none over: they are then in the request's tables."""
+        blocks are empty if the engine hands none over: they are then in the request's tables.
+        """
         if self.boundaries.handed_over:
             return self.boundaries.among(step.states(request.request_id))
         # A block in the table does not prove that it holds a state: only a step that ended there has written one, and a

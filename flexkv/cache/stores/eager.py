@@ -1,8 +1,8 @@
 """Eager stores: each block of a prompt is offered as soon as the step that completes it is planned, generated blocks
 some at a time. Windows, chunks and states are offered at the boundaries that the step reaches (`boundary_stores.py`).
 
-A block of full attention that finds no room is pending: it is offered again at every step while its request lives, and
-then while it is held (`holds.py`). The pending blocks of each block table are a range, so they need no list.
+A block of full attention for which there is no room is pending: it is offered again at every step while its request
+lives, and then while it is held (`holds.py`). The pending blocks of each block table are a range, so they need no list.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ room. So a step without room makes one small offer, however many pages of howeve
 class EagerStores(RequestStores):
     """Offers the certain blocks of every scheduled request.
 
-    With `store.mode` layerwise, a step's stores are copied layer by layer while its forward runs. Where stores end in
-    the step (`StoreParts.ends_in_step`), blocks that no step stored are not stored at the request's end either,
-    because no hook names the blocks that the engine hands out again.
+    With `store.mode` layerwise, a step's stores are copied layer by layer while its forward pass runs. If stores end in
+    the step (`StoreParts.ends_in_step`), blocks that no step stored are not stored at the request's end either, because
+    no hook names the blocks that the engine reuses.
     """
 
     holds: Holds
@@ -53,7 +53,7 @@ class EagerStores(RequestStores):
         # With a tier behind host memory, pages that are evicted from host memory are still cached.
         self._most_blocks = sys.maxsize if parts.has_tiers else parts.slots
         self._by_layer = store.mode == "layerwise"
-        # Where stores end in their step, none comes at the request's end for the rest.
+        # If stores end in their step, the rest is not stored at the request's end.
         self._generated_blocks = 1 if parts.ends_in_step else store.generated_blocks
         self.holds = Holds(parts.manager, parts.watch, store.hold_s, parts.counters)
         self._full: set[int] = set()
@@ -71,7 +71,7 @@ class EagerStores(RequestStores):
                 orders.stores += self._boundary_stores.plan(request, step)
             if request.certain < request.next_offer:
                 continue
-            # Forwards of earlier steps wrote the KV of generated tokens. This step's forward only reads it.
+            # Forward passes of earlier steps wrote the KV of generated tokens. This step's forward pass only reads it.
             settled = request.certain <= request.computed
             for graph in self._plan(request, request.request_id):
                 if settled:
@@ -81,13 +81,16 @@ class EagerStores(RequestStores):
             request.next_offer = self._next_offer(request)
 
     def preempted(self, request: StoreRequest) -> None:
-        """Counts pages that found no room until now: certain blocks were offered at every step, so these are lost."""
+        """Counts pages for which there was no room until now: certain blocks were offered at every step, so these are
+        lost.
+        """
         self._watch.release(request.request_id)
         self._give_up(request, PageLoss.PREEMPTED)
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
         """Plans stores of whole blocks that were generated since the last store, and of the tail. Pages of full
-        attention that find no room are held."""
+        attention for which there is no room are held.
+        """
         if self.parts.ends_in_step:
             self._give_up(request, PageLoss.ENDED)
             return []
@@ -103,8 +106,9 @@ class EagerStores(RequestStores):
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Drops pending blocks of holds from the first of these on. Stores in flight need nothing here: they belong to
-        requests, and their publishing is revoked by request."""
+        """Drops pending blocks of holds from the first of these on. Stores in flight need no action here: they belong
+        to requests, and their publishing is revoked by request.
+        """
         if self.holds:
             bad = set(blocks)
             for hold in self.holds:
@@ -152,7 +156,7 @@ class EagerStores(RequestStores):
         return graphs
 
     def _next_offer(self, request: StoreRequest) -> int:
-        """See `StoreRequest.next_offer`. Saves most requests of a step the look at their tables."""
+        """See `StoreRequest.next_offer`. For most requests of a step, this avoids a look at their tables."""
         least = sys.maxsize
         for group in self._full_groups:
             table = request.tables[group]
@@ -163,8 +167,9 @@ class EagerStores(RequestStores):
         return least
 
     def _fewest(self, request: StoreRequest, group: int) -> int:
-        """How many blocks from the cursor on are offered together, at least: one of the prompt, several generated ones,
-        because a store costs a step as much for one block as for many."""
+        """The least number of blocks from the cursor on that are offered together: one for a prompt, several for
+        generated blocks, because a store costs a step as much for one block as for many.
+        """
         generated = request.tables[group].cursor >= request.prompt_tokens // self._groups[group].block_tokens
         return self._generated_blocks if generated else 1
 
@@ -225,7 +230,7 @@ class EagerStores(RequestStores):
             if (graph := self.note_plan(request, group, plan, first, holder, held)) is not None:
                 graphs.append(graph)
         if fits < end and table.cursor >= fits:
-            # The other blocks would evict the request's own blocks before them, without which no hit reaches them.
+            # The other blocks would evict the request's own earlier blocks, without which no hit reaches them.
             self.count(end - table.cursor, PageLoss.NO_SLOT)
             table.cursor = end
         table.has_pending = table.cursor < end
@@ -239,7 +244,8 @@ class EagerStores(RequestStores):
 
     def _end_of_hold(self, request: StoreRequest, group: int) -> int:
         """End of the pending blocks that are worth a hold. Counts the pending blocks after it as lost: no lookup
-        reaches blocks behind one that the caller keeps out."""
+        reaches blocks after one that the caller keeps out.
+        """
         runs = list(self._runs(request, group, self._end_of(request, group)))
         for first, end in runs[1:]:
             self.count(end - first, PageLoss.NO_SLOT)

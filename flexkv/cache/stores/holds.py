@@ -1,5 +1,6 @@
 """Holds: pages of ended requests whose stores are pending. Their blocks stay in the engine's free queue until earlier
-copies have made room, for `store.hold_s` at most."""
+copies have made room, for at most `store.hold_s`.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class Hold:
 class Holds:
     """The holds of one engine, oldest first. Pages that leave a hold unstored are counted by reason.
 
-    A block is in as many holds as requests have left it, and each held block is in the engine's free queue or is
-    another request's prefix hit. So the engine's pool and `hold_s` bound the holds.
+    A block is in one hold for each request that has left it, and each held block is in the engine's free queue or is
+    another request's prefix hit. So the engine's pool and `hold_s` bound the number of holds.
     """
 
     def __init__(self, manager: CacheManager, watch: StoreWatch, hold_s: float, counters: Counters) -> None:
@@ -78,7 +79,7 @@ class Holds:
         )
 
     def drop_lost(self, hold: Hold) -> bool:
-        """Drops the blocks that the engine has taken, and all blocks behind them, which no hit could reach. Returns
+        """Drops the blocks that the engine has taken, and all blocks after them, which no hit could reach. Returns
         whether the engine has taken any."""
         has_lost = False
         for group, blocks in enumerate(hold.blocks):

@@ -10,8 +10,8 @@ NO_END = sys.maxsize
 
 @dataclass(slots=True)
 class KeptOut:
-    """The tokens of a request that its caller keeps out of the cache; in a streaming session each piece may ask for it.
-    A page that holds such a token is not stored.
+    """The tokens of a request that its caller keeps out of the cache; in a streaming session each piece may request
+    this. A page that holds such a token is not stored.
 
     Attributes:
         spans: ranges [first, end) of tokens, ascending; the last may have no end yet.
@@ -25,7 +25,7 @@ class KeptOut:
         Args:
             skip: the piece's tokens are kept out.
             first: a position before which the piece has no token.
-            end: a position from which on the piece before has no token.
+            end: a position from which on the previous piece has no token.
         """
         if skip == self.asked:
             return
@@ -40,5 +40,5 @@ class KeptOut:
         return bool(self.spans) and self.spans[-1][1] == NO_END
 
     def within(self, first: int, end: int) -> tuple[int, int] | None:
-        """The first span that overlaps the tokens [first, end); None where all of them may be stored."""
+        """The first span that overlaps the tokens [first, end); None if all of them may be stored."""
         return next(((low, high) for low, high in self.spans if low < end and high > first), None)

@@ -52,7 +52,7 @@ class LazyStores(RequestStores, CacheListener):
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
-        # The settings of callers whose blocks were computed before there was a planner are not known.
+        # For blocks that were computed before there was a planner, the callers' settings are not known.
         self.suspects: dict[int, bytes] = parts.watch.hashes()
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
         """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
@@ -66,15 +66,16 @@ class LazyStores(RequestStores, CacheListener):
     def plan_step(
         self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
     ) -> None:
-        # A request's blocks are looked at only once it has lost them.
+        # A request's blocks are examined only once it has lost them.
         self._count_missed()
         graph = self._plan_head()
         if graph is not None:
             orders.early.append(graph)
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
-        """Plans stores of free blocks that the load may be handed, which may be more than a step computes. Blocks that
-        are handed out without being stored are counted."""
+        """Plans stores of free blocks that the load may be given, which may be more than a step computes. Blocks that
+        are reused without being stored are counted.
+        """
         return self._plan_free(blocks + self._ahead)
 
     def preempted(self, request: StoreRequest) -> None:
@@ -94,7 +95,7 @@ class LazyStores(RequestStores, CacheListener):
         self._suspect(blocks)
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """Makes these blocks be offered again."""
+        """Marks these blocks to be offered again."""
         for block in blocks.tolist():
             self._withdraw(block)
         if len(blocks):
@@ -134,12 +135,12 @@ class LazyStores(RequestStores, CacheListener):
         # that the caller keeps out, except through the engine's own cache. Blocks from there are other requests' too.
         first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
         if request.settings.ttl_s is not None:
-            # The engine evicts a block at any time, and the time to live would begin only then.
+            # The engine may evict a block at any time, and the time to live would begin only then.
             first = min(first, request.own_from)
         if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
             first = min(first, max(request.own_from, kept[0] // self._block_tokens))
         self._suspect(request.block_ids[first:])
-        self._note_left(reversed(request.block_ids[:first]))  # as the engine hands them out
+        self._note_left(reversed(request.block_ids[:first]))  # in the order in which the engine reuses them
 
     def _note_left(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -151,7 +152,7 @@ class LazyStores(RequestStores, CacheListener):
                 self._left[block] = block_hash
 
     def _note_key_parts(self, request: StoreRequest) -> None:
-        """Notes how to make the keys of the blocks that the request did not find in the engine's own cache. A block's
+        """Records how to make the keys of the blocks that the request did not find in the engine's own cache. A block's
         hash identifies neither an adapter's content nor a namespace, nor an input whose name is valid only in this
         run."""
         own = request.block_ids[request.own_from :]
@@ -194,7 +195,7 @@ class LazyStores(RequestStores, CacheListener):
                 self._left.pop(block, None)
 
     def _plan_head(self) -> TransferGraph | None:
-        """Plans stores of blocks that the engine may hand out next and that the cache does not have."""
+        """Plans stores of blocks that the engine may reuse next and that the cache does not have."""
         seen = self._watch.free_head
         if seen == self._seen:
             return None
@@ -219,14 +220,15 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
-        """Plans stores of the last blocks of a request that ends, as far as the engine may hand them out in its next
-        step, before the queue is read again: in a small pool these are all blocks. Like the blocks of a live request,
-        they are not limited by `store.max_reference_share`."""
+        """Plans stores of the last blocks of a request that ends, as far as the engine may reuse them in its next step,
+        before the queue is read again: in a small pool these are all blocks. Like the blocks of a live request, they
+        are not limited by `store.max_reference_share`.
+        """
         if request.stale:
             return None
         ids = request.block_ids
         end = min(request.certain // self._block_tokens, len(ids))
-        # Blocks behind the request's certain whole blocks are freed too, and handed out before those.
+        # Blocks after the request's certain whole blocks are freed too, and reused before those.
         _, free = self._watch.free_head
         first = max(0, end - max(0, self._step_blocks - free - len(ids) + end))
         if first == end:
@@ -243,7 +245,9 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _offer(self, blocks: list[PoolBlock]) -> TransferGraph | None:
-        """Offers blocks in the order of their conversations. Blocks that find no room are offered again later."""
+        """Offers blocks in the order of their conversations. Blocks for which there is no room are offered again
+        later.
+        """
         keys = self._keys(blocks)
         ids = np.array([block.number for block in blocks], dtype=np.int32)
         plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, ids, 0)
@@ -263,14 +267,15 @@ class LazyStores(RequestStores, CacheListener):
         return plan.graph
 
     def _pass_over(self, blocks: Iterable[PoolBlock]) -> None:
-        """Notes blocks without room, which are offered again in the next step if the engine still has them."""
+        """Records blocks without room, which are offered again in the next step if the engine still has them."""
         self._passed_over.update(blocks)
         self._seen = (-1, -1)
 
     def _count_missed(self) -> None:
-        """Counts blocks that were passed over or left, and have lost their hash since: the engine has handed them out
-        or dropped them, so the cache can no longer get them, unless it has them from elsewhere. Left blocks are checked
-        from the front up to the first that is still there; losses after it are counted later."""
+        """Counts blocks that were skipped or left, and have lost their hash since: the engine has reused or dropped
+        them, so the cache can no longer get them, unless it has them from elsewhere. Left blocks are checked from the
+        front up to the first that is still there; losses after it are counted later.
+        """
         gone: list[PoolBlock] = []
         for number, block_hash in self._passed_over.items():
             if self._watch.hash_of(number) == block_hash:
@@ -298,8 +303,9 @@ class LazyStores(RequestStores, CacheListener):
             )
 
     def _count_preempted(self, request: StoreRequest) -> None:
-        """Counts the preempted request's blocks that the engine has handed out already and that were not offered: they
-        are lost."""
+        """Counts the preempted request's blocks that the engine has already reused and that were not offered: they are
+        lost.
+        """
         keys, ids = request.tables[0].keys.keys(), request.block_ids
         end = min(max(0, request.certain) // self._block_tokens, len(ids), len(keys))
         if kept := request.kept_out.within(0, end * self._block_tokens):

@@ -39,8 +39,8 @@ class StorePlanner:
         """Called when the engine takes the request's blocks away, while its tables still have them."""
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
-        """Plans the last stores of a request that has ended and whose blocks are about to be freed. Its `certain`
-        leaves out steps that are still under way.
+        """Plans the last stores of a request that has ended and whose blocks are about to be freed. Its `certain` does
+        not count steps that are still under way.
 
         Args:
             blocks: the request's blocks now; None if the engine does not say.
@@ -48,7 +48,7 @@ class StorePlanner:
         return []
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
-        """Plans the stores that should begin before the engine hands so many of its free blocks to a load."""
+        """Plans the stores that should begin before the engine gives so many of its free blocks to a load."""
         return None
 
     def load_failed(self, blocks: Iterable[int]) -> None:
@@ -56,8 +56,9 @@ class StorePlanner:
         that have lost their blocks since. Live requests have `cursor` and `suspect_from` for this instead."""
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
-        """Called when a request keeps wrong KV from this block of the first group on, which the engine does not compute
-        again: neither this KV is stored, nor any that other requests compute from it."""
+        """Called when a request keeps wrong KV from this block of the first group on, which the engine does not
+        recompute: neither this KV nor any that other requests compute from it is stored.
+        """
 
     def unpublished(self, blocks: BlockIds) -> None:
         """Called when a store of these engine blocks ended without being published."""
@@ -84,8 +85,9 @@ class RequestStores(StorePlanner):
 
     @property
     def places(self) -> int:
-        """Number of further stores that every rank's queue takes for certain: a store keeps its entry in a rank's queue
-        until the rank's report of it is under way."""
+        """Number of further stores for which every rank's queue certainly has room: a store keeps its entry in a rank's
+        queue until the rank's report of it is under way.
+        """
         return self.parts.queue_ops - len(self._watch.ops)
 
     def count(self, pages: int, reason: PageLoss) -> None:

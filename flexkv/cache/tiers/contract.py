@@ -1,8 +1,8 @@
 """The contract of a tier: one kind of storage that holds pages.
 
 Host memory is the hub: the tier with number 0, which every other tier reads into and is written from. A tier's facets
-say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` has to be asked for its
-pages, a `Follower` is told of them, a `Keeper` has pages that this unit need not keep, and routes move pages straight
+say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` must be asked for its pages,
+a `Follower` is notified of them, a `Keeper` has pages that this unit need not keep, and routes move pages straight
 between the tier and engine blocks. The manager knows tiers only by their number.
 
 The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
@@ -55,14 +55,14 @@ class TierFacts:
     """Facts about a tier that the manager needs. Counts are in pages unless they say otherwise.
 
     Attributes:
-        name: for people; appears in settings, metrics and the log.
-        wait_s: seconds that a request waits for this tier before it goes on without it.
-        streams: pages on their way to host memory may be promised to an engine that computes the pages that a load did
-            not bring. The plane marks each page as arrived or failed in the pool's words before its op ends.
+        name: appears in settings, metrics and the log.
+        wait_s: seconds that a request waits for this tier before it continues without it.
+        streams: pages under way to host memory may be promised to an engine that computes the pages that a load did not
+            bring. The plane marks each page as arrived or failed in the pool's words before its op ends.
         stream_layers: streamed fetches bring ranges of layers of all their pages, one range after the other.
-        fetch_pages: most pages on their way to host memory; a longer hit is cut to fit.
+        fetch_pages: most pages under way to host memory; a longer hit is cut to fit.
         fetch_ops: most fetches in flight, and most writes in flight.
-        write: when pages of host memory are written here.
+        write: when pages of host memory are written to this tier.
         write_pages: most pages with a write in flight; further ones wait.
         waiting_pages: most pages that wait for their write; further ones are dropped and counted.
         write_at_close: a close writes the pages that only host memory has.
@@ -104,25 +104,25 @@ class TierCounts:
     """Running totals of one tier, in pages unless they say otherwise.
 
     Attributes:
-        written: pages whose write ended well.
+        written: pages whose write succeeded.
         failed_writes: pages whose write failed.
         dropped_writes: pages never written, because a queue or the tier was full.
         lost: pages that left host memory before they were written.
         read: pages brought to host memory and verified.
         failed_reads: pages that were not brought or not verified: damaged, torn, of another write, or the tier failed.
-        unread: pages whose fetch was planned and never begun, through no fault of theirs or the tier's, or was
+        unread: pages whose fetch was planned but never begun, without a fault of the pages or the tier, or was
             overtaken by a reset.
         expired: pages found past their time to live.
         evicted: pages that left the tier to make room.
         gone: pages lost with a volume.
         waits: lookups that waited for the tier.
         prefetched: pages whose fetch was begun before a lookup asked for them.
-        late: lookups that went on without the tier, because it took too long.
+        late: lookups that continued without the tier, because it took too long.
         left: lookups that left pages to the engine, because it computes them sooner.
         left_pages: pages that those lookups left.
-        no_room: lookups that went on without some of the tier's pages, because no host slot or no place among the reads
-            in flight became free in time.
-        no_room_pages: pages that those lookups went on without.
+        no_room: lookups that continued without some of the tier's pages, because no host slot or no place among the
+            reads in flight became free in time.
+        no_room_pages: pages without which those lookups continued.
         gds_read: pages loaded and verified without passing through host memory.
         gds_written: pages written without passing through host memory; `written` includes them.
         hits: blocks supplied by the tier that an engine took.
@@ -201,7 +201,7 @@ class Source(ABC):
 
     @abstractmethod
     def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
-        """Unpins a fetch's entries and forgets those marked in `suspect`, whose pages were not the ones asked for.
+        """Unpins a fetch's entries and forgets those marked in `suspect`, whose pages were not the requested ones.
 
         Call order:
             Once per planned fetch, after its last byte has stopped moving.
@@ -221,10 +221,10 @@ class Source(ABC):
 
 
 class Prober(ABC):
-    """A tier that has to be asked which pages it has. Its answers are in its `presence` when the question has ended.
+    """A tier that must be asked which pages it has. Its answers are in its `presence` when the question has ended.
 
     Attributes:
-        probe_s: seconds that a request waits for an answer before it goes on without the tier.
+        probe_s: seconds that a request waits for an answer before it continues without the tier.
     """
 
     probe_s: float
@@ -243,15 +243,17 @@ class Prober(ABC):
 
     @abstractmethod
     def answers(self) -> list[OpId]:
-        """Enters the answers that have come in `presence`, and returns the questions that have ended since the last
-        call."""
+        """Adds the answers that have arrived to `presence`, and returns the questions that have ended since the last
+        call.
+        """
 
 
 class Sink(ABC):
     """A tier that takes pages from host slots.
 
     Attributes:
-        keeps_times: it takes pages that expire, and keeps their time. If not, such pages are not written to it.
+        keeps_times: the tier takes pages that expire, and keeps their expiry times. If not, such pages are not written
+            to it.
     """
 
     keeps_times: bool = False
@@ -273,7 +275,7 @@ class Sink(ABC):
 
     @abstractmethod
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Makes the pages marked in `good` visible, frees the places of the others, and unpins all. Returns which
+        """Makes the pages marked in `good` visible, frees the places of the others, and unpins all. Returns which pages
         became visible.
 
         Call order:
@@ -290,17 +292,18 @@ class Sink(ABC):
 
 
 class Follower(ABC):
-    """A tier whose pages others bring and take away, and whose `presence` is told of it now and then."""
+    """A tier whose pages come and go through other units, and whose `presence` is updated from time to time."""
 
     @abstractmethod
     def take_news(self, group: int, keys: Keys) -> None:
-        """Enters in `presence` what has become known of these pages since the last call; the rest waits for `poll`.
-        Costs microseconds if that is nothing.
+        """Updates `presence` with the news of these pages since the last call; other news waits for `poll`. Costs
+        microseconds if there is no news.
         """
 
 
 class Keeper(ABC):
-    """A tier of pages that others keep in host memory so that this unit need not keep them too (`peers.store: once`).
+    """A tier of pages that other units keep in host memory, so that this unit need not keep them too (`peers.store:
+    once`).
 
     The unit *leaves out* a page that is kept: it does not store it, and drops its copy after the load that needed it.
     When no peer keeps a page any more, the unit's copy is *promoted*: it becomes the unit's own page. Once a keeper's
@@ -319,7 +322,7 @@ class Keeper(ABC):
 
     @abstractmethod
     def leave_out(self, group: int, keys: Keys) -> None:
-        """Notes that the unit does without these pages, and counts those that it had no note of.
+        """Records that the unit leaves these pages out, and counts those for which there was no record.
 
         Call order:
             For pages that are `kept`, before `take_news` of them.
@@ -327,8 +330,9 @@ class Keeper(ABC):
 
     @abstractmethod
     def take_back(self, group: int, keys: Keys) -> None:
-        """Ends the notes of `leave_out`: the unit has these pages in its own host memory, or they are not wanted any
-        more."""
+        """Removes the records of `leave_out`: the unit has these pages in its own host memory, or they are no longer
+        needed.
+        """
 
     @abstractmethod
     def promoted(self, pages: int) -> None:
@@ -337,12 +341,12 @@ class Keeper(ABC):
     @property
     @abstractmethod
     def has_orphans(self) -> bool:
-        """Whether pages of an ended keeper can still be copied. Costs next to nothing."""
+        """Whether pages of an ended keeper can still be copied. The cost is negligible."""
 
     @abstractmethod
     def orphans(self, most: int) -> tuple[int, Keys]:
         """Takes up to `most` keys, all of one group, of pages that the unit left out, that no running peer keeps, and
-        that are this unit's to copy. Looks at no more than `most` notes. Returns the group and the keys.
+        that this unit should copy. Looks at no more than `most` records. Returns the group and the keys.
 
         Call order:
             `put_back` for those whose copy could not begin; `end_orphans` once no copy is under way.
@@ -350,11 +354,11 @@ class Keeper(ABC):
 
     @abstractmethod
     def put_back(self, group: int, keys: Keys) -> None:
-        """`orphans` will name these again."""
+        """Makes `orphans` name these keys again."""
 
     @abstractmethod
     def end_orphans(self) -> None:
-        """Releases the memory of ended keepers, if no page in it is needed any more. Another thread unmaps it then."""
+        """Releases the memory of ended keepers, if no page in it is needed any more. Another thread then unmaps it."""
 
 
 class Tier(ABC):
@@ -366,8 +370,8 @@ class Tier(ABC):
         down: why the tier cannot be used; empty while it can. While it is down, its pages are misses and nothing is
             written.
         held: why the tier may not be used yet; empty once it may. Until then its pages are misses, and writes wait.
-        source, sink, prober, follower, keeper, loads, stores: its facets; None for what it cannot do. `loads` move its
-            pages to engine blocks, `stores` move pages from there.
+        source, sink, prober, follower, keeper, loads, stores: its facets; None for those that it lacks. `loads` move
+            its pages to engine blocks, `stores` move pages from there.
         straight: the same as `loads` for tiers other than the hub; None for the hub.
         plane: moves the pages of its own ops; None if it has no such ops or the caller moves them.
         durable_pages: pages written so far that would survive a crash.
@@ -446,7 +450,7 @@ class Tier(ABC):
         self.held = reason
 
     def begin_open(self, weights: bytes) -> int:
-        """Begins to forget, for good, the pages that were computed with other weights. Never waits.
+        """Begins to forget permanently the pages that were computed with other weights. Never waits.
 
         Call order:
             After `hold`; then `open_for`, once `opens` is False or the caller waits no longer.
@@ -476,7 +480,7 @@ class Tier(ABC):
 
     @property
     def unflushed(self) -> bool:
-        """Whether further calls of `poll` are needed to make pages durable. Costs next to nothing."""
+        """Whether further calls of `poll` are needed to make pages durable. The cost is negligible."""
         return False
 
     def durable(self) -> bool:

@@ -1,7 +1,7 @@
 """The contract of a planned tier: the unit's settings want it, and it is not open yet.
 
-A tier's share of each slot has to be known before host memory is sized, and its folders are opened afterwards, so that
-nothing is ever half open.
+A tier's share of each slot must be known before host memory is sized, and its folders are opened afterwards, so that a
+tier is never half open.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TierPlan(ABC):
 
     Attributes:
         images: per group, what the tier needs in each slot; empty for nothing.
-        shares_pool: the tier has a process of its own that maps the pool.
+        shares_pool: the tier has a separate process that maps the pool.
     """
 
     images: tuple[ImageNeeds, ...] = ()
@@ -68,7 +68,7 @@ class TierPlan(ABC):
 
         Args:
             pool: host memory with room for all `images` in each slot.
-            on_error: `open` enters here what has to be closed if building the unit fails later.
+            on_error: `open` adds to this what must be closed if building the unit fails later.
 
         Raises:
             FlexKVError: the storage cannot be opened; the message says which folder and why.

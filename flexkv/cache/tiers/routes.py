@@ -22,11 +22,11 @@ from flexkv.transfer.graph import NEVER, BlockIds, OpResult, SlotIds, TransferOp
 
 
 class LoadRoute(ABC):
-    """Loads from one tier to engine blocks. It serves the part of each promise that lies in its tier."""
+    """Loads from one tier to engine blocks. Serves the part of each promise that is in its tier."""
 
     @abstractmethod
     def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
-        """Plans the load of this tier's part of a promise, and enters the ops as in flight.
+        """Plans the load of this tier's part of a promise, and records the ops as in flight.
 
         The ops take over the leases of the pages that are loaded; pages without an engine block are unpinned.
 
@@ -40,7 +40,9 @@ class LoadRoute(ABC):
 
     @abstractmethod
     def source_failed(self, reason: str) -> None:
-        """Notes that pages of a load failed because of the tier or the route from it, not because of their content."""
+        """Records that pages of a load failed because of the tier or the route from it, not because of their
+        content.
+        """
 
     @abstractmethod
     def end_load(self, op: RankOp, current: bool) -> None:
@@ -123,7 +125,7 @@ class StoreRoute(ABC):
 
     @abstractmethod
     def begin_store(self, offer: StoreOffer, room: int) -> StorePlan:
-        """Plans the store of the offered blocks that are not stored yet, and enters its op as in flight.
+        """Plans the store of the offered blocks that are not stored yet, and records its op as in flight.
 
         Args:
             room: most pages to store; further ones are dropped.

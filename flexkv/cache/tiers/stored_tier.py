@@ -1,5 +1,6 @@
-"""A tier whose pages lie at places of volumes: it maps keys to places, and keeps the tag that each place was written
-with."""
+"""A tier whose pages are at places of volumes: it maps keys to places, and keeps the tag with which each place was
+written.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class StoredTier(Tier, Source):
 
     Epochs are even while the weights are those that the process loaded at its start, which the folder's fingerprint
     names. After a reset they are odd, because only this process knows the weights. The next process drops pages written
-    in an odd epoch, because nothing says that it has the same weights.
+    in an odd epoch, because it cannot know whether it has the same weights.
 
     Args:
         pages: the storage, which survives the process; it also has the number of places and their content.
@@ -133,7 +134,8 @@ class StoredTier(Tier, Source):
 
     def let_go_expired(self) -> None:
         """Drops the expired pages at the next LOOKED_THROUGH places of each group, so that they leave before pages that
-        may still be used, whether or not anybody asks for them."""
+        may still be used, even if no request asks for them.
+        """
         if not self._any_expires:
             return
         now = self._now()
@@ -146,7 +148,7 @@ class StoredTier(Tier, Source):
             for group in np.flatnonzero(np.asarray(self._owner_of) == owner).tolist() if len(past) else ():
                 entries = self.presence.find(group, keys)
                 there = np.flatnonzero(entries != NO_ENTRY)
-                # A tag outlives its page, and the page may lie elsewhere by now.
+                # A tag outlives its page, and the page may be elsewhere by now.
                 there = there[self.presence.slots_of(entries[there]) == past[there] + first]
                 if len(there):
                     self._drop_expired(group, entries[there])
@@ -195,7 +197,7 @@ class StoredTier(Tier, Source):
         return np.where(self._asked[self._owner_of[group]][places], expiries, np.uint64(NEVER))
 
     def note_asked(self, group: int, places: Places, asked: NDArray[np.bool_] | bool) -> None:
-        """Notes at which of these places, which are being filled, a request has asked that its page expires."""
+        """Records at which of these places, which are being filled, the page expires because a request asked for it."""
         owner = self._owner_of[group]
         if owner not in self._asked:
             if not np.any(asked):
@@ -260,12 +262,13 @@ class StoredTier(Tier, Source):
         return self.remove(group, entries[entries != NO_ENTRY])
 
     def lose(self, volume: int) -> None:
-        """Counts and retires the pages of a volume that is gone for good."""
+        """Counts and retires the pages of a volume that is permanently lost."""
         self.counts.gone += self.retire(volume)
 
     def retire(self, volume: int) -> int:
-        """Makes all pages of a volume misses, keeps its places from being written again, and returns how many pages
-        were there."""
+        """Makes all pages of a volume misses, keeps its places from being written again, and returns the number of its
+        pages.
+        """
         pages = 0
         for group in self._owners:
             places = np.arange(len(self._tags[group]), dtype=np.int32)

@@ -72,11 +72,11 @@ class CacheTables:
         return route
 
     def expiries_of(self, group: int, keys: Keys, expiry: int) -> Expiries | int | None:
-        """When these pages, which a store brings to host memory, expire there; None if none does.
+        """When these pages, which a store brings to host memory, expire there; None if none of them does.
 
         Args:
-            expiry: when the request that stores them wants them to expire. A page that another tier has expires with
-                it, if that is earlier: the request may have loaded the page from there.
+            expiry: when the request that stores them wants them to expire. A page that another tier has expires when
+                that tier's page does, if that is earlier: the request may have loaded the page from there.
         """
         expiries: Expiries | int | None = None if expiry == NEVER else expiry
         for tier in self.tiers[1:]:
@@ -92,9 +92,10 @@ class CacheTables:
         entries: EntryIds,
         positions: NDArray[np.integer],
     ) -> None:
-        """Enters as in flight the op that stores the pages at `positions` of the whole offer, and notes in it the
-        request's loads in flight. If it ends before them it is not published, because its pages may have been computed
-        from their targets."""
+        """Records as in flight the op that stores the pages at `positions` of the whole offer, and adds the request's
+        loads in flight to the op. If the op ends before these loads it is not published, because its pages may have
+        been computed from their targets.
+        """
         loads = self.ops.of_request(offer.request_id, OpRole.LOAD)
         self.ops.add(
             RankOp(

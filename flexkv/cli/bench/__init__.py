@@ -1,1 +1,1 @@
-"""The measurements of `flexkv bench`: the lanes, and what each of them is to be compared with."""
+"""The measurements of `flexkv bench`: the lanes, and the baselines for each of them."""

@@ -19,7 +19,7 @@ class BareReads:
     """A file of whole calls in `folder`, and the threads that read it past the page cache.
 
     Args:
-        total_bytes: size of the file, rounded down to whole calls, but one call at least.
+        total_bytes: size of the file, rounded down to whole calls, but at least one call.
 
     Raises:
         OSError: the folder has no space, or cannot be written.

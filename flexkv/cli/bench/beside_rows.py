@@ -1,7 +1,7 @@
 """Measures what copies by flexkv's lanes cost the engine's own work: `flexkv bench transfer --part beside`.
 
-A round measures each work alone, then during each kind of copies, so both windows of a pair have equal clocks and
-temperature; a row is the median of its pairs.
+A round measures each kind of work first alone and then during each kind of copies, so both measurements of a pair have
+equal clocks and temperature. A row is the median of its pairs.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class BesideRow:
         layerwise: the loads were moved layer by layer.
         path: the path of most of the bytes meanwhile; `path_bytes` has all.
         multiprocessors: multiprocessors that the path takes.
-        alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: over all its windows together, milliseconds; None
-            where nothing was measured.
-        factor: the median beside over the median alone: the median of the pairs. `factor_least` and `factor_most` are
-            the least and the greatest pair.
+        alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: over all its windows together, milliseconds; None if
+        nothing was measured.
+        factor: the median beside copies over the median alone: the median of the pairs. `factor_least` and
+            `factor_most` are the least and the greatest factor of a pair.
         load_gbps, store_gbps: 1e9 bytes per second meanwhile, the median of the pairs; None for a direction that did
             not run.
         pairs: number of pairs.
         pinned: whether the GPU had registered or refused all host memory.
-        note: why it was not measured, or what it was measured on.
+        note: why it was not measured, or on what it was measured.
     """
 
     work: str
@@ -114,7 +114,7 @@ def beside_rows(
         total_bytes: size of the pool; a GPU's has `POOL_BYTES` at least.
 
     Raises:
-        CapacityError: the memory is not there. ContractError: a copy failed.
+        CapacityError: there is not enough memory. ContractError: a copy failed.
     """
     ends_s = time.monotonic() + seconds
     work = make_engine_work(device)
@@ -181,7 +181,7 @@ def _measure_beside(copies: OpStream, work: EngineWork, set_s: float) -> dict[st
 
 
 def _share_s(until_s: float, sets: int) -> float:
-    """Seconds that windows have in each of the `sets` sets that are left."""
+    """Seconds for the windows in each of the `sets` remaining sets."""
     return max(0.0, until_s - time.monotonic()) / sets * (1.0 - PAUSE_SHARE)
 
 

@@ -56,21 +56,21 @@ def disk_rows(
     repeats: int,
     settings: TransferConfig,
 ) -> list[ComparisonRow]:
-    """Reads the same pages in each way in turn, each into a pool of its own layout.
+    """Reads the same pages in each way in turn, each into a pool with the layout of that way.
 
     Args:
         device: the CUDA device that holds the pools; None for plain memory.
         multiprocessors: multiprocessors of the device; 0 for plain memory.
-        folder: a folder on the disk to be measured; files made there are removed.
+        folder: a folder on the disk to be measured; files made in it are removed.
         total_bytes: bytes moved per read; every geometry moves at least two pages.
         settings: the ways that the device's lane may take.
 
     Raises:
-        ConfigError: the folder or the device cannot be used. CapacityError: the memory or the space is not there.
+        ConfigError: the folder or the device cannot be used. CapacityError: there is not enough memory or space.
     """
     rows = []
     for run_bytes in PAGE_RUN_BYTES:
-        # Two at least: in a pool of one block the layers lie in a row, so it would be block-first.
+        # At least two: in a pool of one block the layers are contiguous, so it would be block-first.
         pages = max(2, total_bytes // (PAGE_LAYERS * KV * run_bytes))
         with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
             ways = _DiskWays(Path(made), device, multiprocessors, run_bytes, pages, settings)
@@ -89,7 +89,8 @@ class _Way:
         once: seconds of one round.
         count: calls so far.
         path: what moved the bytes, and the multiprocessors it takes; called after the rounds.
-        note: what the number rests on; called after the rounds too: cuFile's calls show how it reached a file.
+        note: the conditions of the number; also called after the rounds, because cuFile's calls show how it reached a
+            file.
     """
 
     what: str

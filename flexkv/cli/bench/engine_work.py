@@ -30,7 +30,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One work, done again and again.
+    """The times of one kind of work that was repeated.
 
     Attributes:
         begin_s, end_s: readings of `time.perf_counter`.
@@ -45,7 +45,7 @@ class Window:
 
 
 class EngineWork:
-    """An engine's work in torch, on a stream of its own; use as a context manager, in one thread.
+    """An engine's work in torch, on a separate stream; use as a context manager, in one thread.
 
     Args:
         torch: the module, built with CUDA where `device` is one.
@@ -75,7 +75,7 @@ class EngineWork:
         self._made.close()
 
     def run(self, work: str, seconds: float, between: Callable[[], None]) -> Window:
-        """Does one of `WORKS` for `seconds`, `FEWEST` times at least.
+        """Repeats one of `WORKS` for `seconds`, and at least `FEWEST` times.
 
         Args:
             between: called before each time, outside of the measured time.

@@ -9,7 +9,7 @@ from flexkv.cli.driver_calls import done
 
 
 class EventClock:
-    """A stream of its own on a device, and two events of it; use as a context manager, in one thread.
+    """A separate stream on a device, with two events in it; use as a context manager, in one thread.
 
     Args:
         driver: `cuda.bindings.driver`.
@@ -49,7 +49,7 @@ class EventClock:
         self._made.close()
 
     def start(self) -> None:
-        """Records the first point, behind the work that the stream has so far."""
+        """Records the first point, after the work that is in the stream so far."""
         self._record(0)
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ RUNS = (32 << 10, 256 << 10, 1 << 20)
 
 
 def event_rows(device: int | None, bench: TransferBench) -> list[ComparisonRow]:
-    """A row for each of RUNS; where there is no GPU, or the extra or the driver is missing, one that says so."""
+    """A row for each of RUNS; if the GPU, the extra or the driver is missing, a single row that says so."""
     if device is None:
         return [ComparisonRow(WHAT, "H2D", 0, note="not measured: no GPU")]
     try:

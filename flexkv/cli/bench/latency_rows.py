@@ -40,7 +40,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """One op, repeated, with nothing beside it.
+    """One op, repeated while nothing else runs.
 
     Attributes:
         what: "load by layer" or "store".
@@ -97,7 +97,7 @@ def latency_rows(
         total_bytes: size of the pool; a GPU's has `POOL_BYTES` at least. Ops that do not fit are left out.
 
     Raises:
-        CapacityError: the memory is not there. ContractError: a copy failed.
+        CapacityError: there is not enough memory. ContractError: a copy failed.
     """
     size = total_bytes if device is None else max(total_bytes, POOL_BYTES)
     memory = np.zeros(size, np.uint8) if device is None else c_ext.DeviceMemory(device, size)

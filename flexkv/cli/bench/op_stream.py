@@ -62,11 +62,11 @@ class OpStream:
 
     @property
     def ended_ops(self) -> int:
-        """Ops that have ended in the direction where the fewest have."""
+        """Number of ended ops in the direction in which the fewest have ended."""
         return min(len(ended) for ended in self._ended.values()) - 1
 
     def keep(self) -> None:
-        """Counts the ops that have ended, and submits as many new ones.
+        """Counts the ops that have ended, and submits the same number of new ones.
 
         Raises:
             ContractError: a copy failed.
@@ -81,7 +81,7 @@ class OpStream:
         """Waits until all of its ops have ended.
 
         Raises:
-            ContractError: they have not after `DRAIN_S`, or a copy failed.
+            ContractError: some op has not ended after `DRAIN_S`, or a copy failed.
         """
         ends_s = time.monotonic() + DRAIN_S
         for _, _, ticket in list(self._under_way.values()):

@@ -23,7 +23,7 @@ class ResultFile:
     """The results so far.
 
     Args:
-        path: the file to write, or a link to it; None keeps the results in memory alone.
+        path: the file to write, or a link to it; None keeps the results only in memory.
         facts: facts before the first measurement.
     """
 
@@ -55,7 +55,7 @@ class ResultFile:
         self._write()
 
     def part_ended(self, part: str) -> None:
-        """Notes that all rows of `part` are there."""
+        """Records that all rows of `part` are complete."""
         self._content["parts"].append(part)
         self._write()
 

@@ -1,4 +1,4 @@
-"""torch's own way to move blocks, and small copies beside a store: how an engine would copy without flexkv.
+"""How an engine would copy blocks without flexkv, in torch; and small copies that run beside a store.
 
 The one module outside the adapters that imports torch, and only for measurements.
 """
@@ -32,7 +32,9 @@ def load_torch() -> Any | None:
 
 
 def both_ways_limit_gbps(device: int, total_bytes: int, repeats: int) -> float | None:
-    """1e9 bytes per second of two contiguous copies at once, one each way, `total_bytes` in all; None without torch."""
+    """Rate (1e9 bytes per second) of two contiguous copies at once, one in each direction, of `total_bytes` together;
+    None without torch.
+    """
     torch = load_torch()
     if torch is None or not torch.cuda.is_available():
         return None
@@ -113,7 +115,7 @@ def index_select_rows(
 
 
 def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[ComparisonRow]:
-    """p99 of a 4 KiB device-to-host copy on a stream of its own, alone and while `store` runs repeatedly."""
+    """p99 of a 4 KiB device-to-host copy on a separate stream, first alone and then while `store` runs repeatedly."""
     what = "4 KiB copy, p99"
     if device is None:
         small, target = np.zeros(SMALL_BYTES, np.uint8), np.zeros(SMALL_BYTES, np.uint8)

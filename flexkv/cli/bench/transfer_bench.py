@@ -246,7 +246,7 @@ class TransferBench:
             return rows
 
     def one_way_gbps(self, run_bytes: int) -> dict[str, float] | None:
-        """The rate of each direction alone, "H2D" and "D2H"; None where a block has more than all bytes.
+        """The rate of each direction alone, "H2D" and "D2H"; None if a block is larger than all bytes to move.
 
         Raises:
             ContractError: the GPU did not take the host pool's memory, without which the kernel copies nothing.
@@ -265,8 +265,8 @@ class TransferBench:
             }
 
     def loads_by_events(self, run_bytes: int, clock: EventClock) -> tuple[float, str, int] | None:
-        """GB/s of a layerwise load between the stream's work before it and the stream's work after it, with path and
-        multiprocessors; None if a block has more than all bytes.
+        """GB/s of a layerwise load, measured between the stream's work before it and the stream's work after it, with
+        its path and multiprocessors; None if a block is larger than all bytes to move.
 
         Raises:
             DriverRefused: the clock cannot be read.

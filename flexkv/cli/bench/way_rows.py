@@ -1,4 +1,6 @@
-"""`flexkv bench transfer --save`: by which way a GPU copies runs of each length faster, and the table that follows."""
+"""`flexkv bench transfer --save`: measures which way is faster for runs of each length on a GPU, and makes the table
+from that.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
 
 
 def chosen_ways(rows: Sequence[WayRow]) -> CopyWays:
-    """The table: the copy engine has the lengths from one on, from which it is the better way for all."""
+    """The table: the copy engine gets all lengths from the smallest one from which on it is always the faster way."""
 
     def below(direction: str) -> int:
         mine = sorted((row for row in rows if row.direction == direction), key=lambda row: -row.run_bytes)

@@ -1,1 +1,1 @@
-"""The jobs of `flexkv remote` against a store, run in this process or in one of their own."""
+"""The jobs of `flexkv remote` against a store, run in this process or in a separate one."""

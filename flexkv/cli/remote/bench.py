@@ -1,4 +1,4 @@
-"""Measures a store from this machine, with values under names of their own, which are removed at the end."""
+"""Measures a store from this machine, with values under separate names, which are removed at the end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BenchResult:
         reason: why the first failing call failed; empty if none did.
         wrong: values that came back with other bytes.
         left: names that could not be removed.
-        removed: values that the store had taken and does not have any more.
+        removed: values that the store had accepted and no longer has.
     """
 
     value_bytes: int
@@ -76,7 +76,7 @@ def bench(options: StoreOptions, value_bytes: int, values: int, batch: int, most
     """Puts `values` values in batches and a few one by one, asks for their names, and gets them back.
 
     Args:
-        most_s: no call begins after so long, except those that remove values.
+        most_s: after this many seconds no call begins, except those that remove values.
 
     Raises:
         StoreError: these settings allow no client.
@@ -97,7 +97,7 @@ class _Bench:
     def __init__(self, store: Store, value_bytes: int, batch: int, most_s: float) -> None:
         self._store = store
         self._sent = np.random.default_rng(0).integers(0, 256, (batch, value_bytes), dtype=np.uint8)
-        self._came = np.ones_like(self._sent)  # written: the first get is not to make its pages
+        self._came = np.ones_like(self._sent)  # written, so that the first get causes no page faults
         self._share_s = most_s / PHASES
         self._ends_s = time.perf_counter() + most_s
         self._names: list[str] = []

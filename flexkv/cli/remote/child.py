@@ -1,5 +1,5 @@
-"""Runs a job in a process of its own where the store's library needs one: it reads its settings from the environment,
-once, and cannot be interrupted. Jobs for other stores run in this process.
+"""Runs a job in a separate process if the store's library needs one, because it reads its settings from the environment
+only once and cannot be interrupted. Jobs for other stores run in this process.
 
 The process is `flexkv.cli.remote.child FD`: it reads the job from its input and writes the result to FD.
 """
@@ -31,7 +31,7 @@ def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) 
         most_s: a process is killed after this time.
 
     Raises:
-        StoreError: the job raised it, or its process did not come to an end.
+        StoreError: the job raised it, or its process did not end.
     """
     environment = client_environment(options)
     if not environment:

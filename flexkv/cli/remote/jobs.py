@@ -27,7 +27,7 @@ class Reached:
     Attributes:
         url: a server's URL, without secrets.
         why_not: why it cannot be used; empty if it can.
-        first_ms: time of the first question, with the connection, the login and the library's start.
+        first_ms: time of the first question, including the connection, the login and the library's start.
         round_trip_ms: time of the next one; None if the server did not answer.
     """
 

@@ -1,1 +1,1 @@
-"""A process between an engine and its plugins: starts them, starts them again, bounds their output, ends them."""
+"""A process between an engine and its plugins: starts, restarts and ends them, and bounds their output."""

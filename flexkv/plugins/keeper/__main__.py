@@ -42,7 +42,7 @@ class Keeper:
         ]
 
     def say(self, level: str, name: str, line: str) -> None:
-        """Writes a message for the engine's log. One that finds no room in the pipe is counted and lost."""
+        """Writes a message for the engine's log. If the pipe has no room, the message is counted and lost."""
         if self._lost and self._write("W", "keeper", f"{self._lost} lines were lost: the engine reads none"):
             self._lost = 0
         if not self._write(level, name, line):
@@ -67,7 +67,7 @@ class Keeper:
         self._end()
 
     def _wake_s(self, now_s: float) -> float | None:
-        """Seconds until there is something to do without an event; None where there is nothing."""
+        """Seconds until there is something to do without an event; None if there is nothing."""
         due = [run.starts_at_s for run in self._runs if run.starts_at_s is not None]
         due += [run.reads_at_s for run in self._runs if run.reads_at_s]
         return max(0.0, min(due) - now_s) if due else None
@@ -93,7 +93,7 @@ class Keeper:
         return [descriptor for descriptor in others if descriptor in ready]
 
     def _reap(self, now_s: float) -> None:
-        """Reaps every ended process: plugins, and orphans of theirs, whose parent is the keeper."""
+        """Reaps every ended process: plugins, and their orphans, whose parent is the keeper."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

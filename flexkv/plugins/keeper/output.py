@@ -28,7 +28,7 @@ class TokenBucket:
         self._left, self._at_s = float(burst), now_s
 
     def take(self, now_s: float) -> bool:
-        """Takes one if there is one."""
+        """Takes one event if one is allowed now."""
         self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1.0:
@@ -37,7 +37,7 @@ class TokenBucket:
         return True
 
     def wait_s(self) -> float:
-        """Seconds from the last `take` until there is one."""
+        """Seconds from the last `take` until the next event is allowed."""
         return max(0.0, (1.0 - self._left) / self._per_s)
 
 
@@ -56,7 +56,7 @@ class OutputLines:
         lines = []
         for number, line in enumerate(whole):
             if number == 0 and self._is_cut:
-                continue  # its beginning was a line already
+                continue  # its beginning was already logged as a line
             lines += self._passed(line, now_s)
         if whole:
             self._is_cut = False
@@ -68,7 +68,7 @@ class OutputLines:
         return lines
 
     def end(self, now_s: float) -> list[str]:
-        """A last line without an end, and how many lines were lost after the last one that passed."""
+        """The last line if it has no line end, and how many lines were lost after the last one that passed."""
         lines = self._passed(self._begun, now_s) if self._begun else []
         self._begun = b""
         if self._lost:
@@ -89,7 +89,7 @@ class OutputLines:
 
 
 def printable(line: bytes) -> str:
-    """The line without anything that could act on a terminal or pass for another line."""
+    """The line without characters that could control a terminal or look like another line."""
     text = line.decode(errors="replace").rstrip().expandtabs(4)
     shown = "".join(character if character.isprintable() else "?" for character in text)
     # Cut after tabs became spaces, because the engine would treat the rest of a longer line as another message.

@@ -30,9 +30,10 @@ PRCTL = ctypes.CDLL(None).prctl
 class PluginRun:
     """
     Attributes:
-        pid: the process, which leads a session of its own; 0 while there is none.
+        pid: the process, which leads its own session; 0 while there is none.
         output: descriptor to read its output from; -1 after its end.
-        starts_at_s: when to start it again, on the monotonic clock; None while it runs, and once it has ended for good.
+        starts_at_s: when to start it again, on the monotonic clock; None while it runs, and once it has ended
+            permanently.
         reads_at_s: when to read its output again; 0 for at once.
         is_ending: the unit ends, so the process is not started again.
     """
@@ -77,7 +78,7 @@ class PluginRun:
         self._say("I", self.program.name, f"is started as process {self.pid}")
 
     def read(self, now_s: float, is_last: bool = False) -> None:
-        """Reads one piece of output. Sets `reads_at_s` where the plugin has written enough for now.
+        """Reads one piece of output. Sets `reads_at_s` if the plugin has written enough for now.
 
         Args:
             is_last: the process has ended, so this piece is read however much it has written.
@@ -96,7 +97,7 @@ class PluginRun:
             self._close_output(now_s)
 
     def ended(self, code: int, now_s: float) -> None:
-        """The process has ended with this code, negative for a signal, and was reaped."""
+        """Records that the process has ended with this code, negative for a signal, and was reaped."""
         self.pid = 0
         if self.output >= 0:
             self.read(now_s, is_last=True)  # its last words: a piece at most

@@ -46,8 +46,9 @@ class LoadPipeline(Pipeline):
     A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
     nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
 
-    With `CallerLayers` nothing is scattered: the caller has written what it wants of a layer before the next step. Rows
-    in gaps and of failed chunks are then undefined: the caller takes only the rows of chunks, after a look at `failed`.
+    With `CallerLayers` nothing is scattered: before the next step, the caller has written the parts of a layer that it
+    wants. Rows in gaps and of failed chunks are then undefined: the caller takes only the rows of chunks that are not
+    in `failed`.
 
     Args:
         transform: None leaves keys as they are.
@@ -170,8 +171,8 @@ class LoadPipeline(Pipeline):
 
     def _end_early(self) -> None:
         """With `CallerLayers`, a device whose streams wait for each other makes the caller's stream wait, too, and the
-        host goes on: the caller's own work on the device, behind which the last stages may wait, takes as long as it
-        takes. The caller's next work on its stream comes after all work that was begun, so it may reuse the buffers.
+        host continues: the last stages may wait for the caller's own work on the device, whose duration is not bounded.
+        The caller's next work on its stream comes after all work that was begun, so it may reuse the buffers.
         """
         if not isinstance(self._paged, CallerLayers):
             super()._end_early()
@@ -220,7 +221,7 @@ class LoadPipeline(Pipeline):
     def _gap_rows(self) -> Array:
         lost, gaps = self._gaps_of_lost
         if lost == len(self._failed):
-            return gaps  # a GPU's copy of a table would hold up the caller in each layer
+            return gaps  # a GPU's copy of a table would delay the caller in each layer
         rows = [self._chunks.gaps]
         for number in self._failed:
             at = self._chunks.rows_of(self._chunks.chunks[number])

@@ -80,8 +80,9 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True)
 class CallerLayers:
-    """Layers that a caller takes out of a load's buffers (`LoadPipeline.get_kv`) and writes itself, because it alone
-    knows the order of its memory. A row's slot is the row's number. The next step says that a layer is written.
+    """Layers that a caller takes out of a load's buffers (`LoadPipeline.get_kv`) and writes itself, because only the
+    caller knows the order of its memory. A row's slot is the row's number. The next step implies that the layer is
+    written.
 
     Attributes:
         dtype: the device's.
@@ -101,7 +102,7 @@ class CallerLayers:
         return slots, np.zeros_like(slots)
 
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """Writes nothing: the caller has."""
+        """Writes nothing: the caller has already written the rows."""
 
 
 def _as_items(plane: Array, rows: Array) -> tuple[Array, Array]:

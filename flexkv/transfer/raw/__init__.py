@@ -1,1 +1,1 @@
-"""Raw files: moves blocks between a pool and files without headers, for callers with their own index."""
+"""Raw files: moves blocks between a pool and files without headers, for callers that keep their own index."""

@@ -1,4 +1,4 @@
-"""Blending inside vLLM: cached pieces of text are put where they stand in a new prompt (docs/blending.md).
+"""Blending inside vLLM: cached pieces of text are used at their positions in a new prompt (docs/blending.md).
 
 The scheduler's side (`requests`) decides which requests are blended and where their rows are in each step; the worker's
 side (`worker`, `pages`) keeps each rank's segments; the model's side (`model`, `forward`, `rows`) computes fewer rows.

@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 
 def is_salted(request: Request) -> bool:
-    """Whether the blocks of the request are kept apart from those of ordinary ones."""
+    """Whether the request's blocks are kept apart from those of ordinary requests."""
     return bool(request.cache_salt) and str(request.cache_salt).startswith(SALT)
 
 
@@ -34,7 +34,7 @@ def refusal(request: Request) -> BlendResult | None:
         return BlendResult.INPUTS
     if request.lora_request is not None:
         return BlendResult.LORA
-    # vLLM 0.33 also scores given tokens at each position of a prompt, and a row that is not computed has no score.
+    # vLLM 0.33 can also score given tokens at each position of a prompt; a row that is not computed has no score.
     if (
         sampling.prompt_logprobs is not None
         or getattr(sampling, "prompt_logprob_token_ids", None) is not None
@@ -51,7 +51,7 @@ def spans_of(
     """The segments that a prompt may reuse, ascending, or why there are none.
 
     Args:
-        separators: what stands between segments, for an ask that names none.
+        separators: the separators between segments, for a request that names none.
     """
     if ask.segments is not None:
         spans = sorted(ask.segments)
@@ -89,5 +89,5 @@ def _between(prompt: Tokens, separators: Sequence[Tokens]) -> list[Span]:
 
 
 def tokens_of(request: Request) -> Tokens:
-    """The request's prompt. Precondition: it is of tokens."""
+    """The request's prompt. Precondition: it consists of tokens."""
     return np.asarray(request.prompt_token_ids, np.int64)

@@ -1,6 +1,6 @@
 """The assumptions of blending about an engine and its model, checked at the engine's start.
 
-vLLM promises neither the parts of its models nor its forward context. Where one of them is not as blending needs it,
+vLLM promises neither the parts of its models nor its forward context. If one of them is not as blending needs it,
 blending is off, one warning says why, and every request is computed fully.
 """
 
@@ -59,7 +59,7 @@ def engine_refusal(vllm_config: Any) -> str:
             vllm_config.cache_config.cache_dtype
         ).startswith(("fp8", "nvfp4", "int")),
         "CUDA graphs of the whole forward": vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
-        # They replay a forward without calling the model's class.
+        # CUDA graphs replay a forward pass without calling the model's class.
         "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH)": envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
     }
     return next((f"it does not work with {name}" for name, there in found.items() if there), "")
@@ -120,7 +120,8 @@ def rotation_of(model: Any, vllm_config: Any) -> KeyRotation:
     """The rotation of the model's keys, compared with the model's own.
 
     Raises:
-        NotBlendable: the model's family or scaling is not known, or the two differ; says by how much.
+        NotBlendable: the model's family or scaling is not known, or the two rotations differ; the message says by how
+            much.
     """
     shape = shape_of(model)
     rope = rope_of(vllm_config.model_config.hf_text_config)

@@ -1,4 +1,4 @@
-"""Where a rank keeps its segments on disk, and under which name they are found again."""
+"""Where a rank keeps its segments on disk, and the name under which they are found again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> Segm
     """A rank's folders for segments; none unless `blend.disk_bytes` is set.
 
     Raises:
-        ConfigError: there are no folders to put segments into.
+        ConfigError: there are no folders for segments.
     """
     size, disk = settings.blend.disk_bytes, settings.disk
     if size is None:
@@ -43,8 +43,8 @@ def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> Segm
 def segment_namespace(
     vllm_config: Any, geometry: PoolGeometry, settings: FlexKVConfig, rank: int
 ) -> dict[str, bytes | str | int]:
-    """Whatever must be equal before a rank may use a segment: on disk all that prefixes need, and the same rank of as
-    many; in this process's memory only the rank is not a matter of course.
+    """Everything that must be equal before a rank may use a segment. On disk this is everything that prefixes need, the
+    rank and the number of ranks; in this process's memory only the rank can differ.
 
     Raises:
         KeySchemeError, ConfigError: see `engine_namespace`.

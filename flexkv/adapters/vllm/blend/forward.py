@@ -1,4 +1,4 @@
-"""A forward of one of vLLM's decoder models in which later layers compute fewer rows."""
+"""A forward pass of one of vLLM's decoder models in which later layers compute fewer rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LaterLayers:
     """The rows that the layers after the check layer compute.
 
     Attributes:
-        context: their forward's.
+        context: the context of their forward pass.
         keep: which rows they compute, [rows of the batch].
         at: numbers of the rows that they compute, on the model's device; None for all.
         skipped: see `CachedRows.skipped`.
@@ -83,7 +83,7 @@ class BlendForward:
         self.runs: Callable[[BatchRows, Numbers], Runs] = Runs.of
 
     def batch(self, positions: Any) -> BatchRows | None:
-        """The rows of the forward under way; None if the engine does not describe them as one batch."""
+        """The rows of the current forward pass; None if the engine does not describe them as one batch."""
         context = get_forward_context()
         if not isinstance(context.attn_metadata, dict) or not isinstance(context.slot_mapping, dict):
             return None
@@ -143,7 +143,7 @@ class BlendForward:
         except BaseException as error:
             if (still_moves := cached.close()) is not None:
                 raise still_moves from error
-            if isinstance(error, LostStretches):  # there is one rank, whose `puts` stop
+            if isinstance(error, LostStretches):  # there is one rank, whose `puts` raise at once
                 raise RowsLost(str(error)) from error
             raise
         still_moves = cached.close()
@@ -164,12 +164,12 @@ class BlendForward:
     def _keep(
         self, batch: BatchRows, reused: Sequence[ReusedRows], cached: CachedRows, fresh: Any
     ) -> NDArray[np.bool_]:
-        """The rows that later layers compute, equal on every rank. All of them if some rank's cached rows failed: until
-        here every layer has computed all rows.
+        """The rows that later layers compute, equal on every rank. These are all rows if some rank's cached rows
+        failed: up to here every layer has computed all rows.
 
         Raises:
-            CachedRowsError: some rank's failed and still move at the deadline.
-            RowsLost: some rank's are lost, and nothing else has failed.
+            CachedRowsError: some rank's cached rows failed and still move at the deadline.
+            RowsLost: some rank's cached rows are lost, and nothing else has failed.
         """
         # Three flags behind the rows: a rank that fails takes part, because the others wait for it here.
         difference = torch.zeros(batch.rows + 3, dtype=torch.float32, device=fresh.device)
@@ -218,7 +218,7 @@ class BlendForward:
         """The inputs with which later layers compute only the kept rows. Waits for all ranks.
 
         Returns:
-            `whole` if some rank cannot make it: until here every layer has computed all rows.
+            `whole` if some rank cannot make them: up to here every layer has computed all rows.
         """
         made: list[LaterLayers] = []
         work = OwnWork()
@@ -250,8 +250,9 @@ class BlendForward:
 
     @contextlib.contextmanager
     def _fresh(self, layers: Sequence[int]) -> Iterator[dict[int, Planes]]:
-        """Keys and values that the given layers pass to their attention, as they come. The caller drops a layer's
-        before the next one runs, because they keep alive all that the layer has projected."""
+        """Keys and values that the given layers pass to their attention, as they come. The caller drops those of a
+        layer before the next one runs, because they keep the layer's whole projection alive.
+        """
         seen: dict[int, Planes] = {}
 
         def look(layer: int) -> Callable[[Any, tuple[Any, ...]], None]:
@@ -274,7 +275,7 @@ class BlendForward:
         takers: Sequence[tuple[TakenRows, OwnWork]],
         kept: Numbers | None,
     ) -> None:
-        """Gives a layer's fresh keys and values to those who take them.
+        """Gives a layer's fresh keys and values to the callbacks that take them.
 
         Args:
             kept: the rows that the layer computed; None for all.
@@ -297,7 +298,7 @@ class BlendForward:
     # --- attention of fewer rows ---
 
     def _context(self, context: Any, batch: BatchRows, kept: Numbers) -> Any:
-        """The forward's context with only the kept rows, each run of them as a sequence."""
+        """The forward pass's context with only the kept rows, each run of them as a sequence."""
         whole = context.attn_metadata[self._names[0]]
         all_slots = context.slot_mapping[self._names[0]]
         runs = self.runs(batch, kept)
@@ -358,8 +359,8 @@ def _raise_alike(puts: Exception | None, others: Sequence[Exception | None], dev
             work.
 
     Raises:
-        CachedRowsError: it has, and there are several ranks.
-        RowsLost: it has, on all such ranks because cached rows were lost.
+        CachedRowsError: the work has failed, and there are several ranks.
+        RowsLost: the work has failed only because cached rows were lost.
         Exception: the failure itself, if there is one rank.
     """
     lost = puts if isinstance(puts, LostStretches) else None

@@ -1,4 +1,4 @@
-"""Rows that one forward reads from the cache, and rows that it gives to others, on one rank."""
+"""Rows that one forward pass reads from the cache, and rows that it passes on, on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Planes = tuple[Any, Any]
 
 
 class RowLayers(Protocol):
-    """Cached keys and values of rows, layer by layer. The next layers come while the caller computes.
+    """Cached keys and values of rows, layer by layer. The next layers are loaded while the caller computes.
 
     Call order:
         `take` for each layer, ascending, as far as the caller wants; `close`.
@@ -27,17 +27,17 @@ class RowLayers(Protocol):
         """From now on takes only the chosen ones of the rows."""
 
     def take(self, layer: int) -> Planes:
-        """The rows' keys and values, tensors [rows, heads, head_dim] of their own on the pool's device.
+        """The rows' keys and values, in separate tensors [rows, heads, head_dim] on the pool's device.
 
         Raises:
-            LostStretches: pages that rows lie on were lost; without them the forward can begin again.
+            LostStretches: pages that hold some rows were lost; without these rows the forward pass can begin again.
         """
 
     def close(self, wait: bool = True) -> None:
-        """Ends what was begun.
+        """Ends all work that was begun.
 
         Args:
-            wait: False if another one has not ended before its deadline: waits no longer.
+            wait: False if another close has missed its deadline: this one then does not wait.
         """
 
 
@@ -50,7 +50,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReusedRows:
-    """Rows of one request that cached ones cover.
+    """Rows of one request for which there are cached rows.
 
     Attributes:
         rows: their numbers in the batch.
@@ -69,8 +69,8 @@ class TakenRows:
     Attributes:
         rows: their numbers in the batch; none of them is reused.
         take: called once per layer with the layer's number and the rows' keys and values; not after a failure.
-        lose: called with a failure of `take` or of the work before it, and the forward goes on. None: the forward fails
-            on all ranks.
+        lose: called with a failure of `take` or of the work before it; the forward pass continues. None: the forward
+            pass fails on all ranks.
     """
 
     rows: Numbers
@@ -79,20 +79,22 @@ class TakenRows:
 
 
 class CachedRowsError(TransferError):
-    """On some rank, rows that a forward reads from the cache or must pass on failed, and its step cannot go on. Every
-    rank raises it."""
+    """On some rank, the work on rows that a forward pass reads from the cache or passes on failed, and the step cannot
+    continue. Every rank raises this.
+    """
 
 
 class RowsLost(TransferError):
-    """Some rank lost pages that hold cached rows of a forward, and nothing else has failed, so the forward can begin
-    again without them. Every rank raises it."""
+    """Some rank lost pages that hold cached rows of a forward pass, and nothing else has failed, so the forward pass
+    can begin again without them. Every rank raises this.
+    """
 
 
 class OwnWork:
-    """flexkv's work on this rank between a forward's collectives. After a failure the rest is skipped.
+    """flexkv's work on this rank between the collectives of a forward pass. After a failure the rest is skipped.
 
     Args:
-        stops: raise a failure at once, because no other rank waits.
+        stops: whether to raise a failure at once, because no other rank waits.
 
     Attributes:
         failure: the first failure.
@@ -114,13 +116,13 @@ class OwnWork:
 
 
 class CachedRows:
-    """The cached rows of one forward on this rank.
+    """The cached rows of one forward pass on this rank.
 
     Call order:
         `open`, `compare`, `skipped`, `close`.
 
     Attributes:
-        failure: why they cannot be used; known after `compare`.
+        failure: why the cached rows cannot be used; known after `compare`.
     """
 
     def __init__(self, reused: Sequence[ReusedRows]) -> None:
@@ -138,7 +140,7 @@ class CachedRows:
             self._work.do(lambda source=each.source: self._opened.append(source.open(first)))
 
     def compare(self, layer: int, fresh: Any, difference: Any) -> None:
-        """Adds up how far the cached keys of each reused row are from the fresh ones, squared.
+        """Adds up the squared distances of each reused row's cached keys from the fresh ones.
 
         Args:
             fresh: keys of all rows.
@@ -168,7 +170,7 @@ class CachedRows:
         return found
 
     def close(self) -> Exception | None:
-        """Closes all, whatever happens to one of them. Returns what happened. Idempotent."""
+        """Closes all of them, even if one fails. Returns the failure. Idempotent."""
         opened, self._opened = self._opened, []
         failure: Exception | None = None
         for each in opened:

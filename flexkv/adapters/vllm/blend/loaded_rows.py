@@ -1,4 +1,6 @@
-"""Loaded rows as a blended forward reads them: turned on the device of the engine's pool, as tensors of the engine."""
+"""Loaded rows as a blended forward pass reads them: rotated on the device of the engine's pool, as tensors of the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ Planes = tuple[Any, Any]
 
 
 def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
-    """Where cached rows are turned: where the engine's pool is.
+    """The device on which cached rows are rotated: that of the engine's pool.
 
     Args:
-        pool: its device.
-        dtype: the cache's.
+        pool: the pool's device.
+        dtype: the cache's dtype.
 
     Raises:
-        NotBlendable: torch has no streams there.
+        NotBlendable: torch has no streams on that device.
     """
     if pool.type == "cpu":
         return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"))
@@ -39,7 +41,7 @@ def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
 
 
 class LoadedRows:
-    """Loaded rows of a request in a batch: a `RowSource` of the forward."""
+    """Loaded rows of a request in a batch: a `RowSource` of the forward pass."""
 
     def __init__(self, rows: TurnedRows, on: RowDevice, dtype: Any, pool: Any) -> None:
         self._rows, self._on, self._dtype, self._pool = rows, on, dtype, pool
@@ -50,7 +52,7 @@ class LoadedRows:
 
 
 class LoadedLayers:
-    """Layers of loaded rows: `RowLayers` of the forward.
+    """Layers of loaded rows: `RowLayers` of the forward pass.
 
     Args:
         at: number of each row in the layers' buffers.
@@ -65,7 +67,7 @@ class LoadedLayers:
     def take(self, layer: int) -> Planes:
         """
         Raises:
-            PipelineError: rows did not come, or not before the deadline.
+            PipelineError: rows did not arrive, or not before the deadline.
         """
         keys, values = self._tensor(self._layers.layer(layer)).index_select(1, self._at)
         self._layers.leave()
@@ -74,7 +76,7 @@ class LoadedLayers:
     def _tensor(self, buffer: Any) -> Any:
         if not isinstance(buffer, np.ndarray):
             return buffer
-        signed = buffer.view(f"i{buffer.itemsize}")  # torch has no unsigned ones of every size
+        signed = buffer.view(f"i{buffer.itemsize}")  # torch lacks unsigned types of some sizes
         return torch.from_numpy(signed).view(self._dtype)
 
     def close(self, wait: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's model classes with a forward that may blend. Without a plan it is the parent's, bit for bit."""
+"""vLLM's model classes with a forward pass that may blend. Without a plan, it equals the parent's bit for bit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _models: WeakSet[Any] = WeakSet()
 
 
 class Step(Protocol):
-    """What one forward blends."""
+    """The blending work of one forward pass."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         """The model's hidden states; None if the model itself must compute them."""
 
 
 class BlendingModel:
-    """Comes before a model class of vLLM.
+    """A mixin that comes before a model class of vLLM.
 
     Attributes:
-        blend_step: what the next forward has to blend; None for nothing. The forward takes it, so that it serves one
-            forward however late vLLM ends the step.
+        blend_step: the blending work of the next forward pass; None for none. The forward pass takes it, so that it
+            serves only one forward pass, however late vLLM ends the step.
     """
 
     blend_step: Step | None = None

@@ -1,4 +1,4 @@
-"""Orders about blending that a step carries to the ranks, and the ranks' reports. Plain and picklable."""
+"""Orders for blending that a step carries to the ranks, and the ranks' reports. Plain and picklable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SegmentOrder:
     """Segments to load for a request before it is scheduled.
 
     Attributes:
-        load: number of the load: an id may be used again for another request.
+        load: number of the load, because a request's id may be used again for another request.
         caller: see `SegmentCache.begin_load`.
     """
 
@@ -34,8 +34,8 @@ class Arrival:
 
     Attributes:
         load: see `SegmentOrder`.
-        tokens: of each segment, how many leading tokens.
-        missing: why tokens are missing that were cached; MISS if none are.
+        tokens: how many leading tokens of each segment were loaded.
+        missing: why cached tokens are missing; MISS if none are.
     """
 
     load: int
@@ -63,12 +63,12 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewSegment:
-    """A prompt that is kept as a segment.
+    """A prompt that will be kept as a segment.
 
     Attributes:
         tokens: all its tokens.
         caller: see `SegmentCache.store`.
-        number: under which every rank reports what became of it, once it has computed the last token.
+        number: the number under which every rank reports the outcome, once it has computed the last token.
     """
 
     tokens: Tokens
@@ -82,8 +82,8 @@ class ChunkOrder:
 
     Attributes:
         first: position of its first token in the prompt.
-        slots: slot of each of its rows in the engine's pool, int64 [rows]. A rank finds the rows by them, because the
-            order of a batch is not that of the schedule.
+        slots: slot of each of its rows in the engine's pool, int64 [rows]. A rank finds the rows by these slots,
+            because a batch has another order than the schedule.
         asks: what the rows are for.
     """
 
@@ -95,11 +95,11 @@ class ChunkOrder:
 
 @dataclass(slots=True)
 class BlendOrders:
-    """One step's orders, carried out in this order before its forward.
+    """One step's orders, carried out in this order before its forward pass.
 
     Attributes:
-        forget: the weights change: nothing that is cached, loaded or being captured may be used.
-        release: requests whose loaded segments or captured rows are not needed any more.
+        forget: the weights change: no row that is cached, loaded or being captured may be used.
+        release: requests whose loaded segments or captured rows are no longer needed.
         load: segments to load.
         chunks: rows of the step's batch.
     """

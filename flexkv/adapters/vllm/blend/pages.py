@@ -1,4 +1,4 @@
-"""One rank's segments: cached, on their way for requests, or being captured from a forward."""
+"""One rank's segments: cached, being loaded for requests, or being captured from a forward pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Capture:
     Attributes:
         planes: keys and values of its tokens, [layers, 2, heads, tokens, head_dim] in host memory.
         done: number of its leading tokens whose rows are captured in every layer.
-        is_broken: rows of it could not be captured, which the log has said.
+        is_broken: some of its rows could not be captured; this is already logged.
     """
 
     planes: Any
@@ -54,8 +54,8 @@ class BlendPages:
     Args:
         dtype: torch's name of the cache's dtype.
         device: the device of the engine's pool.
-        first_layers: a request's segments have arrived once so many layers of them have, where the disks stream; None:
-            all layers.
+        first_layers: if the disks stream, a request's segments count as arrived once so many of their layers have;
+            None: all layers.
 
     Attributes:
         cache, rotation, dtype, device: as given.
@@ -98,8 +98,9 @@ class BlendPages:
     # --- loads ---
 
     def begin_load(self, order: SegmentOrder) -> None:
-        """Begins to load the cached pages of a request's segments. Raises no error of any kind, because other ranks go
-        on to the step's collectives: the segments are lost."""
+        """Begins to load the cached pages of a request's segments. Never raises an error, because other ranks go on to
+        the step's collectives; the segments are lost instead.
+        """
         self._coming[order.request] = order
         self._advance_stores()
         try:
@@ -126,7 +127,7 @@ class BlendPages:
             _warn_of("segments of a request cannot be loaded: %s", error)
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
-        """Carries the disks' reads and writes on, and returns the loads that have ended since the last call."""
+        """Continues the disks' reads and writes, and returns the loads that have ended since the last call."""
         self.cache.poll()
         self._advance_stores()
         arrived = {}
@@ -145,13 +146,14 @@ class BlendPages:
         return arrived
 
     def _has_arrived(self, order: SegmentOrder) -> bool:
-        """Begins a request's load once its segments are in host memory, or promised; returns whether it has come as far
-        as a forward needs it to begin."""
+        """Begins a request's load once its segments are in host memory or promised; returns whether enough has arrived
+        for a forward pass to begin.
+        """
         request = order.request
         if request not in self._loads:
             fetch = self._fetches[request]
             try:
-                # First, because the request keeps its place in the line for room in host memory by asking.
+                # First, because the request keeps its place in the queue for room in host memory by asking.
                 load = fetch.begin_load() if fetch.advance() and not self._wait_for_room(order) else None
             except Exception as error:  # NumPy's own, too
                 fetch.give_up()
@@ -164,7 +166,7 @@ class BlendPages:
         if self._first_layers is None:
             return not load.moves
         has_come = load.has_layers(self._first_layers)
-        # After the question, because a read that has failed counts there as one that has come.
+        # After that call, because it counts a failed read as one that has arrived.
         self._drop_lost(load)
         return has_come
 
@@ -232,7 +234,7 @@ class BlendPages:
         return self.loaded_rows(load, stretches)
 
     def loaded_rows(self, load: SegmentLoad, stretches: Sequence[Stretch]) -> LoadedRows:
-        """Rows of a load, turned to where the stretches say."""
+        """Rows of a load, rotated to the positions that the stretches name."""
         rows = TurnedRows(self.cache, self.rotation, load, stretches)
         return LoadedRows(rows, self._rows_on, self.dtype, self.device)
 
@@ -241,10 +243,10 @@ class BlendPages:
         return request in self._loads and request not in self._coming
 
     def drop_lost(self, request: RequestId, wait: bool = False) -> set[int]:
-        """Drops segments of a request that were lost since it was promised. Returns those that are left.
+        """Drops the request's segments that were lost since they were promised. Returns those that are left.
 
         Args:
-            wait: until each has arrived whole, or is lost.
+            wait: whether to wait until each segment has arrived completely or is lost.
         """
         if not self.holds(request):
             return set()
@@ -254,7 +256,7 @@ class BlendPages:
 
     @property
     def streams(self) -> bool:
-        """Whether a forward may begin while layers of its segments are still being read from disk."""
+        """Whether a forward pass may begin while layers of its segments are still being read from disk."""
         return self._first_layers is not None
 
     # --- captures ---
@@ -276,8 +278,9 @@ class BlendPages:
             room[layer, plane, :, first:end] = rows[: end - first].transpose(0, 1)
 
     def end_capture(self, request: RequestId, asks: NewSegment, end: int) -> None:
-        """Called when all layers' rows before position `end` are captured: begins to store a segment that is whole.
-        Raises no error of any kind, because other ranks go on to the next step's collectives: the segment is lost."""
+        """Called when all layers' rows before position `end` are captured: begins to store a complete segment. Never
+        raises an error, because other ranks go on to the next step's collectives; the segment is lost instead.
+        """
         capture = self._captures[request]
         capture.done = end
         if end < len(asks.tokens):
@@ -287,12 +290,12 @@ class BlendPages:
             self._stores[self._begin_store(asks, capture.planes)] = asks
         except CapacityError as error:
             self._not_kept(asks, BlendResult.NO_ROOM, error)
-        except Exception as error:  # NumPy's and torch's own, too
+        except Exception as error:  # including errors of NumPy and torch
             self._not_kept(asks, BlendResult.LOST, error)
         self._advance_stores()
 
     def break_capture(self, request: RequestId, asks: NewSegment, end: int, error: Exception) -> None:
-        """Called instead of `end_capture` where `capture` failed. No later rows of the segment are captured."""
+        """Called instead of `end_capture` if `capture` failed. No later rows of the segment are captured."""
         if end < len(asks.tokens):
             _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", error)
             self._captures[request] = Capture(None, is_broken=True)
@@ -334,7 +337,7 @@ class BlendPages:
                 caller=asks.caller,
             )
 
-        self._advance_stores()  # what has ended gives its blocks back
+        self._advance_stores()  # stores that have ended free their blocks
         try:
             return begin()
         except CapacityError:
@@ -344,7 +347,7 @@ class BlendPages:
             return begin()
 
     def _advance_stores(self, wait: bool = False, until_s: float = math.inf) -> None:
-        """Carries the stores on.
+        """Continues the stores.
 
         Args:
             wait, until_s: see `SegmentStore.advance`.
@@ -391,7 +394,7 @@ class BlendPages:
             load.abandon()
 
     def forget(self) -> None:
-        """Forgets everything, because the weights change. Waits for no disk: see `SegmentCache.begin_forget`."""
+        """Forgets everything, because the weights change. Does not wait for disks: see `SegmentCache.begin_forget`."""
         for request in [*self._coming, *self._loads, *self._captures]:
             self.release(request)
         for store, asks in self._stores.items():
@@ -401,7 +404,7 @@ class BlendPages:
         self.cache.begin_forget()
 
     def close(self) -> None:
-        """Ends everything, in `transfer.close_s` at most.
+        """Ends all work, within `transfer.close_s`.
 
         Raises:
             TransferError: see `SegmentCache.close`.
@@ -424,7 +427,7 @@ class BlendPages:
 
 
 def _warn_of(message: str, reason: str | Exception) -> None:
-    """Logs a failure, with a traceback of one that is not flexkv's own."""
+    """Logs a failure, with its traceback if it is not an error of flexkv."""
     if isinstance(reason, FlexKVError | str):
         logger.warning(message, reason)
     else:
@@ -432,6 +435,6 @@ def _warn_of(message: str, reason: str | Exception) -> None:
 
 
 def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numbers:
-    """The positions from `first` to `end` that spans cover, less `first`, in the order of `BlendPages.rows`."""
+    """The positions from `first` to `end` that spans cover, relative to `first`, in the order of `BlendPages.rows`."""
     parts = [np.arange(max(start, first), min(start + tokens, end)) for start, tokens in spans]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64) - first

@@ -1,10 +1,10 @@
-"""The scheduler's side of blending: decides which requests are blended, waits for their pages, and says where their
-rows are.
+"""The scheduler's side of blending: decides which requests are blended, waits for their pages, and tells the ranks
+where their rows are.
 
 A blended request goes through these steps: `enter` when it enters the engine's queue; `match` when the engine looks it
-up, again and again until every rank has loaded its segments; `chunk` in each step that computes a part of its prompt;
-`end`. No cached token of it is ever promised to the engine, which therefore schedules all of them: the model computes
-fewer rows of them in most layers.
+up, repeatedly until every rank has loaded its segments; `chunk` in each step that computes a part of its prompt; `end`.
+Its cached tokens are never promised to the engine, which therefore schedules all of them; the model computes fewer of
+their rows in most layers.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class BlendedRequest:
 
     Attributes:
         tracker: its tracker, whose block table follows the engine's.
-        spans: the segments of its prompt; none if the prompt is to be kept as one.
+        spans: the segments of its prompt; none if the prompt itself will be kept as a segment.
         prompt: its prompt's tokens.
-        asked_s: when its segments were first wanted, monotonic.
-        pages: pages of its segments.
+        asked_s: when its segments were first requested, monotonic.
+        pages: number of pages of its segments.
         load: number of its last load.
-        store: number of the segment that its prompt is kept as; see `NewSegment`.
+        store: number of the segment as which its prompt is kept; see `NewSegment`.
         loaded: what each rank has loaded.
         reuse: what every rank has loaded.
-        is_counted: what became of it is counted.
+        is_counted: its outcome is counted.
     """
 
     tracker: RequestTracker
@@ -132,7 +132,7 @@ class BlendRequests(CacheListener):
         self.orders = BlendOrders()
 
     def take_verdicts(self, refusals: Sequence[str | None]) -> None:
-        """Takes what each rank says of itself; see `BlendWorker.refusal`."""
+        """Takes each rank's refusal to blend, if any; see `BlendWorker.refusal`."""
         self._is_on = bool(refusals) and all(each == "" for each in refusals)
 
     # --- a request's life ---
@@ -140,8 +140,8 @@ class BlendRequests(CacheListener):
     def enter(self, tracker: RequestTracker) -> None:
         """Called when a request enters the engine's queue: accepts it, or counts why not.
 
-        A request that is not blended reads no block of the engine's prefix cache under a salt of blended ones, because
-        a blended request may have left it there.
+        A request that is not blended reads no block of the engine's prefix cache if its salt was used by a blended
+        request, because that request may have left the block there.
         """
         request, ask = tracker.request, tracker.asked.blend
         if ask is None:
@@ -154,10 +154,10 @@ class BlendRequests(CacheListener):
             if is_salted(request):
                 request.skip_reading_prefix_cache = True
             return
-        # vLLM lets no request wait for its pages that skips its prefix cache, as a caller may ask. Under a salt of its
-        # own there is nothing to skip.
+        # vLLM does not let a request wait for its pages if it skips the prefix cache, as a caller may demand. Under a
+        # salt of its own there is nothing to skip.
         request.skip_reading_prefix_cache = False
-        # Nothing of it is exact, so nothing of it may serve others.
+        # Its KV is not exact, so none of it may serve other requests.
         tracker.settings = replace(tracker.settings, skip_save=True, skip_load=True)
         tracker.kept_out.ask(True, 0, 0)
         self._live[found.request_id] = found
@@ -171,7 +171,7 @@ class BlendRequests(CacheListener):
             return refused
         if ask.store and tracker.asked.ttl_s is not None:
             return BlendResult.TIME_TO_LIVE
-        # Also remembered for a request that is refused below, whose blocks are exact but lie under this salt.
+        # Also remembered for a request that is refused below: its blocks are exact but have this salt.
         if not self._remember(str(request.cache_salt)):
             return BlendResult.USED_SALT
         prompt = tokens_of(request)
@@ -198,8 +198,8 @@ class BlendRequests(CacheListener):
         return sum(-(-(end - first) // PAGE_TOKENS) for first, end in spans)
 
     def match(self, request: Request, computed_tokens: int) -> bool | None:
-        """Called when the engine looks a request up. Returns whether it is (to be) blended, or whether it must wait
-        (None), and the engine asks again.
+        """Called when the engine looks a request up. Returns whether the request is blended, or None if it must wait;
+        then the engine asks again.
 
         Args:
             computed_tokens: tokens that the engine has in its own prefix cache.
@@ -208,7 +208,7 @@ class BlendRequests(CacheListener):
         if blended is None:
             return None if request.request_id in self._spoiled else False
         if computed_tokens and not request.num_preemptions:
-            # Another request's blocks under a salt that should be its own.
+            # Blocks of another request that used this request's own salt.
             self._give_up(blended, BlendResult.USED_SALT)
             self._spoiled[blended.request_id] = request
             return None
@@ -225,7 +225,7 @@ class BlendRequests(CacheListener):
         return None
 
     def _begin(self, blended: BlendedRequest) -> None:
-        """Takes room for the request's pages, if there is any, and orders their load."""
+        """Reserves room for the request's pages, if there is any, and orders their load."""
         if self._held_pages + blended.pages > self._spec.most_pages:
             return
         self._held_pages += blended.pages
@@ -248,7 +248,7 @@ class BlendRequests(CacheListener):
                 self._agree(blended)
 
     def _await_store(self, number: int) -> None:
-        """Counts a segment once every rank has reported what became of it."""
+        """Counts a segment once every rank has reported its outcome."""
         self._storing[number] = {}
         if len(self._storing) > MOST_STORES:
             del self._storing[next(iter(self._storing))]
@@ -274,7 +274,7 @@ class BlendRequests(CacheListener):
             self._disk_busy.discard(rank)
 
     def _agree(self, blended: BlendedRequest) -> None:
-        """Every rank has answered: only what all of them have is reused."""
+        """Called when every rank has answered: only what all of them have is reused."""
         loaded = list(blended.loaded.values())
         blended.loaded.clear()
         common = [min(tokens) for tokens in zip(*(each.tokens for each in loaded), strict=True)]
@@ -322,7 +322,7 @@ class BlendRequests(CacheListener):
             self._release(blended)
 
     def reset(self) -> None:
-        """Called when the weights change: no request that lives goes on to be blended."""
+        """Called when the weights change: no live request is blended any more."""
         for blended in list(self._live.values()):
             self._give_up(blended, BlendResult.RESET)
         self.orders.forget = True
@@ -345,7 +345,7 @@ class BlendRequests(CacheListener):
 
     @property
     def has_work(self) -> bool:
-        """Whether the ranks need another step, for orders or to carry on what their disks do."""
+        """Whether the ranks need another step, for orders or to continue the work of their disks."""
         return bool(self.orders) or self.disk_busy
 
     @property
@@ -361,7 +361,7 @@ class BlendRequests(CacheListener):
     # --- ends ---
 
     def _give_up(self, blended: BlendedRequest, why: BlendResult) -> None:
-        """Computes the request fully from now on. Its blocks stay kept out of the cache."""
+        """Computes the request fully from now on. Its blocks are still kept out of the cache."""
         del self._live[blended.request_id]
         self._release(blended)
         self._count_once(blended, why)

@@ -15,7 +15,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of one forward. Each of the engine's sequences has consecutive ones.
+    """The rows of one forward pass. Each of the engine's sequences has consecutive rows.
 
     Attributes:
         starts: first row of each sequence and the number of all rows, int64 [sequences + 1].
@@ -58,11 +58,11 @@ def kept_rows(
     difference: NDArray[np.float64],
     run_rows: int = 1,
 ) -> NDArray[np.bool_]:
-    """Which rows are computed after the check layer: all that nothing covers, those of the covered ones that differ
-    most, and the last row of each sequence.
+    """Which rows are computed after the check layer: all rows that are not covered, the covered rows that differ most,
+    and the last row of each sequence.
 
     Args:
-        reused: of each request its covered rows, and the share of them that is kept.
+        reused: for each request its covered rows, and the share of them that is kept.
         difference, run_rows: see `rows_to_keep`, [rows].
     """
     keep = np.ones(batch.rows, np.bool_)
@@ -78,13 +78,13 @@ def kept_rows(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Kept rows as sequences of their own: each run of consecutive positions of one request is one. Its rows attend to
-    everything up to their own positions, for which a kernel's causal mask stands only if the run has no gap.
+    """Kept rows as separate sequences: each run of consecutive positions of one request is one. Its rows attend to
+    everything up to their own positions, which a kernel's causal mask expresses only if the run has no gap.
 
     Attributes:
         starts: first kept row of each run and the number of all, int32 [runs + 1].
-        lengths: position of each run's last row and one, int32 [runs].
-        sequences: the engine's sequence that each run is of, int64 [runs].
+        lengths: position of each run's last row plus one, int32 [runs].
+        sequences: the engine's sequence to which each run belongs, int64 [runs].
     """
 
     starts: NDArray[np.int32]

@@ -1,15 +1,15 @@
 """Blends a prompt whose answer is known, on the engine's own pool, before the engine's first request.
 
-The test shows three things. The layers, called one by one, compute what the model computes. So does a ratio of 1. If
-the cached rows are those of a full computation, every kept row gets that computation's keys in every later layer and
-its output, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a row that it must not see,
-or to one that was not written. The next token would show neither fault. Each row is compared by itself: among a hundred
-right ones, one wrong row is less than rounding.
+The test shows three things. The layers, called one by one, compute what the model computes. A ratio of 1 also computes
+what the model computes. If the cached rows are those of a full computation, every kept row gets that computation's keys
+in every later layer and its output, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a
+row that it must not see, or to one that was not written. The next token would show neither fault. Each row is compared
+by itself, because among a hundred right rows one wrong row is less than rounding.
 
-The first two run the same kernels on the same rows. The oracle's kernels get fewer rows behind the check layer, and
-their roundings add up over the layers. So what roundings explain there is measured on the model itself: how far each
-layer's keys and the output move if the input of every layer behind the check layer is rounded once more. A wrong row is
-already off in the first of these layers, where that is least.
+The first two comparisons run the same kernels on the same rows. The oracle's kernels get fewer rows after the check
+layer, and their roundings add up over the layers. So the error that rounding explains is measured on the model itself:
+how far each layer's keys and the output move if the input of every layer after the check layer is rounded once more. A
+wrong row is already off in the first of these layers, where that error is smallest.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Limits:
     """Relative errors that rounding explains.
 
     Attributes:
-        keys: of each layer's keys.
-        output: of the model's output.
+        keys: error of each layer's keys.
+        output: error of the model's output.
     """
 
     keys: Sequence[float]
@@ -80,7 +80,7 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: torch.dtype, keys: Sequence[float], output: float) -> Limits:
-        """From what one more rounding per layer changes."""
+        """The errors derived from the changes that one more rounding per layer causes."""
         found = [min(LARGEST_LIMIT, max(LIMITS[dtype], ROUNDINGS * moved)) for moved in (*keys, output)]
         return cls(found[:-1], found[-1])
 
@@ -115,14 +115,14 @@ class SelfTest:
         try:
             with torch.inference_mode():
                 errors = self._errors()
-        except Exception as error:  # vLLM's own code, without a stable interface
+        except Exception as error:  # errors of vLLM's own code, which has no stable interface
             logger.warning("blending's test at the start fails", exc_info=True)
             raised = f"{type(error).__name__}: {error}"
             errors = dict.fromkeys(TESTS, math.nan)
         worst = torch.tensor([errors[name] for name in TESTS], dtype=torch.float32, device=self._device)
         group = get_tp_group()
         if group.world_size > 1:
-            # A NaN of one rank is a NaN of all.
+            # A NaN on one rank counts on all ranks.
             worst = group.all_gather(worst[None], dim=0).amax(dim=0)
         found = dict(zip(TESTS, worst.cpu().tolist(), strict=True))
         wrong = [
@@ -155,8 +155,8 @@ class SelfTest:
         return dict(zip(TESTS, found, strict=True))
 
     def _limits(self, planes: Sequence[Planes], whole: Any, dtype: torch.dtype) -> Limits:
-        """Measures what rounding explains: computes the prompt once more, with the input of each layer behind the check
-        layer moved by what one rounding to nearest changes at most, and rounded again.
+        """Measures what rounding explains: computes the prompt once more, with the input of each layer after the check
+        layer moved by the largest change of one rounding to nearest, and rounded again.
 
         Args:
             planes: each layer's keys and values of the full computation.
@@ -196,7 +196,7 @@ class SelfTest:
         limits: Limits,
     ) -> float:
         """How far the keys of a row in `keep` are off in any layer after the check layer, or its output, as a multiple
-        of what rounding explains there, where the other rows come from a full computation.
+        of what rounding explains there. The other rows come from a full computation.
 
         Args:
             whole: the outputs of the full computation.
@@ -249,6 +249,6 @@ class SelfTest:
 
 
 def row_error(found: Any, wanted: Any) -> float:
-    """How far the worst row is off, relative to itself; [rows, elements] each."""
+    """How far the worst row is off, relative to its own size; both arrays are [rows, elements]."""
     off, length = (found.float() - wanted.float()).norm(dim=1), wanted.float().norm(dim=1)
     return float((off / length).amax())

@@ -21,7 +21,9 @@ PAGE_TOKENS = 16
 
 
 def most_pages(vllm_config: VllmConfig) -> int:
-    """Pages that a rank can hold for requests: those of the longest prompt, in as many segments as it may have."""
+    """Number of pages that a rank can hold for requests: those of the longest prompt, in as many segments as it may
+    have.
+    """
     return -(-vllm_config.model_config.max_model_len // PAGE_TOKENS) + MOST_SEGMENTS
 
 
@@ -41,7 +43,7 @@ class BlendSpec:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: FlexKVConfig) -> BlendSpec | None:
-        """None if blending is not asked for.
+        """None if blending is not requested.
 
         Raises:
             ConfigError: a separator's text cannot be encoded.

@@ -1,4 +1,4 @@
-"""Turns rows where the engine's pool lies, as requests do, before there is a request."""
+"""Rotates rows on the device of the engine's pool, as requests do, before there is a request."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ POSITIONS = 50, 1000
 
 
 def check_turning(pages: BlendPages) -> None:
-    """Loads rows of random numbers and turns them through the load pipeline on the pool's device. Precondition: nothing
-    is loaded or stored.
+    """Loads rows of random numbers and rotates them through the load pipeline on the pool's device. Precondition: no
+    load or store is under way.
 
     Raises:
-        NotBlendable: they do not come, or differ from those that the CPU turns; says where and why.
+        NotBlendable: the rows do not arrive, or differ from those that the CPU rotates; the message says where and why.
     """
     cache = pages.cache
     rows = min(ROWS, len(cache.staging.free) * cache.block_tokens)
@@ -57,7 +57,7 @@ def _random_rows(pages: BlendPages, blocks: int) -> np.ndarray:
 def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]) -> list[int]:
     layers, wrong = pages.loaded_rows(load, stretches).open(0), []
     try:
-        # One more than a load has buffers, so that one is used again.
+        # One more than a load has buffers, so that one buffer is reused.
         for layer in range(min(pages.cache.prefetch_layers + 1, pages.cache.shape.layers)):
             found = torch.stack(layers.take(layer)).cpu().view(torch.uint8).numpy()
             wanted = [_turned(pages, stretch, layer) for stretch in stretches]
@@ -69,7 +69,7 @@ def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]
 
 
 def _turned(pages: BlendPages, stretch: Stretch, layer: int) -> np.ndarray:
-    """The rows as the CPU turns them, in one call, [2, rows, heads, bytes of a head]."""
+    """The rows as the CPU rotates them in one call, [2, rows, heads, bytes of a head]."""
     cache, shape = pages.cache, pages.cache.shape
     old = np.arange(stretch.first, stretch.first + stretch.rows)
     tables = [
@@ -81,7 +81,7 @@ def _turned(pages: BlendPages, stretch: Stretch, layer: int) -> np.ndarray:
     target = RowPlaces(np.arange(stretch.rows, dtype=np.int64) * shape.row_bytes, head_bytes)
     at = stretch.hit.blocks.astype(np.int64)[old // cache.block_tokens], old % cache.block_tokens
     for plane, table in enumerate(tables):
-        # In an order of its own, not that of the loads.
+        # In another order than that of the loads.
         rows = np.ascontiguousarray(cache.staging.rows[layer][at[0], plane, at[1]])
         pages.rotation.apply(rows, target, out[plane], target, table)
     return out.view(np.uint8)

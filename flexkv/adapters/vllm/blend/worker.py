@@ -1,4 +1,4 @@
-"""One rank's part in blending: carries out the scheduler's orders, and gives each forward its rows."""
+"""One rank's part in blending: carries out the scheduler's orders, and gives each forward pass its rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GPU_RUN_ROWS = 16
 
 
 def run_rows_of(blend: BlendConfig, device: Any) -> int:
-    """In runs of how many rows an engine on this torch device computes reused rows again."""
+    """The length of the runs in which an engine on this torch device recomputes reused rows."""
     if blend.run_tokens is not None:
         return blend.run_tokens
     return 1 if device.type == "cpu" else GPU_RUN_ROWS
@@ -53,8 +53,8 @@ class BlendWorker:
     """
     Attributes:
         refusal: why blending is off; empty if it is on.
-        may_begin_again: whether the step's forward may begin again after some of its layers, which then are no
-            layer's last word.
+        may_begin_again: whether the step's forward pass may begin again after some of its layers, so that what these
+            wrote is not final.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class BlendWorker:
             test = self._prepare(vllm_config, settings, rank, geometry)
         except FlexKVError as error:
             refusal = str(error)
-        except Exception as error:  # vLLM's own code, without a stable interface
+        except Exception as error:  # errors of vLLM's own code, which has no stable interface
             logger.warning("blending cannot be prepared", exc_info=True)
             refusal = f"{type(error).__name__}: {error}"
-        # Here, because the test computes with all ranks, and waits for one that does not take part.
+        # Called here, because the test computes with all ranks, and would wait for a rank that does not take part.
         alone = vllm_config.parallel_config.tensor_parallel_size == 1
         all_can = [test is not None] if alone else _on_all_ranks([test is not None])
         return test.refusal() if test is not None and all(all_can) else refusal
@@ -94,10 +94,11 @@ class BlendWorker:
     def _prepare(
         self, vllm_config: Any, settings: FlexKVConfig, rank: int, geometry: PoolGeometry
     ) -> SelfTest:
-        """Takes what this rank needs to blend. Calls no other rank.
+        """Sets up what this rank needs to blend. Does not communicate with other ranks.
 
         Raises:
-            FlexKVError: the engine or its model cannot be blended, or there is no room for segments; says why.
+            FlexKVError: the engine or its model cannot be blended, or there is no room for segments; the message says
+                why.
         """
         if refusal := engine_refusal(vllm_config):
             raise NotBlendable(refusal)
@@ -129,7 +130,7 @@ class BlendWorker:
         return SelfTest(model, self.forward, vllm_config, geometry.num_blocks)
 
     def begin_step(self, orders: BlendOrders | None) -> None:
-        """Called before a step's forward."""
+        """Called before a step's forward pass."""
         if self._pages is None:
             return
         missed, self._model.blend_step = self._model.blend_step, None
@@ -149,7 +150,7 @@ class BlendWorker:
             self.may_begin_again = self._pages.streams
 
     def _count_missed(self, step: BlendStep) -> None:
-        """Counts the rows of a step that the model's forward was not called for, and warns once."""
+        """Counts the rows of a step for which the model's forward pass was not called, and warns once."""
         step.count_unplaced()
         if not self._warned:
             self._warned = True
@@ -182,7 +183,7 @@ class BlendWorker:
 
 @dataclass(frozen=True, slots=True)
 class BlendStep:
-    """The blending work of one forward.
+    """The blending work of one forward pass.
 
     Args:
         chunks: equal on every rank.
@@ -208,7 +209,8 @@ class BlendStep:
         """Computes the hidden states; see `forward`.
 
         Args:
-            waits: reuse only segments that have arrived whole, and wait until each has arrived or is lost.
+            waits: whether to reuse only segments that have arrived completely, and to wait until each has arrived or is
+                lost.
 
         Raises:
             RowsLost: on all ranks alike.
@@ -277,7 +279,7 @@ class BlendStep:
         self._counters.add("flexkv_blend_rows_total", rows, kind=kind)
 
     def count_unplaced(self) -> None:
-        """Counts all its rows as not found."""
+        """Counts all rows of the step as not found."""
         for chunk in self._chunks:
             self._count_unplaced(chunk)
 
@@ -288,21 +290,22 @@ class BlendStep:
             self._pages.lose_capture(chunk.request, asks)
 
     def _batch_or_warn(self, positions: Any) -> BatchRows | None:
-        """The forward's rows; None if the engine does not describe them as one batch, or that fails, because the other
-        ranks wait for this one."""
+        """The rows of the forward pass; None if the engine does not describe them as one batch, or if an error occurs,
+        because the other ranks wait for this one.
+        """
         try:
             return self._forward.batch(positions)
-        except Exception:  # torch's and vLLM's own, too
+        except Exception:  # including errors of torch and vLLM
             logger.warning("the rows of a step cannot be read", exc_info=True)
             return None
 
     def _find_or_warn(
         self, batch: BatchRows | None, chunk: ChunkOrder, waits: bool
     ) -> tuple[int | None, set[int]]:
-        """See `_find`; also None if that fails, because the other ranks wait for this one."""
+        """See `_find`; also None if that raises an error, because the other ranks wait for this one."""
         try:
             return (None, set()) if batch is None else self._find(batch, chunk, waits)
-        except Exception:  # torch's own, too
+        except Exception:  # including torch's errors
             logger.warning("rows of a step cannot be blended", exc_info=True)
             return None, set()
 
@@ -354,13 +357,13 @@ def _on_all_ranks(here: list[bool]) -> list[bool]:
     group = get_tp_group()
     if group.world_size == 1:
         return here
-    # Numbers of another kind are not summed by every backend.
+    # Not every backend sums numbers of other types.
     flags = torch.tensor(here, dtype=torch.float32, device=group.device)
     return [count == group.world_size for count in group.all_reduce(flags).cpu().tolist()]
 
 
 def _covered(chunk: ChunkOrder) -> int:
-    """How many of a chunk's rows cached segments cover: often none of the last chunk of a prompt."""
+    """The number of a chunk's rows that cached segments cover; often 0 for the last chunk of a prompt."""
     asks = chunk.asks
     return (
         len(segment_rows(asks.spans, chunk.first, chunk.first + len(chunk.slots)))

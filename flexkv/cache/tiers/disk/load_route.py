@@ -39,8 +39,8 @@ class GdsUse(Enum):
 
 
 class GdsLoads(StraightLoads):
-    """Plans GDS_READ ops for the part of a promise that lies on the disks, takes their ends, and measures how long they
-    take.
+    """Plans GDS_READ ops for the part of a promise that is on the disks, takes their results, and measures how long
+    they take.
 
     Args:
         use: WHERE_FASTER or ALWAYS.
@@ -132,7 +132,7 @@ class GdsLoads(StraightLoads):
 
     def end_load(self, op: RankOp, current: bool) -> None:
         if not current:
-            # The reset forgot the pages of the places, so a failure says nothing about their present content.
+            # The reset forgot the pages at these places, so a failure is no evidence about their present content.
             op.suspect[:] = op.withheld[:] = False
         elif op.suspect.all():
             # If every page failed, the route may be at fault rather than the disk, and the next loads would fail too.
@@ -153,8 +153,9 @@ class GdsLoads(StraightLoads):
             self._context.tables.reactions.forgotten(op.tier, op.group, lost)
 
     def _rest(self, reason: str) -> None:
-        """Makes pages go through host memory for a while, because a rank's lane or a disk failed, or a load brought
-        nothing."""
+        """Makes pages go through host memory for a while, because a rank's lane or a disk failed, or a load brought no
+        page.
+        """
         now_s = self._context.tables.clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)

@@ -56,10 +56,10 @@ class DiskPages(StoredTier, Sink):
         self._any_expires |= ttl_s is not None
         self._board: SlotBoard | None = None
 
-    # --- what other units see ---
+    # --- the board for other units ---
 
     def show(self) -> SlotBoard:
-        """Makes a board of the pages, which lie in places that all groups share, and keeps it up to date."""
+        """Makes a board of the pages, whose places all groups share, and keeps it up to date."""
         places = np.arange(len(self._tags[0]), dtype=np.int32)
         self._board = SlotBoard(len(places))
         self._note(0, places)
@@ -145,7 +145,7 @@ class DiskPages(StoredTier, Sink):
         return positions, entries, places, tags
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """The generations of visible pages, uint64 [keys]; 0 where there is none. Removes expired ones."""
+        """The generations of visible pages, uint64 [keys]; 0 for keys without one. Removes expired pages."""
         there = self.present(group, keys)
         generations = np.zeros(len(keys), np.uint64)
         entries = self.presence.find(group, keys[there])
@@ -221,7 +221,7 @@ class DiskPages(StoredTier, Sink):
         self.volumes.name_weights(weights)
         super().open_for(weights)
 
-    # --- what lies below ---
+    # --- the disks below ---
 
     def poll(self, now_s: float) -> None:
         self.let_go_expired()
@@ -236,7 +236,7 @@ class DiskPages(StoredTier, Sink):
             self.go_down("no disk is left")
 
     def go_down(self, reason: str) -> None:
-        """Takes the tier out of use for the rest of the process; listeners hear that its pages have left."""
+        """Takes the tier out of use for the rest of the process; listeners are notified that its pages have left."""
         if not self.down:
             super().go_down(reason)
             for volume in range(self.volumes.disks):

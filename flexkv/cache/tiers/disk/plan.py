@@ -97,8 +97,9 @@ class DiskPlan(TierPlan):
 
 
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
-    """How the unit uses its disks: the settings as far as this engine and its ranks can meet them. Warns of those that
-    they cannot."""
+    """How the unit uses its disks: the settings as far as this engine and its ranks can fulfil them. Warns of those
+    that they cannot.
+    """
     disk = unit.config.disk
     if disk.stream and not (unit.recomputes and len(unit.groups) == 1):
         logger.warning("disk.stream is off here: %s", PROMISES_NEED if not unit.recomputes else ONE_GROUP)
@@ -128,7 +129,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
 
 
 def _gds_loads(unit: UnitFacts) -> GdsUse:
-    """`disk.gds` as far as this engine and its ranks can meet it."""
+    """`disk.gds` as far as this engine and its ranks can fulfil it."""
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
@@ -150,7 +151,7 @@ def _gds_needs(unit: UnitFacts) -> str:
 
 
 def disk_groups(unit: UnitFacts) -> list[DiskGroup]:
-    """The unit's groups as disks see them: all groups lie in the slabs of the first.
+    """The unit's groups as the disks see them: all groups use the slabs of the first.
 
     Raises:
         GeometryError: the ranks report different formats of their pages.

@@ -30,11 +30,11 @@ NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 class GdsStores(StoreRoute):
-    """Plans GDS_WRITE ops and then DISK_SEAL ops, and takes the ends of both. Blocks that host memory has are not
+    """Plans GDS_WRITE ops and then DISK_SEAL ops, and takes the results of both. Blocks that host memory has are not
     stored.
 
-    Blocks that are being read from the disk are not stored there again either. But the read may fail, and the engine
-    offers a block only once, so they are stored in host memory, and written to disk from there if the read finds them
+    Blocks that are being read from the disk are not stored there again either. Because the read may fail and the engine
+    offers a block only once, they are stored in host memory, and are written to disk from there if the read finds them
     bad.
 
     Args:
@@ -155,7 +155,7 @@ class GdsStores(StoreRoute):
         self._context.tables.outbox.put(tier, plan)
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """Publishes the pages that were sealed well, and counts them."""
+        """Publishes the pages that were sealed successfully, and counts them."""
         good = good_pages(result, op.pages)
         written = int(np.count_nonzero(self._disk.end_write(op.group, op.entries, good)))
         counts = self._disk.counts

@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds,
 
 
 class HostLoads(LoadRoute):
-    """Plans H2D ops for pages that are in host memory or on their way there, and takes their ends."""
+    """Plans H2D ops for pages that are in host memory or under way to it, and takes their results."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -71,14 +71,14 @@ class HostLoads(LoadRoute):
             return
         coming = op.coming
         if coming is not None:
-            # The end of its fetch, which may not have been reported yet, judges a page that never came.
+            # A page that never arrived is judged by the end of its fetch, which may not have been reported yet.
             op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
         if others := self._tables.tiers[1:]:
             keys = index.keys_of(op.entries)
             damaged, good = keys[op.suspect & op.damaged], keys[~op.suspect]
             for tier in others:
                 if len(damaged) and tier.facts.copies_unchecked:
-                    # The damage may have been written there too.
+                    # The damaged bytes may have been written to that tier too.
                     tier.forget(op.group, damaged)
                 if tier.sink is not None:
                     tier.sink.used(op.group, good)

@@ -13,7 +13,7 @@ from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 
 class HostStores(StoreRoute):
-    """Plans D2H ops, and takes their ends. A page is visible in host memory once every rank has copied its share."""
+    """Plans D2H ops, and takes their results. A page is visible in host memory once every rank has copied its share."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -26,7 +26,7 @@ class HostStores(StoreRoute):
         )
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
-        # The index takes blocks in order and none after the first that finds no slot. Blocks that a fetch keeps may be
+        # The index takes blocks in order and none after the first without a slot. Blocks that a fetch keeps may be
         # anywhere in the offer.
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
@@ -43,14 +43,14 @@ class HostStores(StoreRoute):
         return StorePlan(TransferGraph((plan,)), stored, known, dropped, accepted)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
-        """Removes the keys of offered blocks that a fetch is to bring, so that the offer stores them.
+        """Removes the keys of offered blocks that are being fetched, so that the offer stores them.
 
         A fetch may fail until its page is verified, and the engine offers a block only once. The key then belongs to
-        the store's slot; the fetch goes on in its own slot for the loads that wait for it, and is not published. If the
-        store fails, the page is still in its tier, unless both have failed.
+        the store's slot; the fetch continues in its own slot for the loads that wait for it, and is not published. If
+        the store fails, the page is still in its tier, unless both have failed.
 
         Returns:
-            How many blocks found no slot, so that the fetch keeps their keys.
+            The number of blocks without a slot, so that the fetch keeps their keys.
         """
         index, group = self._tables.hub.index, offer.group
         entries = index.find(group, offer.keys, ready_only=False)

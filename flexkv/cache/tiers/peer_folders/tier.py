@@ -21,7 +21,9 @@ class PeerPlane(Plane, Protocol):
 
     @property
     def down_reason(self) -> str:
-        """Why no more pages are read; empty while they are. Asked now and then, so that a hanging disk is noticed."""
+        """Why pages are no longer read; empty while they are. Queried from time to time, so that a hanging disk is
+        noticed.
+        """
 
 
 class PeerTier(StoredTier):

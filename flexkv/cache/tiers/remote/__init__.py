@@ -11,7 +11,7 @@ def plan_remote(unit: UnitFacts) -> TierPlan | None:
     """The plan of the remote tier; None without `remote.urls`, in which case nothing of the tier is imported.
 
     Raises:
-        FlexKVError: the settings ask for something that cannot be had.
+        FlexKVError: the settings cannot be fulfilled.
     """
     if not unit.config.remote.urls:
         return None

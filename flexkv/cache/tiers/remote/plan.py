@@ -37,7 +37,7 @@ WRITE_SHARE = 8
 class RemotePlan(TierPlan):
     """
     Raises:
-        ConfigError: a setting cannot be met; the message says what to do.
+        ConfigError: a setting cannot be fulfilled; the message says what to do.
     """
 
     shares_pool = True

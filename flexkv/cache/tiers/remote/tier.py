@@ -85,7 +85,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._whole = [spec.rule is Rule.FULL for spec in context.tables.specs]
         self._sizes = [spec.block_tokens for spec in context.tables.specs]
         owners = sharing(context.tables.specs)
-        # All groups share one table of answers, also where they share no host slots.
+        # All groups share one table of answers, even if they share no host slots.
         self.presence = BlockIndex([KNOWN_PAGES] * len(owners), context.policy, [0] * len(owners))
         self.presence.grow(0, KNOWN_PAGES)
         self._tokens = np.zeros(KNOWN_PAGES, np.int32)
@@ -112,8 +112,9 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return True
 
     def _shared_out(self, asked: Sequence[Keys]) -> list[Keys]:
-        """As many keys as one question may have. Groups that restore whole prefixes come first. The others get the
-        rest, from their last key backwards, because the end of the longest hit needs those."""
+        """Cuts the keys to as many as one question may have. Groups that restore whole prefixes come first. The others
+        get the rest, from their last key backwards, because the end of the longest hit needs those.
+        """
         keys, room = list(asked), MOST_ASKED
         for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
             of_group = asked[group] if self._whole[group] else asked[group][::-1]
@@ -150,7 +151,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         absent = found == Presence.NO
         if absent.any():
             if self._whole[group]:
-                # Only the first absent page is noted: without it, no later page is asked for.
+                # Only the first absent page is recorded: without it, no later page is requested.
                 self._absent.add(group, keys[absent][:1])
             self._drop(group, keys[absent])
         there = (found == Presence.YES) & ~self._liars.has(group, keys)
@@ -163,7 +164,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._remember(group, keys[there], valid)
 
     def _remember(self, group: int, keys: Keys, tokens: NDArray[np.int32]) -> None:
-        """Enters pages that the store has now."""
+        """Adds pages that the store has now."""
         known = self.presence.find(group, keys)
         positions, new, places, *_ = self.presence.insert(group, keys, len(keys))
         self._tokens[places] = tokens[positions]
@@ -269,7 +270,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         entries = self.presence.find(group, keys, ready_only=False)
         entries = entries[entries != NO_ENTRY]
         if len(keys) and not self._off:
-            # Also keys that are not remembered: the store may have them from here or from other machines.
+            # This includes keys that are not remembered: the store may have them from here or from other machines.
             self._liars.add(group, keys)
             self._lane.remove(group, keys)
         return int(np.count_nonzero(self.presence.remove(entries)))
@@ -293,8 +294,9 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._liars.clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        """Does nothing: no page is served any more, and pages being written have the bytes and the names of the former
-        weights."""
+        """Does nothing, because no page is served any more, and pages being written have the bytes and the names of the
+        former weights.
+        """
 
     def go_down(self, reason: str) -> None:
         if not self._off:

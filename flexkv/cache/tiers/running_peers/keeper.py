@@ -1,4 +1,4 @@
-"""Which pages this unit leaves to its peers, and which of them it has to take over (`peers.store: once`)."""
+"""Which pages this unit leaves to its peers, and which of them it must take over (`peers.store: once`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURN_S = 0.25
 
 
 class DepartedPeers(Protocol):
-    """The part of `flexkv.peers.share.PeerShare` that says who has ended."""
+    """The part of `flexkv.peers.share.PeerShare` that says which peers have ended."""
 
     departed: tuple[int, ...]
 
@@ -33,15 +33,15 @@ class DepartedPeers(Protocol):
 
 
 class PeerKeeper(Keeper):
-    """Keeps a note per page that this unit left out, in the place that the page has in the tier's index. So there is a
-    note only of pages that a peer has, and of no more than the index has room for.
+    """Keeps a record for each page that this unit left out, at the page's place in the tier's index. So there are
+    records only of pages that a peer has, and no more than the index has room for.
 
-    Orphans are shared out, so that the units that left a page out do not all copy it. The units that run are numbered,
-    and a key belongs to one of them by its bits. Each unit begins with its own keys, and goes on to the next unit's
-    every `TURN_S`. By then most of these are in that unit's memory, and are no orphans any more.
+    Orphans are divided among the units, so that the units that left a page out do not all copy it. The running units
+    are numbered, and a key belongs to one of them by its bits. Each unit begins with its own keys, and turns to those
+    of the next unit every `TURN_S`. By then most of these are in that unit's memory, and are no longer orphans.
 
     Args:
-        presence: the tier's index, whose `places` places have the notes.
+        presence: the tier's index, whose `places` places have the records.
         present: which of the keys of a group the tier has and may serve.
         usable: whether the tier may be used now.
         clock: seconds, never running backwards.
@@ -75,31 +75,33 @@ class PeerKeeper(Keeper):
         self._orphans: deque[tuple[int, Keys]] = deque()
         """Groups, each with keys of its pages."""
 
-    # --- what the tier tells ---
+    # --- notifications of the tier ---
 
     def entered(self, places: SlotIds) -> None:
-        """Other pages have these places now."""
+        """Called when other pages have these places."""
         self._left_out[places] = False
 
     def leaving(self, entries: EntryIds) -> None:
-        """The tier is about to remove these pages, because no peer has them any more, or none has an intact copy."""
+        """Called when the tier is about to remove these pages, because no peer has them any more, or none has an intact
+        copy.
+        """
         places = self._presence.slots_of(entries)
         self.counts.lost += int(np.count_nonzero(self._left_out[places]))
         self._left_out[places] = False
 
     def clear(self) -> None:
-        """The tier has no page any more."""
+        """Called when the tier has no pages any more."""
         self._left_out[:] = False
         self._orphans.clear()
 
-    # --- what the unit leaves out ---
+    # --- pages that the unit leaves out ---
 
     def kept(self, group: int, keys: Keys, expiry: int | None = None) -> NDArray[np.bool_]:
         if not self._usable():
             return np.zeros(len(keys), np.bool_)
         there = self._present(group, keys)
         if there.any():
-            # The index may not have the last news yet, and has the expiry of a holder that may have given the page up.
+            # The index may lack the latest news, and has the expiry of a holder that may have given the page up.
             running, expiries = self._running(group, keys[there], self._share.departed)
             if expiry is not None:
                 lasts = expiries == NEVER
@@ -112,7 +114,7 @@ class PeerKeeper(Keeper):
     def _running(
         self, group: int, keys: Keys, departed: tuple[int, ...]
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        """Which of the keys a peer has that has not ended, bool [keys], and when its page expires."""
+        """Which of the keys a running peer has, bool [keys], and when its page expires."""
         peers, _, _, expiries, _ = self._directory.find(
             group, np.ascontiguousarray(keys), np.array(departed, np.int32)
         )
@@ -133,7 +135,7 @@ class PeerKeeper(Keeper):
     def promoted(self, pages: int) -> None:
         self.counts.promoted += pages
 
-    # --- what the unit takes over ---
+    # --- pages that the unit takes over ---
 
     @property
     def has_orphans(self) -> bool:
@@ -160,8 +162,9 @@ class PeerKeeper(Keeper):
         return group, keys[mine]
 
     def _noted(self, most: int) -> Iterator[tuple[int, Keys]]:
-        """The pages with a note, up to `most` of one group at a time. Groups with few come first: a hit needs pages of
-        each, and time or room may not do for all."""
+        """The pages with a record, up to `most` of one group at a time. Groups with few come first: a hit needs pages
+        of each group, and time or room may not suffice for all.
+        """
         places = np.flatnonzero(self._left_out)
         groups = self._groups[places]
         pages = np.bincount(groups)
@@ -171,9 +174,9 @@ class PeerKeeper(Keeper):
                 yield group, noted[at : at + most]
 
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys this unit is to copy, bool [keys]."""
+        """Which of the keys this unit should copy, bool [keys]."""
         number, units = self._share.turn
-        # All turns have to come before the memory is dropped.
+        # All turns must come before the memory is dropped.
         turn = int((self._clock() - self._since_s) / min(TURN_S, DEPARTED_S / 4 / units))
         shares = first_words(keys) % np.uint64(units)
         mine: NDArray[np.bool_] = shares == (number + turn) % units

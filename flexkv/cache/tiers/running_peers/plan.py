@@ -1,4 +1,4 @@
-"""Plans the tiers of running peers' pages, and what the unit shows of its own."""
+"""Plans the tiers of running peers' pages, and what the unit shows of its own pages."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
     """The parts that the unit's settings share with others; None for none.
 
     Raises:
-        ConfigError: pages are to be kept once, and host memory is not to be shared; or folders are to be shared with
-            other machines, and not with units of this one.
+        ConfigError: pages should be kept once but host memory is not shared; or folders should be shared with other
+            machines but not with units of this one.
     """
     host, disk = shares(unit.config)
     if unit.config.peers.store == "once" and not host:
@@ -90,7 +90,7 @@ def plan_running_folders(unit: UnitFacts) -> TierPlan | None:
 
 
 class PeerHostPlan(TierPlan):
-    """Peers' host pools, and this unit's own as they see it."""
+    """Peers' host pools, and this unit's own pool as peers see it."""
 
     shares_pool = True
 
@@ -125,7 +125,7 @@ class PeerHostPlan(TierPlan):
 
 
 class PeerFoldersPlan(TierPlan):
-    """Running peers' folders, and this unit's own as they see them."""
+    """Running peers' folders, and this unit's own folders as peers see them."""
 
     def __init__(self, unit: UnitFacts, share: PeerShare, directory: PeerDirectory) -> None:
         self._unit, self._share, self._directory = unit, share, directory

@@ -48,14 +48,14 @@ class SharingUnit(DepartedPeers, Protocol):
 
     @property
     def joined(self) -> int:
-        """How many units are followed."""
+        """The number of units that are followed."""
 
 
 class ReadingPlane(Plane, Protocol):
     """Copies pages of peers.
 
     Attributes:
-        outcomes: pages asked of peers by how that ended, in the order of `OUTCOMES`, int64.
+        outcomes: number of pages requested from peers by outcome, in the order of `OUTCOMES`, int64.
     """
 
     outcomes: NDArray[np.int64]
@@ -65,8 +65,8 @@ class ReadingPlane(Plane, Protocol):
 
 
 class LivePeerTier(Tier, Source, Follower):
-    """`presence` repeats what `directory` has been told. It may be stale: a page that is not there any more is a miss
-    when it is read.
+    """`presence` repeats the news of `directory`. It may be stale: a page that no longer exists is a miss when it is
+    read.
 
     Args:
         directory: which pages peers have; a thread keeps it up to date.
@@ -87,7 +87,7 @@ class LivePeerTier(Tier, Source, Follower):
         self.plane = self._reader = plane
         self._directory, self._share = directory, share
         specs = context.tables.specs
-        # All groups share one table, also where they share no host slots.
+        # All groups share one table, even if they share no host slots.
         self.presence = BlockIndex([KNOWN_PAGES] * len(specs), context.policy, [0] * len(specs))
         self.presence.grow(0, KNOWN_PAGES)
         self._unix_s = context.tables.unix_s
@@ -111,7 +111,7 @@ class LivePeerTier(Tier, Source, Follower):
                 context.tables.clock,
             )
 
-    # --- what peers tell ---
+    # --- news of peers ---
 
     def take_news(self, group: int, keys: Keys) -> None:
         if not self._directory.has_news or self.down:
@@ -121,13 +121,13 @@ class LivePeerTier(Tier, Source, Follower):
             self._take_over(news)
 
     def take_all_news(self, most: int = NEWS_PER_POLL) -> None:
-        """Enters in `presence` what has become known of any page, of up to `most` pages."""
+        """Updates `presence` with the news of up to `most` pages."""
         if self._directory.has_news and not self.down:
             self._take_over(self._directory.take(most))
 
     def _take_over(self, news: News) -> None:
         keys, groups, tokens, expiries, there = news
-        # Those that went come first, each page once.
+        # Lost pages come first, each once.
         went = len(there) - int(np.count_nonzero(there))
         for group, those in self._by_group(groups[:went], 0):
             found = self.presence.find(group, keys[those])
@@ -138,7 +138,7 @@ class LivePeerTier(Tier, Source, Follower):
     def _by_group(
         self, groups: NDArray[np.uint32], first: int
     ) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
-        """The groups among these, each with where it is, counted from `first`."""
+        """The groups among these, each with its positions, counted from `first`."""
         if not len(groups):
             return
         if len(self._block_tokens) == 1:
@@ -160,7 +160,9 @@ class LivePeerTier(Tier, Source, Follower):
         self.presence.finish(new, np.ones(len(new), np.uint8))
 
     def _remove(self, entries: EntryIds) -> int:
-        """Makes pages misses that no peer has any more, or none intact; returns how many were known."""
+        """Makes misses of pages that no peer has any more, or of which none has an intact copy; returns how many were
+        known.
+        """
         if self._keeper is not None:
             self._keeper.leaving(entries)
         return int(np.count_nonzero(self.presence.remove(entries)))
@@ -231,7 +233,7 @@ class LivePeerTier(Tier, Source, Follower):
         self._share.start(weights)
 
     def begin_reset(self) -> None:
-        # Nothing names the new weights, neither here nor at peers.
+        # The new weights have no name, neither here nor at peers.
         self._share.retire()
         self.go_down(
             "the weights were exchanged, and nothing names the new ones until the engine starts again"
@@ -243,7 +245,7 @@ class LivePeerTier(Tier, Source, Follower):
         return self._share.leaves
 
     def finish_reset(self, ends_s: float) -> None:
-        # Nothing of peers is served any more. Without time left, threads that leave end by themselves.
+        # No pages of peers are served any more. If no time is left, threads that leave end by themselves.
         if time.monotonic() < ends_s:
             self._share.close()
 
