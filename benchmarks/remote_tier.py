@@ -161,7 +161,7 @@ def percentiles(taken: Sequence[float]) -> dict[str, float]:
 
 
 def questions(rig: Rig, beside_gets: bool) -> dict[str, dict[str, float]]:
-    """Milliseconds per question of 256 keys, half of which are there."""
+    """Milliseconds per question about 256 keys, half of which the store has."""
     keys = chain("asked", ASKED)
     there = keys[:PAGES]
     rig.put(there)

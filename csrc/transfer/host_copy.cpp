@@ -78,7 +78,7 @@ __attribute__((target("avx2"))) void stream_pair(Stream a, Stream b) {
   finish(b);
 }
 
-// Splits a run that has no partner in two.
+// Splits a run without a partner into two runs.
 void stream_alone(const Stream& s) {
   const size_t half = s.bytes / 2 / kLineBytes * kLineBytes;
   stream_pair({s.dst, s.src, half, nullptr}, {s.dst + half, s.src + half, s.bytes - half, s.next});

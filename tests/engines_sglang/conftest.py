@@ -102,7 +102,7 @@ Judge = Callable[[str, dict[str, Any]], None]
 
 
 def judge_of(expected: Mapping[str, dict[str, Any]]) -> Judge:
-    """A judge that compares with these answers, by the names of their prompts."""
+    """A judge that compares with these expected answers, which are keyed by the names of their prompts."""
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
         assert answer["finish"] == "length", answer

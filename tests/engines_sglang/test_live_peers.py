@@ -1,4 +1,6 @@
-"""The real SGLang and the real vLLM at the same time: each loads from the other's host memory what that computed."""
+"""The real SGLang and the real vLLM at the same time: each loads from the other's host memory the pages that the other
+computed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Preloaded under a process: a disk that does not answer. What a thread named in HANG_THREAD writes itself
-// (the zeros that an idle disk is cleared with) never ends; the I/Os of pages go other ways.
+// Preloaded into a process, this stands for a disk that does not answer. Writes by a thread named in
+// HANG_THREAD (the zeros with which an idle disk is cleared) never end; the I/Os of pages use other calls.
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -19,7 +19,7 @@ constexpr int64_t kInSecond = 3 * kLaneRun + 5;
 
 int64_t in_page(int32_t place, int64_t offset) { return kLaneHeader + place * 16384 + offset; }
 
-// Pages on disk, and a pool without them.
+// Pages that are on disk, and a pool that has been cleared.
 struct LayerWorld : LaneWorld {
   explicit LayerWorld(std::vector<FileFaultRule> rules) : LaneWorld(std::move(rules)) {
     REQUIRE(layer_stages(*codec) == std::vector<int32_t>{0, 1});

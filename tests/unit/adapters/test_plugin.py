@@ -1,4 +1,6 @@
-"""The plugin that vLLM loads in each of its processes: cheap, late, and harmless if something is wrong."""
+"""The plugin that vLLM loads in each of its processes: it costs little, imports nothing early, and does no harm if
+something is wrong.
+"""
 
 from __future__ import annotations
 

@@ -217,7 +217,9 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
 def test_an_opening_that_breaks_off_at_the_second_disk_lets_the_first_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, memory is too small for a large index: the first disk's journal runs already."""
+    """An opening fails on the second disk, for example because its index is too large for memory, when the first disk's
+    journal is already running.
+    """
     before = set(threading.enumerate())
     begin_use, begun = DiskVolume.begin_use, []
 

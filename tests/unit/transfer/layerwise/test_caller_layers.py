@@ -79,8 +79,8 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
-    """The world's expected result, without what the caller does not write: gaps, and the rows of a chunk from the layer
-    in which it is lost.
+    """The world's expected result, minus the rows that the caller does not write: gaps, and a chunk's rows from the
+    layer on in which the chunk is lost.
     """
     found = world.expected()
     for layer, paged in enumerate(found):
