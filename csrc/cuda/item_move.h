@@ -102,7 +102,7 @@ class ItemMove {
   std::optional<MoveResult> over_;
   std::shared_ptr<Part> now_;
   // Where the next part begins. A pass takes all pages through the stages from first_of_pass_ to
-  // last_of_pass_; before the first one, last_of_pass_ is behind stage_.
+  // last_of_pass_; before the first pass, last_of_pass_ is less than stage_.
   int32_t first_of_pass_, last_of_pass_;
   bool counts_stages_ = false;  // one kernel takes the pass, and counts its stages
   int32_t stage_;

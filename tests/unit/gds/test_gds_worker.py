@@ -91,7 +91,7 @@ def test_the_environment_is_read_where_no_config_is_given(
     assert worker.manager.totals["io_calls"] == 2 * 2 * LAYERS
     worker.close()
 
-    # Arguments override it, and a config replaces it.
+    # Arguments override the settings of the process, and a `config` replaces them.
     worker = GDSTransferWorker(
         rank.pool, rank.files, rank.paths, use_staged_transfer=True, max_staging_blocks=2
     )

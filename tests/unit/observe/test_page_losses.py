@@ -23,7 +23,7 @@ def product() -> dict[Path, ast.Module]:
 
 
 def named_in(module: ast.Module) -> set[str]:
-    """Members of the list that a module names."""
+    """The members of `PageLoss` that a module's code refers to."""
     return {
         node.attr
         for node in ast.walk(module)
