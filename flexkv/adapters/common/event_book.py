@@ -1,9 +1,10 @@
 """Records, beside a unit's disk pages, what KV events say about them, so that the next process can announce what it
 finds.
 
-A thread of its own reads and writes the file. A lost entry leaves a page unannounced: an entry says which words a key
-has, which stay true, and the caller asks the index whether the page is there. After a crash the index may still list a
-page whose place was being overwritten, so the file also records which pages left, and an entry has its page's
+A thread of its own reads and writes the file. A lost entry only leaves a page unannounced: an entry says how events
+describe a key, which stays true, and the caller asks the index whether the page is there. After a crash the index may
+still list a page whose place was being overwritten, so the file also records which pages left, and an entry has its
+page's
 generation: an older page is forgotten (`are_there`). If a record of what left is lost as well, the page stays announced
 until a request reads it.
 """
