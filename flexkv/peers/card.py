@@ -111,7 +111,7 @@ class UnitCard:
 
     @property
     def disk_groups(self) -> list[DiskGroup]:
-        """All groups lie in the slots and in the slabs of the first."""
+        """The pages of all groups lie in the slots and slabs of the first group."""
         return [
             DiskGroup(
                 format_id=group.format_id,

@@ -84,10 +84,10 @@ class Questions:
         saved_tokens: int,
         tail_tokens: NDArray[np.int32] | None = None,
     ) -> int:
-        """Asks each tier for `asked`, unless it was asked before; returns the number of answers to wait for.
+        """Asks each tier that was not asked before about `asked`; returns the number of answers to wait for.
 
         Args:
-            ask: the lookup for which the answers are.
+            ask: the lookup that needs the answers.
             saved_tokens: tokens that the engine need not compute if the tier has all of them.
             tail_tokens: valid tokens of each asked key if these are candidates of a tail.
         """

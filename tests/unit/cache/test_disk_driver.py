@@ -97,7 +97,7 @@ def test_pages_go_down_and_come_up() -> None:
 
 
 def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an idle engine would not poll for it."""
+    """If it were not reported, an idle engine would not poll for it."""
     driver, _ = make(DiskWorld())
     assert not driver.busy
     monkeypatch.setattr(SymbolicVolumes, "unflushed", True)

@@ -47,7 +47,9 @@ def test_any_clock_is_a_time_that_pages_can_carry(clock: SetClock, now_s: float)
 def test_pages_are_durable_and_found_again_by_any_clock(
     make_disks: MakeDisks, clock: SetClock, now_s: float
 ) -> None:
-    """The slab is made, pages become durable, and the index is read and made anew, all at this time."""
+    """The slab is made, pages become durable, and the index is read and rebuilt, all while the clock shows this
+    time.
+    """
     clock.now_s = now_s
     world = make_disks()
     _, generations = world.write(range(4), range(4))

@@ -15,7 +15,7 @@ from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, end, promi
 
 
 def named(world: World, looks: int = 50) -> list[int]:
-    """Names request 900's load to the rank. Returns the ids that it soon returns as loaded."""
+    """Tells the rank about request 900's load. Returns the ids that the rank then reports as loaded."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     for _ in range(looks):
         if loaded:
