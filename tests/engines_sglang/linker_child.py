@@ -278,7 +278,7 @@ class Forgetful(FlexKVLinker):
     """The control: ignores the forward's stream."""
 
     def _writer_stream(self) -> int | None:
-        return self._stream()
+        return self._cache.current_stream()
 
 
 def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[s
     current, forward = Stream(5), Stream(7)
     linker = make_linker(kind, pool, forward if with_forward_stream else None)
     # The linker believes that it is on a device.
-    linker._on_device = True
-    vars(linker_module).update(_current_stream=lambda device: current.cuda_stream)
+    linker._cache.device = 0
+    linker._cache._current_stream = lambda device: current.cuda_stream
     lanes = linker._cache._ops.engine = EagerLanes(linker._cache._ops.engine, current, forward)
     writer = forward if with_forward_stream else current
 

@@ -80,7 +80,7 @@ def round_trip(pool: Any) -> dict[str, Any]:
     for tensor in tensors_of(pool):
         tensor.view(torch.uint8).fill_(255)
     spoiled = page(pool, 1)
-    loads = LoadBatches(cache, view.layers, lambda: None)
+    loads = LoadBatches(cache)
     assert cache.match("r", keys, 1.0) == 2
     index = loads.start({"r": QueuedLoad(keys, np.array([7, 3], np.int32))}, None)
     loads.set_consumer(index)

@@ -5,14 +5,13 @@ Its keys are those of the token chain (`flexkv.cache.keys.TokenChain`), which is
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flexkv.adapters.common.framed import plain_namespace
+from flexkv.adapters.common.model_files import model_config
 from flexkv.adapters.common.model_identity import LONG_ROPE, has_long_rope, plain_config
 from flexkv.adapters.common.weights import COMMIT_PREFIX
 from flexkv.config import FlexKVConfig
@@ -71,10 +70,12 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
             "longest request allowed, SGLang by the positions in a batch, so the same tokens have different KV"
         )
     weights = _weights(model, settings)
+    config = {} if weights.startswith(COMMIT_PREFIX) else model_config(model.path)
     fields = {
         "scheme": "token chain, sha256",
         "weights": weights,
-        "architecture": None if weights.startswith(COMMIT_PREFIX) else _architecture(model.path),
+        # The model's own file: each engine's library adds entries of its own to those that it reads.
+        "architecture": plain_config(config) if config else None,
         "overrides": plain_config(dict(model.overrides)),
         "kv_dtype": model.kv_dtype,
         "quantization": model.quantization,
@@ -110,19 +111,6 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
         )
     # One engine may be started with the hub's name, and another with the folder of the same commit.
     return f"{COMMIT_PREFIX}{commit['commit']}{commit['inside']}"
-
-
-def _architecture(path: str) -> Any:
-    """The model's own `config.json`, because each engine's library adds entries to those that it reads.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    file = Path(path) / "config.json"
-    try:
-        return plain_config(json.loads(file.read_text())) if file.is_file() else None
-    except ValueError as error:
-        raise _refusal(f"{file} is no JSON: {error}") from error
 
 
 def _refusal(reason: str) -> ConfigError:

@@ -34,6 +34,24 @@ MOST_BYTES = 64 << 20
 """Largest file that is read, in bytes. The largest that we know is a tokenizer of 20 MiB."""
 
 
+def model_config(model: str) -> dict[str, Any]:
+    """The model's own `config.json` where the model is a folder that has one; otherwise empty.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no model's configuration.
+    """
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(_read(file))
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: holds a {type(found).__name__}, not a model's configuration")
+    return found
+
+
 def processor_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
     """The settings in the files of a model's processor, by file name; without the chat template.
 

@@ -212,6 +212,10 @@ class RankWorker:
         if self._gds_lane is not None:
             self._gds_lane.release_pool()
 
+    def current_stream(self) -> int | None:
+        """The stream that this thread enqueues the engine's work on; None where the pool is plain memory."""
+        return None if self.device is None else self._current_stream(self.device)
+
     @property
     def attached(self) -> bool:
         """Whether the host pool was ever attached here."""

@@ -93,7 +93,7 @@ def owner_of(
 def _fields(
     server_args: Any, model: ModelConfig, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    return _apart(server_args) | {
         "engine": "sglang",
         # Another version may compute other KV of the same model.
         "version": sglang_version.partition("+")[0],
@@ -115,13 +115,16 @@ def _fields(
         "hash": "sglang page hash, sha256",
         "namespace": config.identity.namespace,
     }
-    if adapters := _adapters():
-        fields["adapters"] = adapters
-    if others := _other_weights(server_args):
-        fields["other_weights"] = others
-    if kernels := _kernels(server_args):
-        fields["kernels"] = kernels
-    return fields
+
+
+def _apart(server_args: Any) -> dict[str, Any]:
+    """Whatever else the KV may depend on, by its kind; without the kinds that this engine has nothing of."""
+    found = {
+        "adapters": _adapters(),
+        "other_weights": _other_weights(server_args),
+        "kernels": _kernels(server_args),
+    }
+    return {kind: value for kind, value in found.items() if value}
 
 
 def _architecture(model: ModelConfig) -> Any:
@@ -170,18 +173,14 @@ def _shared_model(
             "keys.scheme=common: SGLang names an image among its tokens by a part of its digest, too little to share "
             "pages by; use keys.scheme=engine with models that take images"
         )
-    apart = {
+    apart: dict[str, Any] = {
         # A rank's pages hold only its own heads and layers.
         "part": None if place.is_whole else place.name.partition(".")[2],
-        "adapters": _adapters() or None,
+        "adapters": None,
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
-    }
-    if others := _other_weights(server_args):
-        apart["other_weights"] = others
+    } | _apart(server_args)
     if (files := files_of_format(server_args.load_format)) not in (USUAL, "dummy"):
         apart["files"] = files
-    if kernels := _kernels(server_args):
-        apart["kernels"] = kernels
     return SharedModel(
         path=str(model.model_path),
         weights=config.identity.model or _weights_of(model),

@@ -65,9 +65,6 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         log_start(logger, config, "sglang")
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
-        self._page_size = params.page_size
-        self._wait_s = config.load.lookup_wait_s
-        self._on_device = pool.tensors[0].is_cuda
         owner = owner_of(server_args, pool, place, config, str(kv_pool.dtype))
         self._cache = RankCache(
             config,
@@ -78,7 +75,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
             prompt_limit=prompt_limit(server_args),
             rank=place.rank,
         )
-        self._loads = LoadBatches(self._cache, pool.layers, self._stream)
+        self._loads = LoadBatches(self._cache)
         self.layer_done_counter = self._loads
         self._offloads = Offloads(self._cache)
         self._requests = RequestBook(SettingsReader(self._cache.counters, logger))
@@ -125,8 +122,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         if self._prefetching:
             self._cache.prefetch(rid, keys, settings)
             return []
-        self._cache.counters.add("flexkv_lookup_tokens_total", len(hashes) * self._page_size)
-        pages = self._cache.match(rid, keys, self._wait_s, settings=settings)
+        self._cache.counters.add("flexkv_lookup_tokens_total", len(hashes) * self._cache.page_tokens)
+        pages = self._cache.match(rid, keys, self._cache.config.load.lookup_wait_s, settings=settings)
         return list(range(1, pages + 1))
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
@@ -145,7 +142,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Never refuses. If the promised pages are gone, the load fails later, on all ranks alike."""
         transfer = _only(transfers)
-        blocks = pages_of(transfer.device_indices, self._page_size)
+        blocks = pages_of(transfer.device_indices, self._cache.page_tokens)
         settings = self._requests.of(rid)
         keys = self._cache.keys(transfer.keys, settings.namespace)
         self._queued[rid] = QueuedLoad(keys, blocks, settings)
@@ -176,7 +173,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         if settings.skip_save:
             return False
         transfer = _only(transfers)
-        blocks = pages_of(transfer.device_indices, self._page_size)
+        blocks = pages_of(transfer.device_indices, self._cache.page_tokens)
         keys = self._cache.keys(transfer.keys, settings.namespace)
         if self._events is not None:
             self._events.begin_store(keys, transfer.keys, session_id)
@@ -242,15 +239,11 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
 
     # --- streams ---
 
-    def _stream(self) -> int | None:
-        """The stream on which this thread enqueues the engine's work; None for plain memory."""
-        return _current_stream(self._cache.device) if self._on_device else None
-
     def _writer_stream(self) -> int | None:
         """The stream whose work writes the pool's pages: stores and loads start after that work."""
-        if not self._on_device:
-            return None
-        return stream_address(self.forward_stream) if self.forward_stream is not None else self._stream()
+        if self._cache.device is None or self.forward_stream is None:
+            return self._cache.current_stream()
+        return stream_address(self.forward_stream)
 
 
 def _check(params: Any, components: Collection[ComponentType]) -> None:
@@ -271,5 +264,5 @@ def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
     return transfer
 
 
-def _current_stream(device: int | None) -> int:
+def _current_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -65,19 +64,14 @@ class LoadBatches:
     A failed layer raises no error in the forward pass that waits for it: the forward pass runs with whatever its slots
     hold, and `finish` returns False before the output is used.
 
-    Args:
-        current_stream: returns the stream on which the caller enqueues the engine's work; None if the pool is plain
-            memory.
-
     Attributes:
         num_layers: layers of the pool.
         consumer_index: number of the batch whose forward pass runs; NO_BATCH for none.
     """
 
-    def __init__(self, cache: RankCache, num_layers: int, current_stream: Callable[[], int | None]) -> None:
+    def __init__(self, cache: RankCache) -> None:
         self._cache = cache
-        self._current_stream = current_stream
-        self.num_layers = num_layers
+        self.num_layers = cache.views[0].num_layers
         self.consumer_index = NO_BATCH
         self._numbers = count()
         self._batches: dict[int, LoadBatch] = {}
@@ -96,7 +90,7 @@ class LoadBatches:
         if batch is None or layer < batch.layers or batch.lost:
             return
         for job in batch.jobs:
-            if not self._cache.wait_layer(job, layer, batch.ends_s, self._current_stream()):
+            if not self._cache.wait_layer(job, layer, batch.ends_s, self._cache.current_stream()):
                 batch.lost = PAST_DEADLINE
                 return
         batch.layers = layer + 1

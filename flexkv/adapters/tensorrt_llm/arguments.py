@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from flexkv.adapters.common.model_files import model_config
 from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS
 from flexkv.errors import ConfigError
 from flexkv.layout.trtllm import TrtllmModel
@@ -75,7 +74,7 @@ class EngineArguments:
         """
         cache = getattr(llm_args, "kv_cache_config", None)
         _refuse(llm_args, cache)
-        architecture = _architecture(str(llm_args.model))
+        architecture = model_config(str(llm_args.model))  # without one, shapes are not checked
         text = architecture.get("text_config", architecture)
         _refuse_model(text, bool(getattr(llm_args, "sparse_attention_config", None)))
         ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
@@ -195,20 +194,6 @@ def _refuse_model(text: Mapping[str, Any], sparse: bool) -> None:
         raise ConfigError(
             f"layers have {sorted(set(heads))} KV heads: each count has a pool of its own and only one is handed over"
         )
-
-
-def _architecture(model: str) -> dict[str, Any]:
-    """The model's config.json if the model is a folder on this machine; otherwise empty, and shapes are not checked."""
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: holds a {type(found).__name__}, not a model's configuration")
-    return found
 
 
 def _heads(text: Mapping[str, Any], ranks: int) -> tuple[int, int]:

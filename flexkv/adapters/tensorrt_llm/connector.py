@@ -90,7 +90,7 @@ class FlexKVWorker(WorkerBase):
     ) -> tuple[list[int], list[int]]:
         ended = self.side.finished(finished_gen_req_ids, started_loading_req_ids)
         if (scheduler := _schedulers.get(self.side.address)) is not None:
-            scheduler.poll()
+            scheduler.ranks.poll()
         return ended
 
     def shutdown(self) -> None:
@@ -113,7 +113,7 @@ class FlexKVScheduler(SchedulerBase):
         settings = read_settings()
         log_start(logger, settings, "tensorrt_llm")
         self.side = SchedulerSide(settings, EngineArguments.of(llm_args))
-        _schedulers[self.side.address] = self.side
+        _schedulers[self.side.ranks.address] = self.side
         _close_at_exit(self.shutdown)
 
     def wait_for_initialization(self) -> None:
@@ -150,8 +150,8 @@ class FlexKVScheduler(SchedulerBase):
 
     def shutdown(self) -> None:
         """Closes the disks and the host pool. Idempotent."""
-        _schedulers.pop(self.side.address, None)
-        self.side.close()
+        _schedulers.pop(self.side.ranks.address, None)
+        self.side.ranks.close()
 
 
 def _id_of(request: Any) -> int:

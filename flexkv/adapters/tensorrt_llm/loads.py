@@ -11,7 +11,7 @@ import numpy as np
 
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.waiting_lookup import match_and_wait
-from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder
+from flexkv.adapters.tensorrt_llm.messages import CancelOrder
 from flexkv.adapters.tensorrt_llm.rank_coordinator import RankCoordinator
 from flexkv.adapters.tensorrt_llm.requests import (
     NO_BLOCKS,
@@ -134,7 +134,7 @@ class Loads:
         tracker.load = frozenset(op.op_id for op in graph.ops)
         tracker.spent |= not tracker.load
         tracker.unsettled = False
-        self._ranks.order(LoadOrder(tracker.request_id, LoadJob(tracker.name, graph, sync=False)))
+        self._ranks.order(LoadJob(tracker.name, graph, sync=False))
 
     def _renew(self, tracker: RequestTracker, request: Any, offer: range) -> None:
         """Leases the promised blocks again, if their lease expired before the engine took up the promise.

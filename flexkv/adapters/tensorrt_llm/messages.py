@@ -28,16 +28,6 @@ class StepMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
-    """A load between steps. A rank starts it once the engine has named the request's id to it: only then has this rank
-    enqueued every forward pass that may still use the blocks.
-    """
-
-    request_id: int
-    job: LoadJob
-
-
-@dataclass(frozen=True, slots=True)
 class SaveOrder:
     """The stores of a request that has ended. A rank starts them once the engine has named the request's id to it. If
     `graph` is None, the request's blocks only wait for its load to end."""
@@ -75,4 +65,6 @@ class RankReport:
     unit: UnitId = NO_UNIT
 
 
-Order = LoadOrder | SaveOrder | CancelOrder | PoolGrant
+Order = LoadJob | SaveOrder | CancelOrder | PoolGrant
+"""A message to every rank. A `LoadJob` is a load between steps: a rank starts it once the engine has named the
+request's id to it, because only then has this rank enqueued every forward that may still use the blocks."""

@@ -65,7 +65,7 @@ class RankCoordinator:
         self._listener.broadcast(order)
 
     def poll(self) -> None:
-        """Takes the ranks' reports, drives the disks, ends expired leases and reports metrics."""
+        """Takes the ranks' reports, drives the disks, ends expired leases and reports metrics. Never waits."""
         self.receive()
         if self._listener.broken and self.unit.usable:
             self.unit.disable(-1, f"a rank is gone: {self._listener.broken}")

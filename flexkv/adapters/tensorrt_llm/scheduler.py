@@ -16,7 +16,6 @@ from flexkv.adapters.tensorrt_llm.requests import RequestTracker, present_runs
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.graph import TransferGraph, TransferOp
-from flexkv.unit.base import EngineUnit
 
 logger = get_logger(__name__)
 
@@ -28,6 +27,7 @@ class SchedulerSide:
     Attributes:
         sync: loads run inside the step that needs them.
         by_layer: such a step waits for each layer just before it reads the layer.
+        ranks: the ranks and their unit.
     """
 
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments) -> None:
@@ -39,26 +39,12 @@ class SchedulerSide:
         self._prompt_only = config.store.tokens == "prompt"
         self._step = 0
 
-    @property
-    def address(self) -> str:
-        return self.ranks.address
-
-    @property
-    def usable(self) -> bool:
-        """Whether promises can be made, which needs the host pool on every rank."""
-        return self.ranks.usable
-
-    @property
-    def unit(self) -> EngineUnit:
-        """The engine's unit; a `NullUnit` until every rank has reported its pool."""
-        return self.ranks.unit
-
     # --- lookups and loads ---
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """Promises tokens beyond those that the engine has; returns their number, and whether the load runs between
         steps."""
-        self.poll()
+        self.ranks.poll()
         if not self.ranks.block_tokens:
             return 0, False
         request_id = int(request.request_id)
@@ -96,14 +82,14 @@ class SchedulerSide:
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracker.computed = max(computed, tracker.step_loaded)
                 tracker.step_loaded = 0
-        self.poll()
+        self.ranks.poll()
         batch = tuple(int(said.request_id) for said in named)
-        return StepMetadata(self._step, self.address, self._loads.take_planned(), batch)
+        return StepMetadata(self._step, self.ranks.address, self._loads.take_planned(), batch)
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
         """Called when the request has ended: orders its stores. Returns whether its blocks must stay until the workers
         have returned its id."""
-        self.poll()
+        self.ranks.poll()
         tracker = self.ranks.requests.pop(int(request.request_id), None)
         if tracker is None:
             return False
@@ -111,11 +97,11 @@ class SchedulerSide:
         graph = None
         if tracker.may_be_named:
             self.ranks.order(CancelOrder(tracker.request_id))
-        if not tracker.load and self.usable:
-            self.unit.grow()
+        if not tracker.load and self.ranks.usable:
+            self.ranks.unit.grow()
             graph = self._plan_stores(tracker, request, block_ids)
         # After the stores, because this marks all the request's blocks as used together.
-        self.unit.manager.end_request(tracker.name)
+        self.ranks.unit.manager.end_request(tracker.name)
         if graph is None and not tracker.may_be_named:
             return False
         self.ranks.order(SaveOrder(tracker.request_id, graph))
@@ -133,7 +119,7 @@ class SchedulerSide:
         keys = tracker.keys.of(tokens)
         ops: list[TransferOp] = []
         for first, last in present_runs(blocks):
-            plan = self.unit.manager.begin_store(
+            plan = self.ranks.unit.manager.begin_store(
                 tracker.name, GROUP, keys[first:last], blocks[first:last], first
             )
             PageLoss.NO_SLOT.count(self.counters, plan.dropped)
@@ -152,28 +138,18 @@ class SchedulerSide:
             self._count_preempted(tracker)
             self._loads.cancel(tracker, 0, None)
             self._loads.drop_planned(tracker)
-            self.unit.manager.release(tracker.name)
+            self.ranks.unit.manager.release(tracker.name)
             self.ranks.requests[request_id] = tracker.restarted()
 
     def _count_preempted(self, tracker: RequestTracker) -> None:
         """Counts the whole blocks that a preempted request had computed and no other request has stored: they are lost,
         because stores come at a request's end. Blocks of generated tokens have no key here, and count as lost."""
-        if tracker.keys is None or tracker.load or not self.usable:
+        if tracker.keys is None or tracker.load or not self.ranks.usable:
             return
         computed = min(tracker.computed, tracker.prompt_tokens) if self._prompt_only else tracker.computed
         blocks = computed // self.ranks.block_tokens
-        stored = int(self.unit.manager.known(GROUP, tracker.keys.made[:blocks]).sum())
+        stored = int(self.ranks.unit.manager.known(GROUP, tracker.keys.made[:blocks]).sum())
         PageLoss.PREEMPTED.count(self.counters, blocks - stored)
-
-    # --- the ranks ---
-
-    def poll(self) -> None:
-        """Takes the ranks' reports, drives the disks, ends expired leases and reports metrics. Never waits."""
-        self.ranks.poll()
-
-    def close(self) -> None:
-        """Closes the disks and the host pool; logs the cache's statistics."""
-        self.ranks.close()
 
 
 def _has_hooks(config: FlexKVConfig, arguments: EngineArguments) -> bool:

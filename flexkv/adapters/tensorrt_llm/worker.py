@@ -13,7 +13,7 @@ from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
-from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder, RankReport, SaveOrder, StepMetadata
+from flexkv.adapters.tensorrt_llm.messages import CancelOrder, RankReport, SaveOrder, StepMetadata
 from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
@@ -59,7 +59,7 @@ class WorkerSide(RankWorker):
         self._wire: Wire | None = None
         self._ready_said = -1
         self._error_said = False
-        self._load_orders: dict[int, LoadOrder] = {}
+        self._load_orders: dict[int, LoadJob] = {}
         self._save_orders: dict[int, SaveOrder] = {}
         """Orders by request id, until the engine names the id."""
         self._loads: dict[int, Awaited] = {}
@@ -232,8 +232,8 @@ class WorkerSide(RankWorker):
         for order in self._wire.receive():
             if isinstance(order, PoolGrant):
                 self._take_own_grant(order)
-            elif isinstance(order, LoadOrder):
-                self._load_orders[order.request_id] = order
+            elif isinstance(order, LoadJob):
+                self._load_orders[int(order.request_id)] = order
             elif isinstance(order, SaveOrder):
                 self._save_orders[order.request_id] = order
             elif isinstance(order, CancelOrder):
@@ -258,9 +258,9 @@ class WorkerSide(RankWorker):
             if request_id in self._cancelled:
                 self._cancelled.discard(request_id)
                 load.started = load.cancelled = True
-            elif (order := self._load_orders.pop(request_id, None)) is not None:
-                self._start(request_id, load, order.job.graph)
-                self._ops.submit_load(order.job)
+            elif (job := self._load_orders.pop(request_id, None)) is not None:
+                self._start(request_id, load, job.graph)
+                self._ops.submit_load(job)
         for request_id, save in self._saves.items():
             if save.started:
                 continue
@@ -286,10 +286,9 @@ class WorkerSide(RankWorker):
         self._awaited_of.update(dict.fromkeys(awaited.open, (request_id, awaited)))
 
     def _cancel(self, request_id: int) -> None:
-        order = self._load_orders.pop(request_id, None)
-        if order is not None:
+        if (job := self._load_orders.pop(request_id, None)) is not None:
             # The load was not started here, and never will be.
-            self._dropped(order.job.graph.ops, "the request ended first")
+            self._dropped(job.graph.ops, "the request ended first")
         load = self._loads.get(request_id)
         if load is None:
             # The engine may name the request only after its cancellation has arrived.

@@ -217,8 +217,7 @@ class WorkerSide(RankWorker):
         """
         if (number := self._layer_numbers.get(name)) is None:
             return
-        stream = None if self.device is None else self._current_stream(self.device)
-        self.layer_loads.wait(number, stream)
+        self.layer_loads.wait(number, self.current_stream())
 
     def layer_written(self, name: str) -> None:
         """Called when the forward pass has written this attention layer's KV: lets the `layer_stores` copy it."""

@@ -38,7 +38,7 @@ class World:
             mover=mover,
             fails_requests=fails_requests,
         )
-        self.loads = LoadBatches(self.cache, LAYERS, lambda: None)
+        self.loads = LoadBatches(self.cache)
         self.offloads = Offloads(self.cache)
 
     def page(self, number: int) -> torch.Tensor:

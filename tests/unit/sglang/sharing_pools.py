@@ -120,7 +120,7 @@ class Engine:
             UnitOwner("a model", NAMESPACE, unit, weights),
             stream_of=lambda device: 0,
         )
-        self.loads = LoadBatches(self.cache, LAYERS, lambda: None)
+        self.loads = LoadBatches(self.cache)
 
     def store(self, hashes: list[str], blocks: list[int]) -> None:
         """Stores blocks, and waits until they are in host memory; they are on disk when the cache is closed."""

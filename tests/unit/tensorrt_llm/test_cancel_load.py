@@ -89,7 +89,7 @@ def test_what_is_handed_back_is_not_written(
     request, blocks = promised(world)
     for start, end in ranges:
         world.scheduler.cancel_load(request, start, end)
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     assert (manager.leased_pages("900") == 0) == (not loaded)
     world.scheduler.update_state_after_alloc(request, blocks)
     if mode == "async":
@@ -99,7 +99,7 @@ def test_what_is_handed_back_is_not_written(
         world.worker.bind_connector_meta(world.scheduler.build_connector_meta(nothing))
         world.worker.start_load_kv(None)
     assert filled(world, request) == loaded
-    world.scheduler.side.poll()
+    world.scheduler.side.ranks.poll()
     assert manager.inflight_ops() == 0
     assert manager.leased_pages("900") == 0
     manager.check_integrity()
@@ -189,7 +189,7 @@ def test_a_promise_outlives_its_lease(make_world: Make) -> None:
     """The engine may keep an offer for many steps before it has memory for it."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     expire(manager)
     world.scheduler.update_state_after_alloc(request, blocks)
     assert names(world, [], [900]) == ([], [900])
@@ -200,7 +200,7 @@ def test_a_promise_outlives_its_lease(make_world: Make) -> None:
 def test_a_promise_whose_pages_are_gone_is_not_kept_in_silence(make_world: Make, mode: str) -> None:
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001", "FLEXKV_LOAD_MODE": mode})
     request, blocks = promised(world)
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     expire(manager)
     manager.reset()
     with pytest.raises(TransferError, match=r"promise of 7 blocks.*load\.lease_s"):

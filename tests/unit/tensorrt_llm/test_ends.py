@@ -86,14 +86,14 @@ def test_a_reset_request_starts_again(make_world: Make) -> None:
 def test_pages_that_find_no_slot_are_counted_by_that_name(make_world: Make) -> None:
     first = make_world()
     first.warm_up()
-    slot_bytes = first.scheduler.side.unit.pool.slot_bytes
+    slot_bytes = first.scheduler.side.ranks.unit.pool.slot_bytes
     world = make_world({"FLEXKV_HOST_BYTES": str(4 * slot_bytes)})
     world.warm_up()
     counters = world.scheduler.side.counters
     before = counters.value("flexkv_dropped_store_pages_total", reason="no_slot")
     world.serve(PROMPT)
     lost = counters.value("flexkv_dropped_store_pages_total", reason="no_slot") - before
-    assert lost == WHOLE // SHAPE.tokens - world.scheduler.side.unit.slots == 3
+    assert lost == WHOLE // SHAPE.tokens - world.scheduler.side.ranks.unit.slots == 3
     assert counters.value("flexkv_dropped_store_pages_total", reason="busy") == 0
 
 
@@ -150,7 +150,7 @@ def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
 def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(make_world: Make, ended: bool) -> None:
     """By the time of the step its blocks belong to another request."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
     assert manager.inflight_ops() == 1

@@ -44,7 +44,7 @@ def restarted(make_world: Make, environment: dict[str, str]) -> World:
 def counts(world: World) -> tuple[int, int]:
     """Numbers of pages loaded and stored without a page of host memory."""
     assert world.scheduler is not None
-    disk = world.scheduler.side.unit.manager.tiers[1].counts  # type: ignore[attr-defined]
+    disk = world.scheduler.side.ranks.unit.manager.tiers[1].counts  # type: ignore[attr-defined]
     return disk.gds_read, disk.gds_written
 
 
@@ -61,7 +61,7 @@ def test_blocks_on_disk_are_loaded_without_host_memory(
     ends_s = time.monotonic() + LONG_S
     while stores and counts(world)[1] < BLOCKS:
         assert time.monotonic() < ends_s, "the other prompt never went to disk alone"
-        world.scheduler.side.poll()
+        world.scheduler.side.ranks.poll()
         time.sleep(0.001)
     world.check()
 

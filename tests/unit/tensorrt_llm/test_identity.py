@@ -140,24 +140,24 @@ def test_a_rank_of_another_engine_cannot_join(
     make_world: Make, report: Callable[[Any], RankReport], why: str, logged: pytest.LogCaptureFixture
 ) -> None:
     world = stored(make_world)
-    intruder = connect(world.scheduler.side.address)
+    intruder = connect(world.scheduler.side.ranks.address)
     intruder.send(report(facts_of(world)))
     until(world, lambda: bool(refused(world.scheduler.side.counters, "reports")))
     assert why in logged.text
     until(world, lambda: bool(intruder.receive() or intruder.closed))
-    assert world.scheduler.side.usable
+    assert world.scheduler.side.ranks.usable
     assert world.hit(world.serve(PROMPT)) == WHOLE
     world.check()
 
 
 def test_a_stranger_hears_nothing_and_may_go(make_world: Make) -> None:
     world = stored(make_world)
-    stranger = connect(world.scheduler.side.address)
+    stranger = connect(world.scheduler.side.ranks.address)
     world.serve(PROMPT)
     assert stranger.receive() == []
     stranger.close()
     ranks_of(world).poll()
-    assert world.scheduler.side.usable, "only a rank's end ends the cache"
+    assert world.scheduler.side.ranks.usable, "only a rank's end ends the cache"
     assert world.hit(world.serve(PROMPT)) == WHOLE
 
 
@@ -174,12 +174,12 @@ def test_a_stranger_hears_nothing_and_may_go(make_world: Make) -> None:
 )
 def test_a_stranger_that_speaks_another_language_is_turned_away(make_world: Make, sent: bytes) -> None:
     world = stored(make_world)
-    stranger = connect(world.scheduler.side.address)
+    stranger = connect(world.scheduler.side.ranks.address)
     stranger._socket.setblocking(True)
     stranger._socket.sendall(sent)
     stranger._socket.setblocking(False)
     until(world, lambda: bool(stranger.receive() or stranger.closed))
-    assert world.scheduler.side.usable
+    assert world.scheduler.side.ranks.usable
     assert world.hit(world.serve(PROMPT)) == WHOLE
 
 
@@ -204,7 +204,7 @@ def test_a_report_to_another_unit_frees_and_publishes_nothing(make_world: Make, 
     world.request(PROMPT)
     while not faults.mover.wait_stalled(1, 0.0):
         world.executor.step()
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     assert manager.inflight_ops() == 1
     [op_id] = world.worker.side._ops._ops
     faults.mover.release()
@@ -235,10 +235,10 @@ def test_a_rank_whose_pool_was_replaced_takes_no_grant_for_the_old_one(
 
     monkeypatch.setattr(WorkerSide, "_join", join_and_replace)
     world.serve(PROMPT)
-    until(world, lambda: world.scheduler.side.unit.state is not UnitState.AWAITING_RANKS)
+    until(world, lambda: world.scheduler.side.ranks.unit.state is not UnitState.AWAITING_RANKS)
     for _ in range(20):
         world.executor.step()
-    until(world, lambda: not world.scheduler.side.unit.usable)
+    until(world, lambda: not world.scheduler.side.ranks.unit.usable)
     assert not world.worker.side.attached
     assert "granted for another KV pool" in logged.text
     assert world.hit(world.serve(PROMPT)) == 0

@@ -34,7 +34,7 @@ class HeldReads:
 
     def __init__(self, world: World) -> None:
         assert world.scheduler is not None
-        self._planes = world.scheduler.side.unit.driver._planes  # type: ignore[attr-defined]
+        self._planes = world.scheduler.side.ranks.unit.driver._planes  # type: ignore[attr-defined]
         self._plane: Plane = self._planes[DISK]
         self._planes[DISK] = self
 
@@ -75,9 +75,9 @@ def settle(world: World) -> None:
     """Polls until nothing moves behind host memory."""
     assert world.scheduler is not None
     ends_s = time.monotonic() + LONG_WAIT_S
-    while world.scheduler.side.unit.busy:
+    while world.scheduler.side.ranks.unit.busy:
         assert time.monotonic() < ends_s, "the tiers do not come to rest"
-        world.scheduler.side.poll()
+        world.scheduler.side.ranks.poll()
         time.sleep(0.001)
 
 
@@ -168,7 +168,7 @@ def test_a_wait_ends_when_a_rank_is_lost(make_world: Make, clock: Clock, tmp_pat
     world = after_a_restart(make_world, tmp_path, LONG_WAIT_S)
     HeldReads(world)
     assert world.scheduler is not None
-    unit = world.scheduler.side.unit
+    unit = world.scheduler.side.ranks.unit
     clock.each = lambda: unit.disable(0, "as if it were gone")  # type: ignore[attr-defined]
     before_s = clock.slept_s
     assert lookup(world) == 0

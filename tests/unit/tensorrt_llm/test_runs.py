@@ -169,9 +169,9 @@ def test_many_requests_at_once(make_world: Make) -> None:
 def test_eviction_under_pressure(make_world: Make) -> None:
     world = make_world()
     world.warm_up()
-    for number in range(world.scheduler.side.unit.slots // 7 + 20):
+    for number in range(world.scheduler.side.ranks.unit.slots // 7 + 20):
         world.serve([number, *PROMPT[1:]], new_tokens=1)
-    assert world.scheduler.side.unit.manager.stats().evicted_blocks > 0
+    assert world.scheduler.side.ranks.unit.manager.stats().evicted_blocks > 0
     assert world.hit(world.serve([0, *PROMPT[1:]])) == 0
     world.check()
 

@@ -103,7 +103,7 @@ def end(world: World, request: Request) -> None:
     rank = world.worker.side
     assert (rank._load_orders, rank._save_orders, rank._cancelled) == ({}, {}, set())
     assert 900 not in requests
-    assert world.scheduler.side.unit.manager.inflight_ops() == 0
+    assert world.scheduler.side.ranks.unit.manager.inflight_ops() == 0
 
 
 @pytest.mark.parametrize("first", FIRST)

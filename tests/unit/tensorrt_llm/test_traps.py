@@ -181,9 +181,9 @@ def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_wor
     with pytest.raises(TransferError, match="must not read them"):
         world.executor.step()
     ends_s = time.monotonic() + LONG_S
-    while world.scheduler.side.unit.manager.inflight_ops():
+    while world.scheduler.side.ranks.unit.manager.inflight_ops():
         assert time.monotonic() < ends_s, "the load's end is never heard of"
-        world.scheduler.side.poll()
+        world.scheduler.side.ranks.poll()
     world.scheduler.request_reset(request)
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert lookup(world) == 0
@@ -244,7 +244,7 @@ def test_blocks_without_a_page_are_skipped(make_world: Make) -> None:
     blocks = list(request.blocks)
     blocks[2] = -1
     assert world.scheduler.request_finished(request, blocks)
-    stored = world.scheduler.side.unit.manager
+    stored = world.scheduler.side.ranks.unit.manager
     world.worker.get_finished([request.request_id], [])
     ends_s = time.monotonic() + LONG_S
     while stored.inflight_ops():

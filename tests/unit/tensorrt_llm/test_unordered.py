@@ -51,7 +51,7 @@ def nothing_left(world: World, request: Request) -> None:
 
 
 def lose_pages(world: World) -> None:
-    world.scheduler.side.unit.manager.reset()
+    world.scheduler.side.ranks.unit.manager.reset()
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -97,7 +97,7 @@ def test_a_promise_that_was_made_again_is_loaded_and_not_excused(make_world: Mak
         assert time.monotonic() < ends_s
         time.sleep(0.001)
     assert world.executor.pool.wrong(request, WHOLE) == []
-    world.scheduler.side.poll()
+    world.scheduler.side.ranks.poll()
     end(world, request)
     nothing_left(world, request)
 
@@ -130,7 +130,7 @@ def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Mak
     """The engine counts on it, even when it gives the blocks a second time."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     ends_s = time.monotonic() + LONG_S
     while manager.leased_pages("900"):
         assert time.monotonic() < ends_s

@@ -113,7 +113,7 @@ class World:
         for number in itertools.count():
             assert time.monotonic() < ends_s, "the unit does not become usable"
             self.serve([60_000 + number, 1, 2], new_tokens=1)
-            usable = self.scheduler is not None and self.scheduler.side.usable
+            usable = self.scheduler is not None and self.scheduler.side.ranks.usable
             if self.executor.group.broadcast(usable):
                 return
             time.sleep(0.001)
@@ -129,8 +129,8 @@ class World:
         assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
         assert self.worker.side.awaited == 0
         if self.scheduler is not None:
-            self.scheduler.side.poll()
-            self.scheduler.side.unit.manager.check_integrity()
+            self.scheduler.side.ranks.poll()
+            self.scheduler.side.ranks.unit.manager.check_integrity()
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -205,7 +205,7 @@ def wait_for_the_disk(world: World) -> None:
 def rest_over(world: World) -> None:
     """Ends the time for which nothing is promised after a load that failed."""
     assert world.scheduler is not None
-    manager = world.scheduler.side.unit.manager
+    manager = world.scheduler.side.ranks.unit.manager
     assert isinstance(manager, LocalCacheManager)
     failed = manager.promises.load_tries
     assert failed.rests
