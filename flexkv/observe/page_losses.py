@@ -36,7 +36,7 @@ class PageLoss(Enum):
     BROKEN_STEP = (
         NOT_STORED,
         "broken_step",
-        "the step that computed them broke off, so nobody knows what they hold",
+        "a step broke off after their request had begun, so nobody knows what they hold",
     )
     ENDED = NOT_STORED, "ended", "their request ended, and nothing tells what becomes of its blocks then"
     HOLD_EXPIRED = NOT_STORED, "hold_expired", "`store.hold_s` was over before there was room"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flexkv.cache.keys import EngineKeyChain, TokenChain
 from flexkv.errors import PluginCallError
@@ -45,32 +45,12 @@ class TokenKeys:
         return TokenKeys(*self._arguments)
 
 
-class TokenPromptKeys:
-    """A `PromptKeys`, for plugins' calls.
-
-    Args:
-        namespace: returns the namespace of the engine's keys, which changes with its weights.
-        seed_of: makes the chain's seed of a cache salt.
-    """
-
-    def __init__(
-        self, block_tokens: int, namespace: Callable[[], bytes], seed_of: Callable[[str], bytes]
-    ) -> None:
-        self._block_tokens = block_tokens
-        self._namespace = namespace
-        self._seed_of = seed_of
-
-    def __call__(self, tokens: Sequence[int], salt: str) -> list[Keys]:
-        """
-        Raises:
-            TokenError: a token is not in [0, 2**32).
-            PluginCallError: the engine derives keys from a salt in a way that this cannot reproduce.
-        """
-        return [TokenKeys(self._block_tokens, self._namespace(), self._seed_of(salt)).of(tokens)]
-
-
 def without_salt(salt: str) -> bytes:
-    """The seed of a chain, for an engine that numbers its salts itself."""
+    """The seed of a chain of an engine that numbers its salts by itself.
+
+    Raises:
+        PluginCallError: the engine makes another key of a salt than this can.
+    """
     if salt:
         raise PluginCallError("this engine gives salts numbers of its own; ask of prompts without one")
     return b""

@@ -12,7 +12,7 @@ from flexkv.adapters.common.announcements import Announcements
 from flexkv.adapters.common.event_book import BOOK_NAME
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
-from flexkv.adapters.common.prompt_keys import GROUP, TokenPromptKeys
+from flexkv.adapters.common.prompt_keys import GROUP, TokenKeys
 from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.common.waiting_lookup import Pause, match_and_wait
@@ -82,9 +82,9 @@ class RankCache(RankWorker):
             owner,
             CacheRole(fails_requests=fails_requests),
             prompt_limit=prompt_limit,
-            prompt_keys=TokenPromptKeys(
-                pool.block_tokens, lambda: self._namespace, lambda salt: chain_seed(None, salt or None)
-            ),
+            prompt_keys=lambda tokens, salt: [
+                TokenKeys(pool.block_tokens, self._namespace, chain_seed(None, salt or None)).of(tokens)
+            ],
         )
         self.manager = self._unit.manager
         with ExitStack() as taken:

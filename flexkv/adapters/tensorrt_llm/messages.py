@@ -17,23 +17,29 @@ class StepMetadata:
         step: counts up, so that a worker that gets the same metadata again does nothing twice.
         address: where the scheduler listens for its ranks. No two schedulers have the same address, so a rank that has
             joined one scheduler can refuse the steps of another.
-        loads: loads of requests that this step's forward pass computes.
-        requests: ids of all requests that this step's forward pass computes.
+        loads: loads of requests that this step's forward computes.
+        computes: this step's forward computes a request.
     """
 
     step: int
     address: str
     loads: tuple[LoadJob, ...] = ()
-    requests: tuple[int, ...] = ()
+    computes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """The stores of a request that has ended. A rank starts them once the engine has named the request's id to it. If
-    `graph` is None, the request's blocks only wait for its load to end."""
+    `graph` is None, the request's blocks only wait for its load to end.
+
+    Attributes:
+        first_step: the first step that computed the request; 0 for none. A rank on which this step or a later one broke
+            off does not store the request.
+    """
 
     request_id: int
     graph: TransferGraph | None
+    first_step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexkv.adapters.common.metric_report import MetricReport
-from flexkv.adapters.common.prompt_keys import TokenPromptKeys, without_salt
+from flexkv.adapters.common.prompt_keys import TokenKeys, without_salt
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
@@ -157,7 +157,9 @@ class RankCoordinator:
                 ),
                 CacheRole(shared=True),
                 prompt_limit=self._arguments.prompt_limit,
-                prompt_keys=TokenPromptKeys(block_tokens, lambda: namespace, without_salt),
+                prompt_keys=lambda tokens, salt: [
+                    TokenKeys(block_tokens, namespace, without_salt(salt)).of(tokens)
+                ],
             )
         except FlexKVError as error:
             # The engine is already serving and can run without a cache.

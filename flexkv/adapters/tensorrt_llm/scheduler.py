@@ -82,9 +82,9 @@ class SchedulerSide:
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracker.computed = max(computed, tracker.step_loaded)
                 tracker.step_loaded = 0
+                tracker.first_step = tracker.first_step or self._step
         self.ranks.poll()
-        batch = tuple(int(said.request_id) for said in named)
-        return StepMetadata(self._step, self.ranks.address, self._loads.take_planned(), batch)
+        return StepMetadata(self._step, self.ranks.address, self._loads.take_planned(), bool(named))
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
         """Called when the request has ended: orders its stores. Returns whether its blocks must stay until the workers
@@ -104,7 +104,7 @@ class SchedulerSide:
         self.ranks.unit.manager.end_request(tracker.name)
         if graph is None and not tracker.may_be_named:
             return False
-        self.ranks.order(SaveOrder(tracker.request_id, graph))
+        self.ranks.order(SaveOrder(tracker.request_id, graph, tracker.first_step))
         return True
 
     def _plan_stores(

@@ -14,7 +14,6 @@ from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, RankReport, SaveOrder, StepMetadata
-from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.facts.ranks import PoolGrant
@@ -70,8 +69,8 @@ class WorkerSide(RankWorker):
         self._hooks_missed = False
         self._closed = False
         self._foreign_logged = False
-        self._running: tuple[int, ...] = ()
-        self._no_store = NoStoreRequests()
+        self._in_forward = False
+        self._broken_step = 0
         self._failed = FailedOps(logger)
         self._metrics = MetricReport(
             self.counters,
@@ -100,7 +99,7 @@ class WorkerSide(RankWorker):
         if metadata is None or self._is_foreign(metadata) or metadata.step <= self._step:
             return
         self._end_broken_step()
-        self._step, self._running = metadata.step, metadata.requests
+        self._step, self._in_forward = metadata.step, metadata.computes
         self._join(metadata.address)
         self._receive()
         # Drops the failed blocks of loads between steps. `finished` reports these loads, and no forward pass reads
@@ -164,7 +163,7 @@ class WorkerSide(RankWorker):
                 if self._hooks_missed
                 else "the forward has read them"
             )
-        self._running = ()
+        self._in_forward = False
 
     def _refuse_lost(self, what: str) -> None:
         if lost := self._ops.reports.take_failed_blocks():
@@ -174,16 +173,13 @@ class WorkerSide(RankWorker):
             )
 
     def _end_broken_step(self) -> None:
-        """If the last forward pass has not ended, it never will. The engine ends its requests and reuses their blocks,
-        whose content is unknown, so none of these requests is stored.
-        """
-        if not self._running:
+        """If the last forward has not ended, it never will. The engine ends its requests and reuses their blocks, whose
+        content is unknown. So no request that had begun by then is stored, also none that was not in the step: there
+        are few, and each costs a later miss."""
+        if not self._in_forward:
             return
-        logger.error(
-            "rank %d: a step broke off; nothing of its %d requests is stored", self.rank, len(self._running)
-        )
-        self._no_store.add(self._running)
-        self._running = ()
+        logger.error("rank %d: a step broke off; no request that had begun by then is stored", self.rank)
+        self._in_forward, self._broken_step = False, self._step
         self._layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -269,9 +265,8 @@ class WorkerSide(RankWorker):
                 if request_id not in self._loads:
                     # The engine names a load no later than the save of its request, so it will never name this one.
                     self._cancelled.discard(request_id)
-                no_store = self._no_store.take(request_id)
-                if wanted.graph is not None and no_store:
-                    self._dropped(wanted.graph.ops, "a step that computed it broke off", PageLoss.BROKEN_STEP)
+                if wanted.graph is not None and wanted.first_step <= self._broken_step:
+                    self._dropped(wanted.graph.ops, "a step broke off since it began", PageLoss.BROKEN_STEP)
                 elif wanted.graph is not None:
                     self._start(request_id, save, wanted.graph)
                     self._ops.submit_store(wanted.graph)

@@ -23,7 +23,7 @@ NAMES = {
     "FailureCause": ("Blame", "blame_of", "NO_BLAMES"),
     "FaultEvents": ("Upsets",),
     "LinearFit": ("MovingLine",),
-    "NoStoreRequests": ("SpoiledRequests",),
+    "broken_step": ("SpoiledRequests",),
     "PeerFolder, PeerPages, PeerReader": ("Sibling", "SiblingPages", "SiblingReader"),
     "PendingRecords": ("OwedRecords",),
     "Promotions, WriteQueue": ("DiskFlow", "DiskReads", "DiskWrites"),

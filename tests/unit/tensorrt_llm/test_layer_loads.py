@@ -5,6 +5,7 @@ that fail midway.
 from __future__ import annotations
 
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,19 @@ from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.executor import BY_GROUP, FLAT, Version
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
-from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, World, arguments, rest_over, stored
+from tests.unit.tensorrt_llm.request import Request
+from tests.unit.tensorrt_llm.world import (
+    PROMPT,
+    SHAPE,
+    WHOLE,
+    Make,
+    World,
+    arguments,
+    end,
+    lookup,
+    rest_over,
+    stored,
+)
 from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
 LAYERWISE = {"FLEXKV_LOAD_MODE": "layerwise"}
@@ -185,6 +198,25 @@ def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> N
     assert world.hit(world.serve(LONGER)) == 0
     assert world.hit(world.serve(LONGER)) == MORE
     world.check()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_request_that_had_begun_before_a_broken_step_is_not_stored(make_world: Make, breaks: bool) -> None:
+    """Also if it was not in that step. The control: a step that ends."""
+    world = make_world()
+    world.warm_up()
+    request, other = Request(900, list(PROMPT)), Request(901, list(PROMPT))
+    assert world.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    request.blocks = [world.executor.free.pop() for _ in range(8)]
+    for each, ends in ((request, True), (other, not breaks)):
+        said = SimpleNamespace(request_id=each.request_id, computed_position=0, num_scheduled_tokens=30)
+        batch = SimpleNamespace(new_requests=[said], cached_requests=[])
+        world.worker.bind_connector_meta(world.scheduler.build_connector_meta(batch))
+        world.worker.start_load_kv(None)
+        if ends:
+            world.worker.wait_for_save(None)
+    end(world, request)
+    assert lookup(world) == (0 if breaks else WHOLE)
 
 
 def test_control_what_it_had_stored_would_be_seen(make_world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
