@@ -53,7 +53,7 @@ class SpyingLinker(FlexKVLinker):
             super().prefetch(tree_cache, request)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        self._note("load", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())
+        self._note("load", pages=pages_of(transfers[0].device_indices, self._cache.page_tokens).tolist())
         return super().load(rid, transfers)
 
     def start_layer_wise_loading(self) -> int:
@@ -72,7 +72,9 @@ class SpyingLinker(FlexKVLinker):
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         taken = super().offload(transfers, session_id)
         if taken:
-            self._note("offload", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())
+            self._note(
+                "offload", pages=pages_of(transfers[0].device_indices, self._cache.page_tokens).tolist()
+            )
         self._die_if_told("offload")
         return taken
 
@@ -84,7 +86,7 @@ class SpyingLinker(FlexKVLinker):
     def reset(self) -> None:
         super().reset()
         [pool] = self.pools.values()
-        for tensor in view_of(pool, self._page_size).tensors:
+        for tensor in view_of(pool, self._cache.page_tokens).tensors:
             tensor.view(torch.uint8).fill_(NOISE_BYTE)
         if (order := self._folder / f"corrupt-{self._rank}").exists():
             order.unlink()

@@ -24,7 +24,6 @@ class EngineArguments:
         model: the model's folder or hub name.
         ranks: tensor-parallel size, which is the number of ranks of the unit.
         tokens_per_block: tokens per block by the arguments; an MLA pool has 64 whatever they say.
-        kv_dtype: dtype of the KV cache, by name.
         layers: number of layers of the model, without those of a draft model.
         heads: number of heads of K and V on one rank; 0 for a latent.
         head_size: elements of one head, or of the latent.
@@ -37,7 +36,7 @@ class EngineArguments:
             every forward pass calls them.
         prompt_limit: `max_seq_len`; None where the arguments leave it to the engine, which decides by model and
             memory.
-        settings: other arguments that decide KV, as plain values.
+        in_key: other arguments that decide KV, as plain values, by their names in the key.
         random_weights: the weights are random, so no file identifies them.
         remote_code: Python files in the model's folder are part of the model.
     """
@@ -46,9 +45,6 @@ class EngineArguments:
     revision: str | None
     ranks: int
     tokens_per_block: int
-    kv_dtype: str
-    dtype: str
-    quantization: str
     layers: int
     heads: int
     head_size: int
@@ -59,7 +55,7 @@ class EngineArguments:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     without_hooks: str = ""
     prompt_limit: PromptLimit | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    in_key: Mapping[str, Any] = field(default_factory=dict)
     random_weights: bool = False
     remote_code: bool = False
     draft_model: str = ""
@@ -89,9 +85,6 @@ class EngineArguments:
             revision=getattr(llm_args, "revision", None),
             ranks=ranks,
             tokens_per_block=int(getattr(cache, "tokens_per_block", 0) or 0),
-            kv_dtype=str(getattr(cache, "dtype", "auto")),
-            dtype=str(getattr(llm_args, "dtype", "auto")),
-            quantization=str(getattr(llm_args, "quant_config", None)),
             layers=layers,
             heads=heads if layers and not latent else 0,
             head_size=head_size,
@@ -102,8 +95,13 @@ class EngineArguments:
             overrides=dict(getattr(llm_args, "model_kwargs", None) or {}),
             without_hooks=_without_hooks(llm_args),
             prompt_limit=PromptLimit(int(longest), "max_seq_len") if longest else None,
-            settings=ARGUMENTS.values(llm_args)
-            | {"moe_config.backend": None if experts is None else str(experts)},
+            in_key={
+                "dtype": str(getattr(llm_args, "dtype", "auto")),
+                "kv_dtype": str(getattr(cache, "dtype", "auto")),
+                "quantization": str(getattr(llm_args, "quant_config", None)),
+                "settings": ARGUMENTS.values(llm_args)
+                | {"moe_config.backend": None if experts is None else str(experts)},
+            },
             random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
             remote_code=bool(getattr(llm_args, "trust_remote_code", False)),
             draft_model=_draft_model(getattr(llm_args, "speculative_config", None)),

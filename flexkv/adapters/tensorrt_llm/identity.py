@@ -71,12 +71,9 @@ def engine_namespace(
         "weights": weights,
         "architecture": plain_config(dict(arguments.architecture)),
         "overrides": plain_config(dict(arguments.overrides)),
-        "dtype": arguments.dtype,
-        "quantization": arguments.quantization,
-        "kv_dtype": arguments.kv_dtype,
         "block_tokens": block_tokens,
         "draft": arguments.draft,
-        "settings": dict(arguments.settings),
+        **arguments.in_key,
         "files": {
             "quantization": quantization_files(*place),
             "code": code_files(*place) if arguments.remote_code else {},

@@ -329,11 +329,6 @@ class WorkerSide(RankWorker):
         self._ready_said, self._error_said = ready, bool(self._ops.refusal)
         self._wire.send(RankReport(self.rank, results=results, ready=changed, error=error, unit=self.unit))
 
-    @property
-    def awaited(self) -> int:
-        """Number of requests that the engine has named and that were not returned."""
-        return len(self._saves) + len(self._loads)
-
     def close(self) -> None:
         super().close()
         # Ops that ended with the lanes are logged first, so that the count of failures without a line includes them.

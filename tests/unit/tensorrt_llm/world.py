@@ -127,7 +127,7 @@ class World:
         assert self.executor.wrong == []
         assert self.executor.idle
         assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
-        assert self.worker.side.awaited == 0
+        assert (self.worker.side._loads, self.worker.side._saves) == ({}, {})
         if self.scheduler is not None:
             self.scheduler.side.ranks.poll()
             self.scheduler.side.ranks.unit.manager.check_integrity()
