@@ -16,7 +16,7 @@ from flexkv.errors import ConfigError
 
 identity.get_lora = lambda: SimpleNamespace(lora_paths=None)
 settings = load_config({"keys.scheme": "common", "identity.model": "mine"}, {})
-pool = SimpleNamespace(page_size=16)
+pool = SimpleNamespace(block_tokens=16)
 place = identity.Place("dp0.pp0of1.tp0of1", 1, True)
 
 def say(rope, file, place=place, exact=False, target=None):

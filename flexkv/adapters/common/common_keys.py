@@ -74,7 +74,7 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
     fields = {
         "scheme": "token chain, sha256",
         "weights": weights,
-        # The model's own file: each engine's library adds entries of its own to those that it reads.
+        # The model's own file, because each engine's library adds entries to those that it reads.
         "architecture": plain_config(config) if config else None,
         "overrides": plain_config(dict(model.overrides)),
         "kv_dtype": model.kv_dtype,

@@ -46,10 +46,10 @@ class TokenKeys:
 
 
 def without_salt(salt: str) -> bytes:
-    """The seed of a chain of an engine that numbers its salts by itself.
+    """The seed of a chain, for an engine that numbers its salts itself.
 
     Raises:
-        PluginCallError: the engine makes another key of a salt than this can.
+        PluginCallError: the engine derives keys from a salt in a way that this cannot reproduce.
     """
     if salt:
         raise PluginCallError("this engine gives salts numbers of its own; ask of prompts without one")

@@ -213,7 +213,7 @@ class RankWorker:
             self._gds_lane.release_pool()
 
     def current_stream(self) -> int | None:
-        """The stream that this thread enqueues the engine's work on; None where the pool is plain memory."""
+        """The stream on which this thread enqueues the engine's work; None if the pool is plain memory."""
         return None if self.device is None else self._current_stream(self.device)
 
     @property

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flexkv.cache.base import CacheManager, MatchResult
-from flexkv.facts.keys import Keys
-from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
+from flexkv.cache.base import MatchResult
 
 READ_LOOK_S = 0.0005
 """Seconds between two polls of a lookup that waits for reads from the tiers behind host memory."""
@@ -17,29 +15,28 @@ Pause = Callable[[float], None]
 
 
 def match_and_wait(
-    manager: CacheManager,
-    request_id: str,
-    keys: Keys,
-    start_tokens: int,
+    match: Callable[[], MatchResult],
+    waits: Callable[[str], bool],
     ends_s: float,
     poll: Callable[[], None],
     pause: Pause | None = None,
-    settings: RequestSettings = NO_SETTINGS,
 ) -> MatchResult:
     """Matches until the tiers behind host memory have answered, or the time to wait is over.
 
     Args:
+        match: looks a request up (`CacheManager.match`).
+        waits: see `CacheManager.waits`.
         ends_s: when the wait ends at the latest (`time.monotonic`).
         poll: drives the tiers.
         pause: called between two polls; None sleeps.
     """
     while True:
-        match = manager.match(request_id, [keys], start_tokens, None, settings)
-        if match.is_final:
-            return match
+        found = match()
+        if found.is_final:
+            return found
         poll()
         if time.monotonic() >= ends_s:
-            return match
-        while manager.waits(request_id) and time.monotonic() < ends_s:
+            return found
+        while waits(found.request_id) and time.monotonic() < ends_s:
             (pause or time.sleep)(READ_LOOK_S)
             poll()

@@ -28,8 +28,8 @@ no client's own extra key can pass for one that has it already."""
 
 
 class EngineListener:
-    """Base class of objects that hear what the engine's scheduler does. Its thread calls the methods that they watch;
-    the methods here do nothing."""
+    """Base class of listeners, whose methods the engine's scheduler thread calls if `watch` has named them. The methods
+    here do nothing."""
 
     def new_weights(self) -> None:
         """Called when the weights are about to change."""
@@ -99,7 +99,7 @@ def put_hook(call: str) -> None:
         HookRegistry.apply_hooks()
     if getattr(owner, method, None) is before:
         raise ConfigError(
-            f"SGLang {sglang_version} has no {target}, or another plugin has hooked it: flexkv would not hear of it. "
+            f"SGLang {sglang_version} has no {target}, or another plugin has hooked it: flexkv would miss its calls. "
             "docs/sglang.md names the version that flexkv works with"
         )
     _hooked.add(call)

@@ -134,7 +134,13 @@ class RankCache(RankWorker):
         ends_s = time.monotonic() + wait_s
         self.poll()
         try:
-            match = match_and_wait(self.manager, request_id, keys, 0, ends_s, self.poll, pause, settings)
+            match = match_and_wait(
+                lambda: self.manager.match(request_id, [keys], 0, None, settings),
+                self.manager.waits,
+                ends_s,
+                self.poll,
+                pause,
+            )
         except BaseException:
             self.manager.end_request(request_id)
             raise

@@ -83,7 +83,12 @@ class Loads:
         keys = tracker.keys.of(tokens)[:end]
         # All ranks stand still during the wait, and so do the running requests, so all lookups before a step share it.
         ends_s = time.monotonic() + self._wait_left_s
-        match = match_and_wait(unit.manager, tracker.name, keys, computed_tokens, ends_s, self._ranks.poll)
+        match = match_and_wait(
+            lambda: unit.manager.match(tracker.name, [keys], computed_tokens),
+            unit.manager.waits,
+            ends_s,
+            self._ranks.poll,
+        )
         self._wait_left_s = max(0.0, ends_s - time.monotonic())
         self._counters.add("flexkv_lookup_tokens_total", (end - start) * block_tokens)
         if not match.blocks:

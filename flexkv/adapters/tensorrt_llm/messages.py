@@ -17,8 +17,8 @@ class StepMetadata:
         step: counts up, so that a worker that gets the same metadata again does nothing twice.
         address: where the scheduler listens for its ranks. No two schedulers have the same address, so a rank that has
             joined one scheduler can refuse the steps of another.
-        loads: loads of requests that this step's forward computes.
-        computes: this step's forward computes a request.
+        loads: loads of requests that this step's forward pass computes.
+        computes: this step's forward pass computes a request.
     """
 
     step: int
@@ -73,4 +73,4 @@ class RankReport:
 
 Order = LoadJob | SaveOrder | CancelOrder | PoolGrant
 """A message to every rank. A `LoadJob` is a load between steps: a rank starts it once the engine has named the
-request's id to it, because only then has this rank enqueued every forward that may still use the blocks."""
+request's id to it, because only then has this rank enqueued every forward pass that may still use the blocks."""

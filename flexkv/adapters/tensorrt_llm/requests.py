@@ -25,9 +25,9 @@ class RequestTracker:
         step_loaded: number of leading tokens that the next step's forward pass finds in its blocks, with a load inside
             that step; 0 without one.
         computed: number of leading tokens whose KV is certainly in the engine's blocks once the last ordered forward
-            has run.
+            pass has run.
         first_step: number of the first step that computed it since the request started (again); 0 before.
-        load: ops of a load between steps that have not ended well on all ranks.
+        load: ops of a load between steps that have not ended successfully on all ranks.
         loading: tokens of that load that the engine still takes.
         spent: the request gets no further load between steps. Ranks may have an order of a load that the engine never
             names, or may learn late that it was cancelled. The engine names a load only by the request's id, so a

@@ -173,9 +173,10 @@ class WorkerSide(RankWorker):
             )
 
     def _end_broken_step(self) -> None:
-        """If the last forward has not ended, it never will. The engine ends its requests and reuses their blocks, whose
-        content is unknown. So no request that had begun by then is stored, also none that was not in the step: there
-        are few, and each costs a later miss."""
+        """If the last forward pass has not ended, it never will. The engine ends its requests and reuses their blocks,
+        whose content is unknown. So no request that had begun by then is stored, also none that was not in the step:
+        there are few of those, and each costs a later miss.
+        """
         if not self._in_forward:
             return
         logger.error("rank %d: a step broke off; no request that had begun by then is stored", self.rank)
