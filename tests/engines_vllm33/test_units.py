@@ -25,6 +25,7 @@ QUICK = (
 )
 
 OF_A_CPU = (
+    "test_blend_rows.py::test_runs_are_longer_on_a_gpu_unless_a_length_is_given",
     "test_geometry.py::test_one_group_of_full_attention_is_served",
     "test_geometry.py::test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only",
     "test_identity.py::test_a_report_of_another_unit_frees_and_publishes_nothing",
@@ -32,7 +33,7 @@ OF_A_CPU = (
     "test_layer_stores.py::test_blocks_that_are_handed_out_under_a_copy",
     "test_sleep.py::test_a_reset_fails_while_other_processes_copy",
 )
-"""Tests for the platform of a CPU; the mocked one is CUDA."""
+"""Tests for the platform of a CPU, or of a device's name; the mocked one is CUDA, whose devices are the CPU's."""
 
 OF_RUNNER_V1 = (
     "test_model_runners.py::test_a_failed_load_is_computed",

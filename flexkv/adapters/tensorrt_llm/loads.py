@@ -38,15 +38,13 @@ class Loads:
         sync: loads run inside the step that needs them, not between steps.
     """
 
-    def __init__(
-        self, config: LoadConfig, ranks: RankCoordinator, counters: Counters, by_layer: bool
-    ) -> None:
-        self.sync = config.mode != "async"
-        self._config = config
+    def __init__(self, load: LoadConfig, ranks: RankCoordinator, counters: Counters, by_layer: bool) -> None:
+        self.sync = load.mode != "async"
+        self._load = load
         self._ranks = ranks
         self._counters = counters
         self._by_layer = by_layer
-        self._wait_left_s = config.lookup_wait_s
+        self._wait_left_s = load.lookup_wait_s
         self._planned: list[LoadJob] = []
         """Loads inside the next step that were not sent to the ranks yet."""
 
@@ -156,12 +154,12 @@ class Loads:
             manager.release(tracker.name)
             raise TransferError(
                 f"request {tracker.name}: the engine took up a promise of {len(offer)} blocks after more than "
-                f"load.lease_s={self._config.lease_s:g} s, and they are not there any more"
+                f"load.lease_s={self._load.lease_s:g} s, and they are not there any more"
             )
 
     def take_planned(self) -> tuple[LoadJob, ...]:
         """Takes the loads inside the next step. Later lookups may wait again."""
-        self._wait_left_s = self._config.lookup_wait_s
+        self._wait_left_s = self._load.lookup_wait_s
         planned, self._planned = tuple(self._planned), []
         return planned
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.errors import BlockRangeError, ContractError
+from flexkv.errors import BlockRangeError, ClosedError, ContractError
 from flexkv.remote.values import VALUE_VERSION
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpKind, OpStatus
@@ -129,6 +129,13 @@ def test_bad_ops_are_refused(
     tags = make_tags(keys_of(range(len(places))), 0, np.ones(len(places), np.uint64), 1)
     with pytest.raises(error, match=text):
         world.run(kind, slots, places, tags, layerwise)
+
+
+def test_an_op_for_a_pool_that_was_closed_is_refused(make_disks: MakeDisks) -> None:
+    world = make_disks()
+    world.pool.native.close()
+    with pytest.raises(ClosedError, match="the host pool of its group was closed"):
+        world.run(OpKind.DISK_WRITE, [0], [1], make_tags(keys_of([0]), 0, np.ones(1, np.uint64), 1), False)
 
 
 def test_a_page_of_64_kib_pays_one_sector() -> None:
