@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,15 @@ class FlexKVConfig(Section):
             ConfigError: there is no such setting.
         """
         return self.origin(key) != DEFAULT_ORIGIN
+
+    def replaced(self, values: Mapping[str, Any]) -> FlexKVConfig:
+        """This configuration with other values of some dotted keys, which are not checked and keep their origins."""
+        config = self
+        for key, value in values.items():
+            section, name = key.split(".")
+            changed = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: changed})
+        return config
 
     def rows(self) -> Iterator[SettingRow]:
         """Every setting with value and origin, in the order of the sections."""

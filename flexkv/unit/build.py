@@ -44,7 +44,7 @@ def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
     """The configuration for one of `units` units on this node; unchanged if it sets `host.units_per_node` itself."""
     if units <= 1 or config.origin("host.units_per_node") != "default":
         return config
-    return config.model_copy(update={"host": config.host.model_copy(update={"units_per_node": units})})
+    return config.replaced({"host.units_per_node": units})
 
 
 def build_unit(

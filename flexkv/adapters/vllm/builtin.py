@@ -20,8 +20,8 @@ from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
-    warn_of_policy,
-    warn_of_version,
+    log_start,
+    read_settings,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, step_load_needs
 from flexkv.adapters.vllm.geometry import config_of_tensors
@@ -38,9 +38,9 @@ from flexkv.adapters.vllm.pool_geometry import one_group_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.stores.base import StoreWatch
-from flexkv.config import FlexKVConfig, load_config, without_effect
+from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
-from flexkv.observe import configure_logging, get_logger, log_package, warn_once
+from flexkv.observe import get_logger, warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +70,7 @@ class FlexKVConnectorV1Impl:
     @log_refusal(logger)
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         transfer = vllm_config.kv_transfer_config
-        asked = load_config(transfer.kv_connector_extra_config)
-        configure_logging(asked.observe.log_level, asked.given("observe.log_level"))
+        asked = read_settings(transfer)
         check_engine(vllm_config)
         check_hash(vllm_config.cache_config.prefix_caching_hash_algo)
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -85,11 +84,11 @@ class FlexKVConnectorV1Impl:
                 "enable_sleep_mode is set: vLLM's built-in FlexKVConnectorV1 is told of no sleep, so after one of "
                 f"level 2 KV of the old weights would be served; set {FULL_CONNECTOR}, or leave --enable-sleep-mode out"
             )
-        needs = step_load_needs(vllm_config)
-        if needs.because and transfer.kv_load_failure_policy == "recompute":
+        because, settings = step_load_needs(vllm_config)
+        if because and transfer.kv_load_failure_policy == "recompute":
             raise ConfigError(
-                f'kv_load_failure_policy is "recompute" and loads run inside the step: set {needs.settings}, or '
-                f"{FULL_CONNECTOR}, because {needs.because}"
+                f'kv_load_failure_policy is "recompute" and loads run inside the step: set {settings}, or '
+                f"{FULL_CONNECTOR}, because {because}"
             )
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
@@ -105,12 +104,7 @@ class FlexKVConnectorV1Impl:
         if self._worker is not None:
             local_engines.announce(self._worker, vllm_config.cache_config)
         else:
-            # Logged, because vLLM's class imports whichever `flexkv` comes first on Python's path.
-            log_package(logger)
-            warn_of_version()
-            warn_of_policy(transfer)
-            for words in without_effect(asked, "vllm"):
-                logger.warning("%s", words)
+            log_start(asked, transfer)
             logger.warning(
                 "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "
                 "running engine, KV of the old ones would be served. It also stores prompts only, within each step. "
@@ -224,7 +218,6 @@ class FlexKVConnectorV1Impl:
             )
             return None
         geometry = one_group_geometry(worker.kv_config)
-        events = self._vllm_config.kv_events_config
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         role = EngineRole(
             recomputes=policy == "recompute",
@@ -232,7 +225,7 @@ class FlexKVConnectorV1Impl:
             keeps_computed=self._vllm_config.use_v2_model_runner,
         )
         spec = EngineSpec.of(self._vllm_config, geometry, self._settings, role)
-        side = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
+        side = SchedulerSide(spec)
         side.bind_watch(StoreWatch())
         side.take_handshake({0: handshake})
         self._scheduler = side
@@ -256,25 +249,28 @@ def check_alone(agent: Any) -> None:
         )
 
 
+KEPT = {
+    "store.mode": "eager",
+    "store.tokens": "prompt",
+    "store.partial_blocks": False,
+    "load.mode": "sync",
+    # This connector does not learn of new weights. It would write their KV under the keys of the old weights, where
+    # later processes would find it.
+    "disk.folders": (),
+}
+"""The settings to which this connector is reduced."""
+
+
 def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
     """The settings, reduced to those that this connector can use; logs a warning for each that it cannot."""
-    kept = {
-        "store.mode": "eager",
-        "store.tokens": "prompt",
-        "store.partial_blocks": False,
-        "load.mode": "sync",
-        # This connector does not learn of new weights. It would write their KV under the keys of the old weights, where
-        # later processes would find it.
-        "disk.folders": (),
-    }
-    for key, value in kept.items():
-        section, name = key.split(".")
-        given = getattr(getattr(asked, section), name)
-        if given != value and asked.origin(key) != "default":
+    for row in asked.rows():
+        if row.key in KEPT and row.value != KEPT[row.key] and asked.given(row.key):
             logger.warning(
-                "%s=%r (%s) needs %s; here it is %r", key, given, asked.origin(key), FULL_CONNECTOR, value
+                "%s=%r (%s) needs %s; here it is %r",
+                row.key,
+                row.value,
+                row.origin,
+                FULL_CONNECTOR,
+                KEPT[row.key],
             )
-    store = asked.store.model_copy(update={"mode": "eager", "tokens": "prompt", "partial_blocks": False})
-    load = asked.load.model_copy(update={"mode": "sync"})
-    disk = asked.disk.model_copy(update={"folders": ()})
-    return asked.model_copy(update={"store": store, "load": load, "disk": disk})
+    return asked.replaced(KEPT)

@@ -22,9 +22,9 @@ from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
     check_groups,
-    warn_of_policy,
+    log_start,
+    read_settings,
     warn_of_sudden_end,
-    warn_of_version,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
 from flexkv.adapters.vllm.geometry import head_replicas, required_layout
@@ -40,8 +40,8 @@ from flexkv.adapters.vllm.pool_geometry import PoolGeometry, pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.config import FlexKVConfig, load_config, without_effect
-from flexkv.observe import Counters, configure_logging, get_logger, log_package
+from flexkv.config import FlexKVConfig, load_config
+from flexkv.observe import Counters, get_logger
 from flexkv.unit.build import share_of_node
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
-        configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
+        settings = read_settings(self._kv_transfer_config)
         check_engine(vllm_config)
         geometry = pool_geometry(kv_cache_config)
         check_groups(vllm_config, geometry)
@@ -113,13 +112,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_scheduler(
         self, vllm_config: VllmConfig, settings: FlexKVConfig, geometry: PoolGeometry
     ) -> None:
-        log_package(logger)
-        warn_of_version()
-        warn_of_policy(self._kv_transfer_config)
+        log_start(settings, self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
-        for words in without_effect(settings, "vllm"):
-            logger.warning("%s", words)
-        events = vllm_config.kv_events_config
         settings = with_possible_modes(settings, vllm_config, geometry.is_hybrid)
         spec = EngineSpec.of(
             vllm_config,
@@ -127,7 +121,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             share_of_node(settings, units_on_node(settings, vllm_config)),
             EngineRole.of(vllm_config),
         )
-        self.scheduler = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
+        self.scheduler = SchedulerSide(spec)
         # Last, because a connector that is refused must not be registered as its engine's.
         self._registration = register_only(vllm_config, self.role, type(self).__name__)
 
@@ -341,8 +335,7 @@ def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
     Raises:
         ConfigError: a setting is unknown or not allowed.
     """
-    settings = load_config(transfer.kv_connector_extra_config)
-    configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
+    read_settings(transfer)
     logger.info(
         "asks vLLM for KV cache layout %s. Where another connector of a MultiConnector asks for another one, vLLM does "
         "not start: set VLLM_KV_CACHE_LAYOUT to one of the two",

@@ -4,7 +4,7 @@ use. All of it is read from vLLM's configuration once, at the engine's start."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -76,6 +76,7 @@ class EngineSpec:
         step_tokens: most tokens that the engine computes in one step.
         names: names of the engine's images and other inputs.
         adapters: see `adapter_settings`.
+        with_events: the engine publishes KV cache events.
         block_hash: name of the engine's block hash.
         blend: None if blending is not requested.
     """
@@ -89,6 +90,7 @@ class EngineSpec:
     prompt_limit: PromptLimit | None = None
     names: InputNames = field(default_factory=InputNames)
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    with_events: bool = False
     block_hash: str = "sha256"
     blend: BlendSpec | None = None
 
@@ -101,6 +103,7 @@ class EngineSpec:
             KeySchemeError, ConfigError: see `engine_namespace`.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        events = vllm_config.kv_events_config
         namespace = engine_namespace(vllm_config, geometry, config)
         return cls(
             config,
@@ -117,6 +120,7 @@ class EngineSpec:
             PromptLimit(model.max_model_len, "max_model_len"),
             InputNames.of(vllm_config),
             adapter_settings(vllm_config),
+            events is not None and events.enable_kv_cache_events,
             vllm_config.cache_config.prefix_caching_hash_algo,
             BlendSpec.of(vllm_config, config),
         )
@@ -125,14 +129,6 @@ class EngineSpec:
     def namespace(self) -> bytes:
         """The namespace of the engine's keys, 32 bytes."""
         return self.owner.namespace
-
-    def cache_role(self, shared: bool) -> CacheRole:
-        """The role in the form that the unit takes.
-
-        Args:
-            shared: workers run in separate processes.
-        """
-        return replace(self.role, shared=shared)
 
 
 UNITS = "host.units_per_node"
@@ -152,27 +148,19 @@ def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
     one_of_several = transfer is not None and str(transfer.engine_id).endswith(
         f"_dp{parallel.data_parallel_index}"
     )
-    if units > 1 or told or not one_of_several or settings.origin(UNITS) != "default":
+    if units > 1 or told or not one_of_several or settings.given(UNITS):
         return units
-    shared = [name for name, is_shared in _shares(settings) if is_shared]
+    host, disk, shared = settings.host, settings.disk, []
+    if host.bytes is None and host.bytes_per_rank is None:
+        shared.append("host.memory_share (host.bytes is not set)")
+    if disk.folders and disk.bytes_per_folder is None:
+        shared.append("disk.space_share (disk.bytes_per_folder is not set)")
     if shared:
         raise ConfigError(
             f"this is data-parallel rank {parallel.data_parallel_index}, and vLLM does not say how many there are on "
             f"this node, so {' and '.join(shared)} cannot be divided among them: set {UNITS} to their number"
         )
     return units
-
-
-def _shares(settings: FlexKVConfig) -> tuple[tuple[str, bool], ...]:
-    """Settings that give a share of the node's memory or disks, each with whether it is in use."""
-    host, disk = settings.host, settings.disk
-    return (
-        ("host.memory_share (host.bytes is not set)", host.bytes is None and host.bytes_per_rank is None),
-        (
-            "disk.space_share (disk.bytes_per_folder is not set)",
-            bool(disk.folders) and disk.bytes_per_folder is None,
-        ),
-    )
 
 
 ASYNC_SCHEDULING = (
@@ -187,106 +175,63 @@ RUNNER_V2 = (
 )
 """Each of these two: why the engine cannot recover from a failed load within a step, and the setting that helps."""
 
-GROUPS_NEED_ASYNC = "with several KV groups vLLM takes back a failed load only while the request waits for it"
 
-GROUPS_NEED_EAGER = "windows are stored at the boundaries that a step reaches, as soon as it has"
-
-LAYERWISE_NEEDS = (
-    "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
-)
-
-LAYERWISE_STORES_NEED_ONE_PASS = (
-    "a draft's layers are written in several passes, and the first says that they are whole"
-)
-
-LAYERWISE_STORES_NEED_ONE_BATCH = (
-    "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
-)
-
-LAZY_STORES_NEED_HASHES = (
-    "without vLLM's prefix caching a free block carries no hash, so nothing tells what it holds"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoadNeeds:
-    """The reasons why an engine cannot load within a step.
-
-    Attributes:
-        because: the reasons, as part of a sentence; empty if there are none.
-        settings: the settings that would help, as part of a sentence.
-    """
-
-    because: str
-    settings: str
-
-    @classmethod
-    def of(cls, async_scheduling: bool, runner_v2: bool) -> StepLoadNeeds:
-        """
-        Args:
-            runner_v2: the engine runs Model Runner V2 and recomputes blocks that a load did not fill.
-        """
-        lacks = [ASYNC_SCHEDULING] * async_scheduling + [RUNNER_V2] * runner_v2
-        return cls("; ".join(why for why, _ in lacks), " and ".join(setting for _, setting in lacks))
-
-
-def step_load_needs(vllm_config: VllmConfig) -> StepLoadNeeds:
-    """The reasons why this engine cannot take back tokens that it computed from a load that failed within a step."""
+def step_load_needs(vllm_config: VllmConfig) -> tuple[str, str]:
+    """Why this engine cannot take back tokens that it computed from a load that failed within a step, and the settings
+    that would help, both as parts of a sentence; empty if it can."""
     transfer = vllm_config.kv_transfer_config
     recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
-    return StepLoadNeeds.of(
-        vllm_config.scheduler_config.async_scheduling, recomputes and vllm_config.use_v2_model_runner
-    )
+    lacks = [ASYNC_SCHEDULING] if vllm_config.scheduler_config.async_scheduling else []
+    if recomputes and vllm_config.use_v2_model_runner:
+        lacks.append(RUNNER_V2)
+    return "; ".join(why for why, _ in lacks), " and ".join(setting for _, setting in lacks)
 
 
 def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
     """The `load.mode` that this engine can use; logs a warning if that is not `asked`."""
-    if asked != "async" and is_hybrid:
-        logger.warning("load.mode=%s: %s; loads are async here", asked, GROUPS_NEED_ASYNC)
-        return "async"
-    if asked != "async" and (needs := step_load_needs(vllm_config)).because:
-        logger.warning(
-            "load.mode=%s: loads are async here; for %s loads set %s, because %s",
-            asked,
-            asked,
-            needs.settings,
-            needs.because,
-        )
-        return "async"
+    if asked == "async":
+        return asked
+    if is_hybrid:
+        because = "with several KV groups vLLM takes back a failed load only while the request waits for it"
+        return _other_mode("load", asked, "async", because)
+    because, settings = step_load_needs(vllm_config)
+    if because:
+        return _other_mode("load", asked, "async", f"for {asked} loads set {settings}, because {because}")
     if asked == "layerwise" and vllm_config.speculative_config is not None:
-        logger.warning("load.mode=layerwise: %s; loads are sync here", LAYERWISE_NEEDS)
-        return "sync"
+        because = "with speculative decoding vLLM asks how loads ended before the draft's layers have waited for theirs"
+        return _other_mode("load", asked, "sync", because)
     return asked
 
 
 def possible_store_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
     """The `store.mode` that this engine can use; logs a warning if that is not `asked`."""
-    if asked != "eager" and is_hybrid:
-        logger.warning("store.mode=%s: %s; stores are eager here", asked, GROUPS_NEED_EAGER)
-        return "eager"
-    if asked == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
-        logger.warning("store.mode=lazy: %s; stores are eager here", LAZY_STORES_NEED_HASHES)
-        return "eager"
-    if asked != "layerwise":
+    if asked == "eager":
         return asked
-    if vllm_config.speculative_config is not None:
-        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_PASS)
-        return "eager"
-    if vllm_config.parallel_config.use_ubatching:
-        logger.warning("store.mode=layerwise: %s; stores are eager here", LAYERWISE_STORES_NEED_ONE_BATCH)
-        return "eager"
-    return asked
+    if is_hybrid:
+        because = "windows are stored at the boundaries that a step reaches, as soon as it has"
+    elif asked == "lazy" and not vllm_config.cache_config.enable_prefix_caching:
+        because = "without vLLM's prefix caching a free block carries no hash, so nothing tells what it holds"
+    elif asked == "layerwise" and vllm_config.speculative_config is not None:
+        because = "a draft's layers are written in several passes, and the first says that they are whole"
+    elif asked == "layerwise" and vllm_config.parallel_config.use_ubatching:
+        because = "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
+    else:
+        return asked
+    return _other_mode("store", asked, "eager", because)
+
+
+def _other_mode(setting: str, asked: str, instead: str, because: str) -> str:
+    logger.warning("%s.mode=%s: %s; %ss are %s here", setting, asked, because, setting, instead)
+    return instead
 
 
 def with_possible_modes(
     settings: FlexKVConfig, vllm_config: VllmConfig, is_hybrid: bool = False
 ) -> FlexKVConfig:
     """The settings, with the modes of loads and stores that this engine can use."""
-    load = possible_load_mode(settings.load.mode, vllm_config, is_hybrid)
-    store = possible_store_mode(settings.store.mode, vllm_config, is_hybrid)
-    return settings.model_copy(
-        update={
-            "load": settings.load.model_copy(update={"mode": load}),
-            "store": settings.store.model_copy(update={"mode": store}),
+    return settings.replaced(
+        {
+            "load.mode": possible_load_mode(settings.load.mode, vllm_config, is_hybrid),
+            "store.mode": possible_store_mode(settings.store.mode, vllm_config, is_hybrid),
         }
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -25,17 +24,13 @@ from flexkv.adapters.common.model_files import (
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.vllm.identity_fields import LOAD, LORA, MODEL, SPECULATIVE, settings_of, unusual_settings
-from flexkv.adapters.vllm.input_names import RUN_NAME_BYTES
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, KeySchemeError
-from flexkv.observe import get_logger
 from flexkv.weights.files import NAMED, WeightsContent
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
-
-logger = get_logger(__name__)
 
 QUANTIZATION_FILE = "quantization_config_file"
 """The entry of `hf_overrides` that names a file with the quantisation."""
@@ -67,11 +62,6 @@ def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexK
     check_hash(config.cache_config.prefix_caching_hash_algo)
     if settings.keys.scheme == COMMON:
         return common_namespace(_shared_model(config, geometry, settings), settings)
-    if _scales_of_the_run(config):
-        logger.warning(
-            "calculate_kv_scales: the KV scales come from the first forward of this run, so what is stored is of use "
-            "to this run alone; it can be shared with no other engine and found by none after a restart"
-        )
     return plain_namespace(_fields(config, geometry, settings))
 
 
@@ -156,7 +146,6 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         "files": _files(model, inputs=_takes_inputs(model), named=bool(settings.identity.model)),
         "long_rope": long_rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
         "settings": settings_of(config),
-        "run": os.urandom(RUN_NAME_BYTES) if _scales_of_the_run(config) else None,
         "layers": list(first.layer_names),
         "block_tokens": first.block_tokens,
         # A draft model's layers have KV in the same blocks.
@@ -204,11 +193,6 @@ def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, A
         scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
         found["encoder scales"] = file_digest(str(scales)) if scales else None
     return {name: content for name, content in found.items() if content}
-
-
-def _scales_of_the_run(config: VllmConfig) -> bool:
-    """Whether the scales of quantised KV are measured at run time, which not every version of vLLM can do."""
-    return bool(getattr(config.cache_config, "calculate_kv_scales", False))
 
 
 def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent:

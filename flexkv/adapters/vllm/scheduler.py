@@ -52,9 +52,6 @@ class SchedulerSide:
     """One ownership unit. The engine's scheduler thread calls all methods; only `close`, and `reset` for an
     engine that may sleep after it, wait for copies.
 
-    Args:
-        with_events: the engine publishes KV cache events.
-
     Attributes:
         requests: the live requests.
         events: KV cache events that the engine has not taken yet; None if it publishes none.
@@ -67,7 +64,7 @@ class SchedulerSide:
     unit: EngineUnit
     workers: tuple[WorkerSide, ...]
 
-    def __init__(self, spec: EngineSpec, with_events: bool = False) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self.counters = Counters()
         fields = RequestFields(SettingsReader(self.counters, logger))
@@ -87,7 +84,7 @@ class SchedulerSide:
         self._step = 0
         self._forward_step = 0
         self.handshakes = Handshakes(spec.ranks, self.counters)
-        self.events = EventLog(spec.geometry, spec.namespace) if with_events else None
+        self.events = EventLog(spec.geometry, spec.namespace) if spec.with_events else None
         self._old_kv = False
         self.blend = (
             BlendRequests(spec.blend, spec.geometry.groups[0].block_tokens, spec.ranks, self.counters)
@@ -134,7 +131,7 @@ class SchedulerSide:
             spec.geometry.kv_groups(),
             self.handshakes.of_rank,
             spec.owner,
-            spec.cache_role(shared=not workers),
+            replace(spec.role, shared=not workers),
             self.events,
             spec.prompt_limit,
             alignment_tokens=spec.geometry.alignment_tokens,

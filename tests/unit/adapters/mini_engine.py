@@ -88,8 +88,9 @@ class MiniEngine:
             role=role,
             prompt_limit=prompt_limit,
             names=names or InputNames(),
+            with_events=with_events,
         )
-        self.side = SchedulerSide(spec, with_events)
+        self.side = SchedulerSide(spec)
         self.side.bind_block_pool(self.pool)
         if early_handshake:
             self.take_handshakes()

@@ -229,6 +229,7 @@ def test_lazy_stores_that_become_eager_for_want_of_hashes_have_common_keys(
     described = config(folder)
     described.cache_config.enable_prefix_caching = hashes
     described.scheduler_config = SimpleNamespace(async_scheduling=True, max_num_batched_tokens=16)
+    described.kv_events_config = None
     described.parallel_config = SimpleNamespace(data_parallel_index=0, tensor_parallel_size=1)
     asked = load_config(COMMON | {"store.mode": "lazy"}, {})
     settings = with_possible_modes(asked, described)

@@ -48,7 +48,6 @@ def config(folder: Path, **changes: Any) -> Any:
         "load_format": "auto",
         "draft": None,
         "skipped": [],
-        "scales": False,
         "commit": None,
         "text": TextConfig(),
         "config_path": None,
@@ -71,7 +70,6 @@ def config(folder: Path, **changes: Any) -> Any:
             cache_dtype=values["cache_dtype"],
             prefix_caching_hash_algo=values["hash"],
             kv_cache_dtype_skip_layers=values["skipped"],
-            calculate_kv_scales=values["scales"],
         ),
         load_config=SimpleNamespace(load_format=values["load_format"]),
         speculative_config=values["draft"],
@@ -232,16 +230,6 @@ def test_a_branch_of_the_hub_is_told_apart_by_its_commit(folder: Path) -> None:
     assert namespace(folder, **hub, commit="a" * 40) == namespace(folder, **hub, commit="a" * 40)
     # A folder is identified by its content, whatever was resolved.
     assert namespace(folder, commit="a" * 40) == namespace(folder)
-
-
-def test_scales_of_the_run_keep_the_keys_within_the_run(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("WARNING", logger="flexkv"):
-        assert namespace(folder) == namespace(folder)
-        assert not caplog.records
-        assert namespace(folder, scales=True) != namespace(folder, scales=True)
-    assert "calculate_kv_scales" in caplog.text
 
 
 @pytest.mark.parametrize("scheme", ["engine", "common"])
