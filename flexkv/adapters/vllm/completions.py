@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from flexkv.adapters.vllm.engine_spec import RUNNER_V2, EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
-from flexkv.adapters.vllm.metadata import WorkerMetadata
+from flexkv.adapters.vllm.metadata import RankReport
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
@@ -85,22 +85,30 @@ class CompletionHandler:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)
 
-    def take(self, report: WorkerMetadata) -> None:
-        """Takes a step's report. `take_failed_blocks` must come first, with the blocks that failed in the step."""
-        for rank, error in report.errors.items():
-            self._unit.disable(rank, error)
-            if self._events is not None:
-                self._events.end()
-        for rank, reason in report.no_gds.items():
-            self._unit.stop_straight_loads(rank, reason)
-        if report.ready:
-            self._unit.rank_ready(report.ready)
-        for rank, result in sorted(report.results, key=lambda item: item[1].op_id not in self._loads):
+    def take(self, reports: Sequence[RankReport]) -> int:
+        """Takes a step's reports. `take_failed_blocks` must come first, with the blocks that failed in the step.
+
+        Returns:
+            The number of the last step that was carried out; 0 if none is reported.
+        """
+        for report in reports:
+            if report.error:
+                self._unit.disable(report.rank, report.error)
+                if self._events is not None:
+                    self._events.end()
+            if report.no_gds:
+                self._unit.stop_straight_loads(report.rank, report.no_gds)
+            if report.ready is not None:
+                self._unit.rank_ready({report.rank: report.ready})
+        results = [(report.rank, result) for report in reports for result in report.results]
+        for rank, result in sorted(results, key=lambda item: item[1].op_id not in self._loads):
             self._complete(rank, result)
-        if report.step:
+        step = max((report.step for report in reports), default=0)
+        if step:
             for worker in self._workers:
-                worker.settled_step = max(worker.settled_step, report.step)
-            self._retired = [table for table in self._retired if table.step > report.step]
+                worker.settled_step = max(worker.settled_step, step)
+            self._retired = [table for table in self._retired if table.step > step]
+        return step
 
     def take_failed_blocks(self, failed: set[int]) -> None:
         """Revokes the publishing of all blocks that were computed from these ones. The engine computes them again,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexkv.adapters.vllm.metadata import Handshake, WorkerMetadata
+from flexkv.adapters.vllm.metadata import Handshake, RankReport
 from flexkv.errors import ContractError, GeometryError
 from flexkv.facts.ranks import NO_UNIT, PoolId, UnitId
 from flexkv.observe import Counters, get_logger
@@ -53,10 +53,10 @@ class Handshakes:
         if counts != {num_blocks}:
             raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
 
-    def refuses(self, report: WorkerMetadata, own: UnitId) -> bool:
+    def refuses(self, report: RankReport, own: UnitId) -> bool:
         """Whether a report that is not of the unit `own` must be dropped, because it comes from another unit or another
         engine's rank. Counts such a report, and logs the first one."""
-        reason = self._foreign_pool(report.handshakes)
+        reason = self._foreign_pool({report.rank: report.handshake} if report.handshake else {})
         if not reason and report.unit != NO_UNIT:
             # Its op numbers may equal those of our ops, but mean others.
             of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"

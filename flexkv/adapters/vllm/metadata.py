@@ -68,51 +68,45 @@ class ConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class WorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' report to the scheduler after a step.
+class RankReport:
+    """One rank's report to the scheduler after a step. A field that has its default says nothing.
 
     Attributes:
-        unit: the unit whose orders this reports on; NO_UNIT for ranks that serve none yet.
+        unit: the unit whose orders this reports on; NO_UNIT for a rank that serves none yet.
         step: step number of the orders that were carried out; 0 if it has not changed since the last report. Once a
-            step is reported, the outcome of its forward pass is known, including that of another connector's loads.
-        results: (rank, terminal result of an op on that rank), in order of arrival.
-        ready: rank -> host slots that it can use; sent when the number has changed.
-        errors: rank -> why it cannot use the pool at all.
-        no_gds: rank -> why it cannot load from the disks without a page of host memory.
-        handshakes: handshakes of ranks that have no host pool yet. vLLM collects handshakes itself at the start, but a
+            step is reported, the outcome of its forward is known, including that of another connector's loads.
+        results: terminal results of ops on this rank, in order of arrival.
+        ready: host slots that the rank can use; sent when the number has changed.
+        error: why the rank cannot use the pool at all.
+        no_gds: why the rank cannot load from the disks without a page of host memory.
+        handshake: sent while the rank has no host pool. vLLM collects handshakes itself at the start, but a
             MultiConnector passes on those of only one of its connectors.
-        blend_arrived: rank -> see `BlendPages.take_arrived`.
-        blend_stored: rank -> see `BlendPages.take_stored`.
-        blend_disk: rank -> whether it reads segments from disk or writes them; sent when that has changed.
-        others: reports of ranks that serve another unit, or that shake hands for a rank that this report already has.
+        blend_arrived: see `BlendPages.take_arrived`.
+        blend_stored: see `BlendPages.take_stored`.
+        blend_disk: whether the rank reads segments from disk or writes them; sent when that has changed.
     """
 
+    rank: int
     unit: UnitId = NO_UNIT
     step: int = 0
-    results: list[tuple[int, OpResult]] = field(default_factory=list)
-    ready: dict[int, int] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    no_gds: dict[int, str] = field(default_factory=dict)
-    handshakes: dict[int, Handshake] = field(default_factory=dict)
-    blend_arrived: dict[int, dict[str, Arrival]] = field(default_factory=dict)
-    blend_stored: dict[int, dict[int, BlendResult]] = field(default_factory=dict)
-    blend_disk: dict[int, bool] = field(default_factory=dict)
-    others: list[WorkerMetadata] = field(default_factory=list)
+    results: list[OpResult] = field(default_factory=list)
+    ready: int | None = None
+    error: str = ""
+    no_gds: str = ""
+    handshake: Handshake | None = None
+    blend_arrived: dict[str, Arrival] = field(default_factory=dict)
+    blend_stored: dict[int, BlendResult] = field(default_factory=dict)
+    blend_disk: bool | None = None
+
+
+@dataclass(slots=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """The reports of all ranks after a step; ranks with nothing to report are left out."""
+
+    reports: list[RankReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Joins another rank's report to this one."""
+        """Joins other ranks' reports to these."""
         assert isinstance(other, WorkerMetadata), f"expected a WorkerMetadata, got {type(other).__name__}"
-        if other.unit != self.unit or not self.handshakes.keys().isdisjoint(other.handshakes):
-            self.others.append(other)
-            return self
-        self.step = max(self.step, other.step)
-        self.results.extend(other.results)
-        self.ready.update(other.ready)
-        self.errors.update(other.errors)
-        self.no_gds.update(other.no_gds)
-        self.handshakes.update(other.handshakes)
-        self.blend_arrived.update(other.blend_arrived)
-        self.blend_stored.update(other.blend_stored)
-        self.blend_disk.update(other.blend_disk)
-        self.others.extend(other.others)
+        self.reports += other.reports
         return self

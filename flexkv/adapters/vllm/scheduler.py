@@ -16,7 +16,7 @@ from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, RankReport, WorkerMetadata
 from flexkv.adapters.vllm.prompt_keys import RequestPromptKeys
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
@@ -376,23 +376,23 @@ class SchedulerSide:
         self._stores.preempted(tracker)
         self._completions.retire(tracker, self._forward_step)
 
-    def _take_reports(self, report: WorkerMetadata) -> None:
-        for part in (report, *report.others):
+    def _take_reports(self, metadata: WorkerMetadata) -> None:
+        ours: list[RankReport] = []
+        for report in metadata.reports:
             own = self.unit.unit_id
-            if self.blend is not None and part.unit in (own, NO_UNIT):
-                for rank, arrived in part.blend_arrived.items():
-                    self.blend.take_arrived(rank, arrived)
-                for rank, stored in part.blend_stored.items():
-                    self.blend.take_stored(rank, stored)
-                for rank, is_busy in part.blend_disk.items():
-                    self.blend.take_disk_busy(rank, is_busy)
-            if part.unit == own != NO_UNIT:
-                # Also taken from a rank whose engine has registered another pool, because the rank reports that itself.
-                self._completions.take(part)
-                if self._steps is not None and part.step:
-                    self._steps.ended(part.step)
-            elif not self.handshakes.refuses(part, own) and own == NO_UNIT and part.handshakes:
-                self.take_handshake(part.handshakes)
+            if self.blend is not None and report.unit in (own, NO_UNIT):
+                self.blend.take_arrived(report.rank, report.blend_arrived)
+                self.blend.take_stored(report.rank, report.blend_stored)
+                if report.blend_disk is not None:
+                    self.blend.take_disk_busy(report.rank, report.blend_disk)
+            if report.unit == own != NO_UNIT:
+                # Taken from a rank whose engine has registered another pool too: it reports that itself.
+                ours.append(report)
+            elif not self.handshakes.refuses(report, own) and report.handshake is not None and own == NO_UNIT:
+                self.take_handshake({report.rank: report.handshake})
+        step = self._completions.take(ours)
+        if self._steps is not None and step:
+            self._steps.ended(step)
         if self.unit.has_tiers:
             self._poll()
 

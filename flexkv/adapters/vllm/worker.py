@@ -14,7 +14,7 @@ from flexkv.adapters.common.layerwise import LayerLoads, LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.geometry import build_views, layer_numbers, replicas
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, RankReport, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.config import FlexKVConfig
 from flexkv.facts.ranks import UnitId
@@ -76,13 +76,9 @@ class WorkerSide(RankWorker):
         self._before: StreamPoint | None = None
         self._after: StreamPoint | None = None
         self.settled_step = 0
-        self._reported_step = 0
-        self._reported_slots = -1
-        self._reported_handshake = False
-        self._reported_error = False
-        self._reported_no_gds = False
+        self._reported = RankReport(rank, ready=-1, blend_disk=False)
+        """The last value that was reported of each field that is sent when it has changed."""
         self._reported_foreign: UnitId | None = None
-        self._reported_blend_disk = False
         self.blend: BlendWorker | None = None
 
     # --- set up ---
@@ -276,52 +272,38 @@ class WorkerSide(RankWorker):
     # --- reports ---
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """The step's report to the scheduler's side; None if there is nothing to report."""
-        if self._foreign.unit is not None:
-            return self._take_refusals(self._foreign.unit)
-        news: dict[str, Any] = {}
-        if self._ops.step != self._reported_step:
-            news["step"] = self._reported_step = self._ops.step
-        if self.reports.ended:
-            news["results"] = [(self.rank, result) for result in self.reports.take_results()]
-        if self._reported_slots < self.slots and (ready := self.usable_slots) != self._reported_slots:
-            self._reported_slots = ready
-            news["ready"] = {self.rank: ready}
-        if (
-            self._ops.engine is None
-            and not self._reported_handshake
-            and (handshake := self.handshake()) is not None
-        ):
-            news["handshakes"] = {self.rank: handshake}
-            self._reported_handshake = True
-        if self._ops.refusal and not self._reported_error:
-            news["errors"] = {self.rank: self._ops.refusal}
-            self._reported_error = True
-        if self._ops.gds_refusal and not self._reported_no_gds:
-            news["no_gds"] = {self.rank: self._ops.gds_refusal}
-            self._reported_no_gds = True
-        if self.blend is not None:
-            if arrived := self.blend.take_arrived():
-                news["blend_arrived"] = {self.rank: arrived}
-            if stored := self.blend.take_stored():
-                news["blend_stored"] = {self.rank: stored}
-            if (is_busy := self.blend.disk_busy) != self._reported_blend_disk:
-                self._reported_blend_disk = is_busy
-                news["blend_disk"] = {self.rank: is_busy}
-        return WorkerMetadata(unit=self.unit, **news) if news else None
+        """The step's report to the scheduler's side; None when there is nothing to report."""
+        unit = self._foreign.unit
+        report = self._own_report() if unit is None else self._foreign_report(unit)
+        report.results = self.reports.take_results()
+        return None if report == RankReport(self.rank, report.unit) else WorkerMetadata([report])
 
-    def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
-        results = [(self.rank, result) for result in self.reports.take_results()]
-        errors: dict[int, str] = {}
-        blend_disk: dict[int, bool] = {}
-        if self._reported_foreign != unit:
-            self._reported_foreign = unit
-            errors[self.rank] = self._foreign.reason
-            # The other unit need not step for this rank's disks.
-            blend_disk[self.rank] = False
-        if not results and not errors:
-            return None
-        return WorkerMetadata(unit, results=results, errors=errors, blend_disk=blend_disk)
+    def _own_report(self) -> RankReport:
+        report = RankReport(self.rank, self.unit)
+        self._add_news(report, "step", self._ops.step)
+        self._add_news(report, "error", self._ops.refusal)
+        self._add_news(report, "no_gds", self._ops.gds_refusal)
+        if self._reported.ready != self.slots:
+            self._add_news(report, "ready", self.usable_slots)
+        if self._ops.engine is None and self._reported.handshake is None:
+            self._add_news(report, "handshake", self.handshake())
+        if self.blend is not None:
+            report.blend_arrived, report.blend_stored = self.blend.take_arrived(), self.blend.take_stored()
+            self._add_news(report, "blend_disk", self.blend.disk_busy)
+        return report
+
+    def _add_news(self, report: RankReport, name: str, value: Any) -> None:
+        """Adds a value to the report, unless it is the one that was last reported."""
+        if value != getattr(self._reported, name):
+            setattr(self._reported, name, value)
+            setattr(report, name, value)
+
+    def _foreign_report(self, unit: UnitId) -> RankReport:
+        if self._reported_foreign == unit:
+            return RankReport(self.rank, unit)
+        self._reported_foreign = unit
+        # Whatever this rank's disks do, that unit need not step for them.
+        return RankReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:
         """Takes results for a scheduler in this process, ahead of the step's report.

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from flexkv.adapters.vllm import FlexKVConnector
 from flexkv.adapters.vllm.events import EventLog
-from flexkv.adapters.vllm.metadata import WorkerMetadata
+from flexkv.adapters.vllm.metadata import RankReport, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.stored_block import StoredBlock, packed, unpacked
@@ -203,9 +203,8 @@ def test_the_tiers_sizes_are_reported_before_anything_moves(make_engine: Make) -
 
 
 def test_reports_of_ranks_join() -> None:
-    one = WorkerMetadata(ready={0: 5})
-    assert one.aggregate(WorkerMetadata(ready={1: 3}, errors={1: "x"})).ready == {0: 5, 1: 3}
-    assert one.errors == {1: "x"}
+    first, second = RankReport(0, ready=5), RankReport(1, ready=3, error="x")
+    assert WorkerMetadata([first]).aggregate(WorkerMetadata([second])).reports == [first, second]
 
 
 def test_a_rank_without_news_sends_no_report(make_engine: Make) -> None:

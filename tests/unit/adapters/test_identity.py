@@ -19,7 +19,7 @@ from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, RankReport, WorkerMetadata
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
 from flexkv.facts.ranks import NO_UNIT, PoolId, UnitId, random_id
@@ -154,7 +154,9 @@ def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_on
     worker.before_forward(ConnectorMetadata())
     report = worker.take_metadata()
     assert report is not None
-    assert report.blend_disk == {0: False}, "no engine steps on for disks of a rank that it does not reach"
+    assert report.reports[0].blend_disk is False, (
+        "no engine steps on for disks of a rank that it does not reach"
+    )
     assert worker._foreign.unit == NO_UNIT
     assert engine.run(make_request(ONE, "two")) == 20
 
@@ -177,9 +179,9 @@ def test_a_report_of_another_unit_frees_and_publishes_nothing(
         worker.poll(idle=True)
     report = worker.take_metadata()
     assert report is not None
-    assert report.results
+    assert report.reports[0].results
     if not own:
-        report = replace(report, unit=UnitId(random_id()), errors={0: "broken"})
+        report = WorkerMetadata([replace(report.reports[0], unit=UnitId(random_id()), error="broken")])
         engine.side.update(KVConnectorOutput(kv_connector_worker_meta=report))
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=report))
     assert (engine.unit.manager.inflight_ops() == 0) is own
@@ -195,12 +197,16 @@ def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     engine = make_engine()
     unit, other = engine.unit.unit_id, UnitId(random_id())
     strange = OpResult.cancelled(1, 1, "of another unit")  # type: ignore[arg-type]
-    joined = WorkerMetadata(unit, ready={0: 5}).aggregate(WorkerMetadata(other, results=[(1, strange)]))
-    assert (joined.unit, joined.ready, joined.results) == (unit, {0: 5}, [])
-    assert [(part.unit, len(part.results)) for part in joined.others] == [(other, 1)]
+    joined = WorkerMetadata([RankReport(0, unit, ready=5)])
+    joined.aggregate(WorkerMetadata([RankReport(1, other, results=[strange])]))
     # No op is in flight here, so from this unit the report would be an error.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=joined))
-    assert WorkerMetadata(unit, others=[joined])
+    with pytest.raises(ContractError):  # the control
+        engine.side.update(
+            KVConnectorOutput(
+                kv_connector_worker_meta=WorkerMetadata([RankReport(0, unit, results=[strange])])
+            )
+        )
 
 
 # --- pools and grants ---

@@ -88,8 +88,8 @@ def test_an_early_store_of_a_block_that_is_cleared_first_is_void(make_engine: Ma
     while not results:
         worker.poll(idle=True)
         report = worker.take_metadata()
-        results = report.results if report else []
-    assert [result.status for _, result in results] == [OpStatus.CANCELLED]
+        results = report.reports[0].results if report else []
+    assert [result.status for result in results] == [OpStatus.CANCELLED]
 
 
 @pytest.mark.parametrize("hashed", [False, True])
