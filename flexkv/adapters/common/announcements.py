@@ -16,12 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.adapters.common.event_book import Entry, EventBook, NamedPages, are_there
+from flexkv.adapters.common.event_book import Entry, EventBook
 from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
-
-GROUP = 0
-"""The KV group of all pages: only units of one group are announced so."""
 
 MOST_STORED = 512
 """Most announcements of stored pages that one `take` returns: about a millisecond of the engine's step."""
@@ -49,8 +46,14 @@ class Tier(Protocol):
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
 
 
-class OwnDisks(Tier, NamedPages, Protocol):
+class OwnDisks(Tier, Protocol):
     """The part of the unit's own disks that announcements need."""
+
+    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
+        """Generations of the visible pages, uint64 [keys]; 0 where there is none."""
+        ...
+
+    def forget(self, group: int, keys: Keys) -> int: ...
 
 
 class Named(NamedTuple):
@@ -69,6 +72,7 @@ class Named(NamedTuple):
 class _Page:
     """
     Attributes:
+        group: number of the KV group.
         words, kept: see `Named`.
         generation: that of the page on disk; 0 if it is not there.
         there: the media that it is in.
@@ -77,6 +81,7 @@ class _Page:
         waits: the media whose queues of pages to be announced it is in.
     """
 
+    group: int
     words: bytes
     kept: bytes | None
     generation: int = 0
@@ -108,17 +113,17 @@ class News:
     stored: list[Told] = field(default_factory=list)
 
 
-class _OnDisk(Mapping[bytes, bytes]):
-    """The pages on disk as the book's thread asks for them: packed entries by key."""
+class _OnDisk(Mapping[bytes, Entry]):
+    """The pages on disk as the book's thread asks for them."""
 
     def __init__(self, pages: Mapping[bytes, _Page]) -> None:
         self._pages = pages
 
-    def __getitem__(self, key: bytes) -> bytes:
+    def __getitem__(self, key: bytes) -> Entry:
         page = self._pages[key]
         if page.kept is None or not page.there & Medium.DISK:
             raise KeyError(key)
-        return Entry(key, GROUP, page.generation, page.kept).packed()
+        return Entry(key, page.group, page.generation, page.kept)
 
     def __iter__(self) -> Iterator[bytes]:
         return (key for key in list(self._pages) if key in self)
@@ -139,13 +144,9 @@ class Announcements(CacheListener):
     Args:
         host: host memory.
         disk: the unit's own disks; None without them.
-        book: the file beside these disks that informs the next process; None for none.
-        identity: what the words mean; see `EventBook`.
     """
 
-    def __init__(
-        self, host: Tier, disk: OwnDisks | None, book: Path | None = None, identity: bytes = b""
-    ) -> None:
+    def __init__(self, host: Tier, disk: OwnDisks | None) -> None:
         self._host, self._disk = host, disk
         self._tiers: list[tuple[Medium, Tier]] = [(Medium.HOST, host)]
         if disk is not None:
@@ -153,45 +154,53 @@ class Announcements(CacheListener):
         self._in_use = Medium.NONE
         """The media whose tiers were in use when `take` last looked."""
         self._pages: dict[bytes, _Page] = {}
-        self._stores: deque[list[bytes]] = deque()
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
         """Pages to be announced, parents before their children; some of them may have left."""
         self._news = News()
-        self._book = None if book is None else EventBook(book, identity, _OnDisk(self._pages), bytes)
+        self._book: EventBook | None = None
+
+    def open_book(self, path: Path, identity: bytes) -> None:
+        """Begins to read what an earlier process left on the disks, and to note what the next one is to announce.
+        Called before any page leaves the disks.
+
+        Args:
+            path: file beside these disks.
+            identity: what the words mean; see `EventBook`.
+        """
+        self._book = EventBook(path, identity, _OnDisk(self._pages))
 
     def close(self) -> None:
         """Writes what the next process will announce. Called when no page is written any more. Idempotent."""
         if self._book is not None:
             self._book.close()
 
-    # --- stores, which end in the order in which they began ---
+    # --- stores ---
 
-    def begin_store(self, keys: Keys, named: Sequence[Named]) -> None:
-        """Called before a store is planned.
+    def begin_store(self, group: int, keys: Keys, named: Sequence[Named]) -> list[bytes]:
+        """Called before any page of a store can become visible; returns what `end_store` takes.
 
         Args:
             keys: keys of the pages that events can name, one per entry of `named`.
         """
         rows = [row.tobytes() for row in keys]
-        assert len(rows) == len(named)
-        self._stores.append(rows)
         for key, (words, kept) in zip(rows, named, strict=True):
-            self._pages.setdefault(key, _Page(words, kept)).stores += 1
+            self._pages.setdefault(key, _Page(group, words, kept)).stores += 1
+        return rows
+
+    def note_present(self, group: int, keys: Keys) -> None:
+        """Notes which pages of a store that has begun are there already."""
+        rows = [row.tobytes() for row in keys]
         for medium, tier in self._tiers:
             if rows and tier.in_use:
-                there = tier.present(GROUP, keys).tolist()
+                there = tier.present(group, keys).tolist()
                 self._appeared((key for key, is_there in zip(rows, there, strict=True) if is_there), medium)
 
-    def end_store(self) -> None:
-        """Called when the oldest store has ended: no more of its pages will become visible."""
-        for key in self._stores.popleft():
+    def end_store(self, rows: Iterable[bytes]) -> None:
+        """Called when a store has ended: no more of its pages will become visible."""
+        for key in rows:
             page = self._pages[key]
             page.stores -= 1
             self._drop_if_unused(key, page)
-
-    def end_stores(self) -> None:
-        while self._stores:
-            self.end_store()
 
     def _drop_if_unused(self, key: bytes, page: _Page) -> None:
         if not page.there and not page.stores:
@@ -212,7 +221,7 @@ class Announcements(CacheListener):
             if (page := self._pages.get(key)) is not None:
                 page.generation = generation
                 if page.kept is not None:
-                    entries.append(Entry(key, GROUP, generation, page.kept).packed())
+                    entries.append(Entry(key, group, generation, page.kept))
         if entries and self._book is not None:
             self._book.put(entries)
         self._appeared(rows, Medium.DISK)
@@ -233,7 +242,7 @@ class Announcements(CacheListener):
     def on_reset(self, epoch: int) -> None:
         for key, page in list(self._pages.items()):
             if page.stores:
-                self._pages[key] = _Page(page.words, page.kept, stores=page.stores)
+                self._pages[key] = _Page(page.group, page.words, page.kept, stores=page.stores)
             else:
                 del self._pages[key]
         for waiting in self._waiting.values():
@@ -293,16 +302,30 @@ class Announcements(CacheListener):
         """Takes pages from the book that an earlier process left and that are still there."""
         if self._book is None or self._disk is None or not self._disk.in_use:
             return
-        found = self._book.take()
-        if not found:
-            return
+        by_group: dict[int, list[Entry]] = {}
+        for entry in self._book.take():
+            by_group.setdefault(entry.group, []).append(entry)
+        for group, found in by_group.items():
+            self._find_in(group, found, self._disk)
+
+    def _find_in(self, group: int, found: list[Entry], disk: OwnDisks) -> None:
+        """Takes those of these pages that are on disk.
+
+        After a crash the index may still name an older page, of a key that left and was stored again. Its place may
+        have another page by now; if it has not, a router would not know of what is served. So the disks forget such a
+        page.
+        """
         keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
-        on_disk = are_there(self._disk, GROUP, keys, found).tolist()
-        in_host = self._host.present(GROUP, keys).tolist()
+        generations = disk.generations(group, keys)
+        recorded = np.array([each.generation for each in found], np.uint64)
+        if (is_older := (generations != 0) & (generations < recorded)).any():
+            disk.forget(group, keys[is_older])
+        on_disk = ((generations != 0) & ~is_older).tolist()
+        in_host = self._host.present(group, keys).tolist()
         for each, is_on_disk, is_in_host in zip(found, on_disk, in_host, strict=True):
             if not is_on_disk:
                 continue
-            page = self._pages.setdefault(each.key, _Page(each.words, each.words))
+            page = self._pages.setdefault(each.key, _Page(group, each.words, each.words))
             page.generation = page.generation or each.generation
             page.there |= Medium.DISK
             self._wait(each.key, page, Medium.DISK)

@@ -4,9 +4,8 @@ finds.
 A thread of its own reads and writes the file. A lost entry only leaves a page unannounced: an entry says how events
 describe a key, which stays true, and the caller asks the index whether the page is there. After a crash the index may
 still list a page whose place was being overwritten, so the file also records which pages left, and an entry has its
-page's
-generation: an older page is forgotten (`are_there`). If a record of what left is lost as well, the page stays announced
-until a request reads it.
+page's generation: the caller makes the disks forget an older page. If a record of what left is lost as well, the page
+stays announced until a request reads it.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from flexkv.errors import FlexKVError
-from flexkv.facts.keys import KEY_BYTES, Keys
+from flexkv.facts.keys import KEY_BYTES
 from flexkv.observe import NamedThread, get_logger
 from flexkv.storage.frame_log import FrameLog
 
@@ -68,12 +63,9 @@ CLOSE_S = 5.0
 HEAD = struct.Struct(f"<{KEY_BYTES}sIQI")
 """Begins a packed entry: key, KV group, generation, bytes of the words that follow."""
 
-Words = TypeVar("Words")
-"""What an adapter's events say of a page, as `prepare` makes it."""
-
 
 class Entry(NamedTuple):
-    """What the file says about one page.
+    """What the file says of one page, which is on disk in this generation or a later one, unless it has left.
 
     Attributes:
         group: number of the KV group.
@@ -90,79 +82,24 @@ class Entry(NamedTuple):
         """The entry as in the file."""
         return HEAD.pack(self.key, self.group, self.generation, len(self.words)) + self.words
 
-    @classmethod
-    def unpacked(cls, entry: bytes) -> Entry:
-        key, group, generation, _ = HEAD.unpack_from(entry)
-        return cls(key, group, generation, entry[HEAD.size :])
-
-
-@dataclass(slots=True)
-class Found(Generic[Words]):
-    """A page that the file names, on disk in this generation or a later one, unless it has left.
-
-    Attributes:
-        entry: the entry in packed form.
-        words: the result of `prepare`.
-    """
-
-    key: bytes
-    group: int
-    generation: int
-    entry: bytes
-    words: Words
-
-
-class NamedPages(Protocol):
-    """Pages on the unit's own disks, by key."""
-
-    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """Generations of the visible pages, uint64 [keys]; 0 where there is none."""
-        ...
-
-    def forget(self, group: int, keys: Keys) -> int: ...
-
-
-def are_there(disk: NamedPages, group: int, keys: Keys, found: Sequence[Found[Words]]) -> NDArray[np.bool_]:
-    """Which of the pages found in the book are on disk, bool [keys].
-
-    After a crash the index may still name an older page, of a key that left and was stored again. Its place may have
-    another page by now; if it has not, a router would not know of what is served. So the disks forget such a page.
-
-    Args:
-        keys: those of `found`, uint8 [pages, KEY_BYTES].
-        found: of one group.
-    """
-    generations = disk.generations(group, keys)
-    recorded = np.array([each.generation for each in found], np.uint64)
-    is_older = (generations != 0) & (generations < recorded)
-    if is_older.any():
-        disk.forget(group, keys[is_older])
-    return (generations != 0) & ~is_older
-
 
 class _Closing(Exception):
     """Raised to end a rewrite of the file at a close, because the rewrite can wait."""
 
 
-class EventBook(Generic[Words]):
-    """The engine's thread calls everything except `_run`; only `close` waits.
+class EventBook:
+    """The engine's thread calls everything but `_run`; no call waits but `close`.
 
     Args:
         identity: what the words mean, IDENTITY_BYTES of `frame_log`; a file with another identity is begun anew.
-        on_disk: packed entries of what is on disk and announced, by key; the thread uses it to find out whether an
-            entry is still needed.
-        prepare: converts an entry's words to the form that the engine's thread needs. Called by the book's thread;
-            raises ValueError for invalid words.
+        on_disk: what is on disk and announced, by its key; the thread asks it whether an entry is still of use.
     """
 
-    def __init__(
-        self, path: Path, identity: bytes, on_disk: Mapping[bytes, bytes], prepare: Callable[[bytes], Words]
-    ) -> None:
+    def __init__(self, path: Path, identity: bytes, on_disk: Mapping[bytes, Entry]) -> None:
         self._path, self._identity = path, identity
         self._on_disk = on_disk
-        self._prepare = prepare
         self._lock = threading.Condition()
-        self._found: deque[list[Found[Words]]] = deque()
+        self._found: deque[list[Entry]] = deque()
         self._waiting: list[tuple[bytes, bytes]] = []
         """First byte of the frame, and a packed entry or a key."""
         self._is_read = False
@@ -181,7 +118,7 @@ class EventBook(Generic[Words]):
         """Whether every page that the file names has been taken."""
         return self._is_read and not self._found
 
-    def take(self) -> list[Found[Words]]:
+    def take(self) -> list[Entry]:
         """Takes some pages that the file names; empty if none are ready."""
         if not self._found:
             return []
@@ -190,9 +127,9 @@ class EventBook(Generic[Words]):
             self._lock.notify()
         return found
 
-    def put(self, entries: Iterable[bytes]) -> None:
-        """Keeps packed entries of pages that came to the disks. Drops entries if there is no room."""
-        self._put([(STORED, entry) for entry in entries])
+    def put(self, entries: Iterable[Entry]) -> None:
+        """Keeps entries of pages that came to the disks. Drops what finds no room."""
+        self._put([(STORED, entry.packed()) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Records pages that left the disks; the file need not name them. Drops records if there is no room."""
@@ -302,16 +239,11 @@ class EventBook(Generic[Words]):
                 continue
             entries = list(_entries_of(frame))
             self._records += len(entries)
-            there = [
-                Found(key, group, generation, entry, self._prepare(entry[HEAD.size :]))
-                for key, group, generation, entry in entries
-                if gone.get(key, -1) < number
-            ]
-            if there:
+            if there := [entry for entry in entries if gone.get(entry.key, -1) < number]:
                 self._offer(there, log)
 
-    def _offer(self, found: list[Found[Words]], log: FrameLog) -> None:
-        """Waits until the engine has room for these pages, and writes waiting records meanwhile."""
+    def _offer(self, found: list[Entry], log: FrameLog) -> None:
+        """Waits until the engine has room for these pages, and writes what waits meanwhile."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: len(self._found) < MAX_FOUND or self._waiting or self._closing)
@@ -354,11 +286,11 @@ class EventBook(Generic[Words]):
             for frame in self._paced(log.frames()):
                 if self._closing:
                     raise _Closing
-                for key, _, _, entry in () if frame.startswith(GONE) else _entries_of(frame):
-                    # An entry of an earlier page with this key would be believed if the index names that page.
-                    if key not in kept and self._on_disk.get(key) == entry:
-                        kept.add(key)
-                        yield STORED, entry
+                for entry in () if frame.startswith(GONE) else _entries_of(frame):
+                    # An entry of an earlier page with this key would be believed where the index names that page.
+                    if entry.key not in kept and self._on_disk.get(entry.key) == entry:
+                        kept.add(entry.key)
+                        yield STORED, entry.packed()
 
         try:
             log.replace(_frames(entries()))
@@ -384,8 +316,8 @@ def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
             yield kind + b"".join(batch)
 
 
-def _entries_of(frame: bytes) -> Iterator[tuple[bytes, int, int, bytes]]:
-    """The entries of a frame: key, group, generation, and the packed entry.
+def _entries_of(frame: bytes) -> Iterator[Entry]:
+    """The entries of a frame.
 
     Raises:
         ValueError: the frame contains anything else.
@@ -400,7 +332,7 @@ def _entries_of(frame: bytes) -> Iterator[tuple[bytes, int, int, bytes]]:
             raise ValueError(
                 f"an entry whose {words} bytes of words end {end - len(frame)} bytes behind its frame"
             )
-        yield key, group, generation, frame[at:end]
+        yield Entry(key, group, generation, frame[at + HEAD.size : end])
         at = end
 
 

@@ -7,6 +7,7 @@ SGLang's tree inserts while it offloads, made by SGLang's own recorder of events
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,6 +23,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from flexkv.adapters.common.announcements import Announcements, Medium, Named
 from flexkv.adapters.sglang.engine_watch import EngineListener
+from flexkv.adapters.sglang.pages import GROUP
 from flexkv.facts.keys import Keys
 
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
@@ -55,6 +57,8 @@ class PageEvents(EngineListener):
             dynamo_format=params.dynamo_kv_event_format,
             lora_names=params.kv_event_lora_names,
         )
+        self._stores: deque[list[bytes]] = deque()
+        """What the stores under way began, which end in the order in which they began."""
         self._key: RadixKey | None = None
         self._hashes: list[str] | None = None
         """Hashes of all pages of the key, once a store needs them."""
@@ -80,14 +84,17 @@ class PageEvents(EngineListener):
             hashes: SGLang's names of them.
         """
         named = self._named(hashes, session_id)
-        self._announcements.begin_store(keys[: len(named)], named)
+        keys = keys[: len(named)]
+        self._stores.append(self._announcements.begin_store(GROUP, keys, named))
+        self._announcements.note_present(GROUP, keys)
 
     def end_store(self) -> None:
         """Called when the oldest store has ended."""
-        self._announcements.end_store()
+        self._announcements.end_store(self._stores.popleft())
 
     def end_stores(self) -> None:
-        self._announcements.end_stores()
+        while self._stores:
+            self.end_store()
 
     def _named(self, hashes: Sequence[str], session_id: str | None) -> list[Named]:
         """The event data of consecutive pages of the key; none for pages that are not in it or that events cannot

@@ -267,10 +267,9 @@ class RankCache(RankWorker):
             identity: what the words of events mean; see `EventBook`.
         """
         disk = self._unit.own_disks
-        folder = None if disk is None else disk.volumes.folder
-        self._announcements = Announcements(
-            self.manager.tiers[HUB], disk, None if folder is None else folder / BOOK_NAME, identity
-        )
+        self._announcements = Announcements(self.manager.tiers[HUB], disk)
+        if disk is not None and disk.volumes.folder is not None:
+            self._announcements.open_book(disk.volumes.folder / BOOK_NAME, identity)
         self.manager.hub.listeners.append(self._announcements)
         return self._announcements
 

@@ -200,7 +200,7 @@ class FlexKVConnectorV1Impl:
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         side = self._side()
-        return side.events.take() if side is not None and side.events is not None else ()
+        return side.events.take_events() if side is not None and side.events is not None else ()
 
     @log_refusal(logger)
     def _side(self) -> SchedulerSide | None:

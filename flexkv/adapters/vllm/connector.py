@@ -314,7 +314,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self.scheduler.events
-        return events.take() if events is not None else ()
+        return events.take_events() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_work

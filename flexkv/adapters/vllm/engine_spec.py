@@ -214,7 +214,9 @@ def possible_store_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = F
     elif asked == "layerwise" and vllm_config.speculative_config is not None:
         because = "a draft's layers are written in several passes, and the first says that they are whole"
     elif asked == "layerwise" and vllm_config.parallel_config.use_ubatching:
-        because = "with a batch in parts (enable_dbo, ubatch_size) the first part to leave a layer says that it is whole"
+        because = (
+            "a batch in parts (enable_dbo, ubatch_size) has layers that the first part to leave calls whole"
+        )
     else:
         return asked
     return _other_mode("store", asked, "eager", because)

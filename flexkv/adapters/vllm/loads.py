@@ -55,6 +55,12 @@ class Loads:
 
     `load.mode` decides when loads run: async loads between steps, sync loads within the step that needs them.
     Layerwise loads run within the step too, and its forward pass waits for each layer just before it reads the layer.
+<<<<<<< HEAD
+=======
+
+    Attributes:
+        jobs: the loads in flight, by their ops.
+>>>>>>> edc97e72 (fixup! vllm: announce pages by the record that other adapters use)
     """
 
     def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:

@@ -74,7 +74,7 @@ class RankReport:
     Attributes:
         unit: the unit whose orders this reports on; NO_UNIT for a rank that serves none yet.
         step: step number of the orders that were carried out; 0 if it has not changed since the last report. Once a
-            step is reported, the outcome of its forward is known, including that of another connector's loads.
+            step is reported, the outcome of its forward pass is known, including that of another connector's loads.
         results: terminal results of ops on this rank, in order of arrival.
         ready: host slots that the rank can use; sent when the number has changed.
         error: why the rank cannot use the pool at all.

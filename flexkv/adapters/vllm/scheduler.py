@@ -25,7 +25,7 @@ from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.adapters.vllm.stored_block import hash_identity
 from flexkv.adapters.vllm.stores import ScheduledBlocks, in_our_order, make_planner
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
-from flexkv.cache.base import CacheListener
+from flexkv.cache.base import HUB, CacheListener
 from flexkv.cache.stores.base import BlocksByGroup, StoreWatch
 from flexkv.cache.stores.planner import StorePlanner
 from flexkv.errors import ClosedError
@@ -54,7 +54,7 @@ class SchedulerSide:
 
     Attributes:
         requests: the live requests.
-        events: KV cache events that the engine has not taken yet; None if it publishes none.
+        events: KV cache events that the engine has not taken yet; None if it publishes none, and without a unit.
         orders: the orders given since the last step.
         unit: the engine's unit; a `NullUnit` until every rank has shaken hands.
         blend: decides which requests are blended; None unless blending is requested.
@@ -84,7 +84,7 @@ class SchedulerSide:
         self._step = 0
         self._forward_step = 0
         self.handshakes = Handshakes(spec.ranks, self.counters)
-        self.events = EventLog(spec.geometry, spec.namespace) if spec.with_events else None
+        self.events: EventLog | None = None
         self._old_kv = False
         self.blend = (
             BlendRequests(spec.blend, spec.geometry.groups[0].block_tokens, spec.ranks, self.counters)
@@ -132,8 +132,7 @@ class SchedulerSide:
             self.handshakes.of_rank,
             spec.owner,
             replace(spec.role, shared=not workers),
-            self.events,
-            spec.prompt_limit,
+            prompt_limit=spec.prompt_limit,
             alignment_tokens=spec.geometry.alignment_tokens,
             prompt_keys=RequestPromptKeys(
                 self.requests, spec.geometry.groups[0].hash_tokens, spec.block_hash
@@ -145,30 +144,31 @@ class SchedulerSide:
                 worker.attach(unit.unit_id, unit.pool, unit.places[worker.rank], unit.slabs)
             if not workers:
                 unit.grant = unit.make_grant(not current_device_is_host())
+            if spec.with_events:
+                self.events = self._make_events(unit)
+                unit.manager.hub.listeners.append(self.events)
             stores = make_planner(unit, spec, self._watch, self.counters, self.events)
             if isinstance(stores, CacheListener):
                 unit.manager.hub.listeners.append(stores)
             if self.blend is not None:
                 unit.manager.hub.listeners.append(self.blend)
             self._serve(unit, workers, stores)
-            self._keep_announced(unit)
             on_error.pop_all()
         if self.blend is not None:
             self.blend.take_verdicts([each.blend_refusal for each in self.handshakes.of_rank.values()])
 
-    def _keep_announced(self, unit: LiveUnit) -> None:
-        """Keeps a record of the pages announced on the unit's own disks, in the first disk's folder, for the next
-        process.
-        """
-        disk = unit.own_disks
-        if self.events is None or disk is None or disk.volumes.folder is None:
-            return
-        hash_tokens, algorithm = self._spec.geometry.groups[0].hash_tokens, self._spec.block_hash
-        self.events.keep(
-            disk.volumes.folder / BOOK_NAME,
-            lambda: hash_identity(hash_tokens, algorithm),
-            unit.manager.tiers[0],
-            disk,
+    def _make_events(self, unit: LiveUnit) -> EventLog:
+        """Makes the log of events, which keeps a record of the pages announced on the unit's own disks, in the first
+        disk's folder, for the next process."""
+        geometry, algorithm = self._spec.geometry, self._spec.block_hash
+        folder = None if unit.own_disks is None else unit.own_disks.volumes.folder
+        return EventLog(
+            geometry,
+            self._spec.namespace,
+            unit.manager.tiers[HUB],
+            unit.own_disks,
+            None if folder is None else folder / BOOK_NAME,
+            lambda: hash_identity(geometry.groups[0].hash_tokens, algorithm),
         )
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StorePlanner) -> None:
@@ -284,7 +284,7 @@ class SchedulerSide:
         self._step += 1
         unit = self.unit
         if self.events is not None:
-            self.events.open_book()
+            self.events.begin_book()
         if unit.state is UnitState.AWAITING_RANKS:
             self.handshakes.warn_if_missing(self._step)
         scheduled = self.requests.follow(output, self._stores.started, self._preempted)
@@ -386,7 +386,7 @@ class SchedulerSide:
                 if report.blend_disk is not None:
                     self.blend.take_disk_busy(report.rank, report.blend_disk)
             if report.unit == own != NO_UNIT:
-                # Taken from a rank whose engine has registered another pool too: it reports that itself.
+                # Also taken from a rank whose engine has registered another pool, because the rank reports that itself.
                 ours.append(report)
             elif not self.handshakes.refuses(report, own) and report.handshake is not None and own == NO_UNIT:
                 self.take_handshake({report.rank: report.handshake})
@@ -423,10 +423,12 @@ class SchedulerSide:
         if unit.has_tiers:
             self._poll()
             if self.events is not None:
-                # Counted here too, because an engine without requests steps only if there is something to announce.
-                self.events.open_book()
-            if unit.busy or (self.events is not None and self.events.has_more):
+                # Opened here too, because an engine without requests steps only if there is something to announce.
+                self.events.begin_book()
+            if unit.busy:
                 return True
+        if self.events is not None and self.events.has_more:
+            return True
         if not unit.usable:
             # False, because a rank that cannot use the pool may never report its ops.
             return False

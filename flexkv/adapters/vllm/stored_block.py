@@ -22,7 +22,7 @@ from flexkv.storage.frame_log import IDENTITY_BYTES
 
 LOCAL = "LOCAL"
 
-_FORMAT = b"flexkv vllm stored blocks v3"
+_FORMAT = b"flexkv vllm stored blocks v4"
 
 
 class StoredBlock(msgspec.Struct, array_like=True, gc=False):
@@ -35,7 +35,6 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
         tokens: empty if only the hash is known.
         extra_keys: as in the engine's event, for this block only.
         session_id: the session that stored it; None in a file.
-        of_run: another process would not find the block by these hashes, or would not know that they mean the same.
     """
 
     number: int
@@ -47,7 +46,6 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
     session_id: str | None = None
-    of_run: bool = False
 
     @property
     def name(self) -> ExternalBlockHash:
@@ -71,26 +69,8 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
         )
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(StoredBlock).decode
-
-
-def packed(block: StoredBlock) -> bytes:
-    """The block as in a file, without the session that stored it."""
-    if block.session_id is not None:
-        block = msgspec.structs.replace(block, session_id=None)
-    return _encode(block)
-
-
-def unpacked(block: bytes) -> StoredBlock:
-    """
-    Raises:
-        ValueError: it is not a packed block.
-    """
-    try:
-        return _decode(block)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"no stored block: {error}") from error
+packed = msgspec.msgpack.Encoder().encode
+unpacked = msgspec.msgpack.Decoder(StoredBlock).decode
 
 
 def _tuples(value: Any) -> Any:

@@ -272,7 +272,7 @@ class WorkerSide(RankWorker):
     # --- reports ---
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """The step's report to the scheduler's side; None when there is nothing to report."""
+        """The step's report to the scheduler's side; None if there is nothing to report."""
         unit = self._foreign.unit
         report = self._own_report() if unit is None else self._foreign_report(unit)
         report.results = self.reports.take_results()
@@ -302,7 +302,7 @@ class WorkerSide(RankWorker):
         if self._reported_foreign == unit:
             return RankReport(self.rank, unit)
         self._reported_foreign = unit
-        # Whatever this rank's disks do, that unit need not step for them.
+        # The other unit need not step for this rank's disks.
         return RankReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:

@@ -118,7 +118,7 @@ class MiniEngine:
 
     def _take_events(self) -> None:
         if self.side.events is not None:
-            self.events += self.side.events.take()
+            self.events += self.side.events.take_events()
 
     # --- what the scheduler does ---
 

@@ -62,7 +62,8 @@ def serve(folder: Path, seed: int, requests: int, killed: bool, **settings: Any)
 def _serve(
     told: Connection, folder: Path, seed: int, requests: int, killed: bool, settings: dict[str, Any]
 ) -> None:
-    world = World(folder, Router(), seed, **settings)
+    # Pages of another process that runs this test at the same time would be served too, and no event announces them.
+    world = World(folder, Router(), seed, **{"peers.share": "off"} | settings)
     world.settle()
     served = Served(found=len(world.router.has["STORAGE"]))
     for _ in range(requests):

@@ -14,11 +14,11 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from flexkv.adapters.vllm import FlexKVConnector
-from flexkv.adapters.vllm.events import EventLog
+from flexkv.adapters.vllm.events import EventLog, _named
 from flexkv.adapters.vllm.metadata import RankReport, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
-from flexkv.adapters.vllm.stored_block import StoredBlock, packed, unpacked
+from flexkv.adapters.vllm.stored_block import StoredBlock, unpacked
 from flexkv.cache.base import StorePlan
 from flexkv.observe import METRICS, Counters
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
@@ -52,10 +52,11 @@ def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Mak
     assert taken(engine) == []
 
 
-def test_a_block_keeps_the_session_that_stored_it_when_it_is_packed() -> None:
-    block = StoredBlock(0, bytes(32), None, [], 4, session_id="one")
-    assert unpacked(packed(block)).session_id is None
-    assert block.event("CPU").session_id == "one"
+def test_the_session_that_stored_a_block_is_announced_by_this_process_alone() -> None:
+    named = _named(StoredBlock(0, bytes(32), None, [], 4, session_id="one"), False)
+    assert named.kept is not None
+    words = (named.words, named.kept)
+    assert [unpacked(each).event("CPU").session_id for each in words] == ["one", None]
 
 
 def test_an_evicted_block_is_announced(make_engine: Make) -> None:
@@ -101,7 +102,9 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
     """One op of a store goes to disk, and is not announced; the other goes to host memory."""
-    log, keys = EventLog(PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4), bytes(32)), chain(4)
+    geometry = PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)
+    host: Any = SimpleNamespace(in_use=True)
+    log, keys = EventLog(geometry, bytes(32), host), chain(4)
     hashes = [BlockHash(bytes(key)) for key in keys]
     slots = np.arange(2, dtype=np.int32)
     ops = [
@@ -112,7 +115,7 @@ def test_each_way_of_a_store_announces_its_own_blocks() -> None:
     log.planned_by_hash(plan, keys, hashes)
     log.ended(ops[0].op_id)
     log.on_publish(0, keys)
-    announced = [event.block_hashes[0] for event in log.take() if isinstance(event, BlockStored)]
+    announced = [event.block_hashes[0] for event in log.take_events() if isinstance(event, BlockStored)]
     assert announced == list(map(maybe_convert_block_hash, hashes[:2]))
 
 

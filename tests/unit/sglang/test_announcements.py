@@ -14,6 +14,7 @@ import pytest
 
 from flexkv.adapters.common import announcements
 from flexkv.adapters.common.announcements import Announcements, Medium, Named, Told
+from flexkv.adapters.sglang.pages import GROUP
 from tests.soak import soak_factor
 
 from .conftest import World, hashes_of
@@ -119,9 +120,11 @@ class Announced:
     def store(self, hashes: list[str]) -> bool:
         """Offloads a node's pages, as the linker does, and waits for the end."""
         named = [Named(page.encode(), page.encode()) for page in hashes]
-        self.told.begin_store(self.world.cache.keys(hashes), named)
+        keys = self.world.cache.keys(hashes)
+        rows = self.told.begin_store(GROUP, keys, named)
+        self.told.note_present(GROUP, keys)
         stored = self.world.store(hashes, list(range(1, len(hashes) + 1)))
-        self.told.end_store()
+        self.told.end_store(rows)
         return stored
 
     def settle(self) -> None:
@@ -230,11 +233,11 @@ def test_pages_of_an_earlier_process_are_announced(make: Make) -> None:
 def test_pages_that_left_or_that_the_next_process_cannot_name_are_not_announced(make: Make) -> None:
     first, prompt = make(), chain(0, 3, 1, 3)
     keys = first.world.cache.keys(prompt)
-    first.told.begin_store(
-        keys, [Named(page.encode(), page.encode() if at else None) for at, page in enumerate(prompt)]
+    rows = first.told.begin_store(
+        GROUP, keys, [Named(page.encode(), page.encode() if at else None) for at, page in enumerate(prompt)]
     )
     assert first.world.store(prompt, [1, 2, 3])
-    first.told.end_store()
+    first.told.end_store(rows)
     first.settle()
     assert first.router.has[Medium.DISK] == set(prompt)
     first.world.cache.manager.forget(0, keys[2:])
@@ -308,9 +311,9 @@ def test_a_page_that_left_before_anybody_was_told_is_not_mentioned(make: Make) -
 
 def test_pages_that_events_cannot_name_are_left_out(make: Make) -> None:
     announced = make()
-    announced.told.begin_store(announced.world.cache.keys([]), [])
+    rows = announced.told.begin_store(GROUP, announced.world.cache.keys([]), [])
     assert announced.world.store(hashes_of(1), [1])
-    announced.told.end_store()
+    announced.told.end_store(rows)
     announced.settle()
     assert announced.router.has == {Medium.HOST: set(), Medium.DISK: set()}
     assert announced.told._pages == {}
