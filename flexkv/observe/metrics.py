@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 from flexkv.observe.blend_results import RESULTS
 from flexkv.observe.miss_reasons import MissReason
@@ -73,6 +74,16 @@ class Metric:
     def label_values(self, series: str) -> tuple[str, ...]:
         """The label values of a series, in the table's order."""
         return tuple(series.split(",")) if self.labels else ()
+
+    def add_to(self, series: Any, value: Any) -> None:
+        """Adds the value that an interval's `Counters` have of a series to the series of prometheus_client."""
+        if self.kind is MetricKind.COUNTER:
+            series.inc(value)
+        elif self.kind is MetricKind.GAUGE:
+            series.set(value)
+        else:
+            for sample in value:
+                series.observe(sample)
 
 
 _DIRECTION = ("direction", ("load", "store"))

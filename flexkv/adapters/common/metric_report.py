@@ -139,14 +139,7 @@ class PrometheusFiles:
         """Adds the counts since the last call, as the plain data of `Counters`."""
         for name, values in data.items():
             for series, value in values.items():
-                bound = self._series[name, series]
-                if METRICS[name].kind is MetricKind.COUNTER:
-                    bound.inc(value)
-                elif METRICS[name].kind is MetricKind.GAUGE:
-                    bound.set(value)
-                else:
-                    for sample in value:
-                        bound.observe(sample)
+                METRICS[name].add_to(self._series[name, series], value)
 
     def _register(self, metric: Metric, prefix: str) -> Any:
         # Only engines with such a page bring this package.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -41,7 +42,6 @@ class RequestNamespaces:
         self._adapters = framed(dict(adapters))
         self._loras = LoraNames()
         self._made: dict[str, bytes] = {}
-        self._of_groups: dict[bytes, tuple[bytes, ...]] = {}
 
     def of(self, request: Request, named: str = "") -> bytes:
         """The request's namespace: 32 bytes, and a mark if the caller names one (`named_mark`). Reads the adapter's
@@ -64,26 +64,21 @@ class RequestNamespaces:
             )
         return made
 
-    def of_groups(self, namespace: bytes, signatures: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The namespaces of a request's blocks by KV group, each with the request's mark. A group without a signature
-        has the request's namespace."""
-        if (made := self._of_groups.get(namespace)) is None:
-            if len(self._of_groups) >= REMEMBERED:
-                self._of_groups.clear()
-            made = self._of_groups[namespace] = tuple(
-                namespace_digest({"request": namespace, "group": signature}) + namespace[NAMESPACE_BYTES:]
-                if signature
-                else namespace
-                for signature in signatures
-            )
-        return made
+
+@lru_cache(REMEMBERED)
+def group_namespace(namespace: bytes, signature: bytes) -> bytes:
+    """The namespace of a request's blocks in one KV group, with the request's mark. A group without a signature has the
+    request's namespace."""
+    if not signature:
+        return namespace
+    return namespace_digest({"request": namespace, "group": signature}) + namespace[NAMESPACE_BYTES:]
 
 
 class BlockKeys(ABC):
     """Makes the keys of one request's blocks. Costs O(new blocks).
 
     Args:
-        namespace: namespace of the request's blocks in one KV group; see `RequestNamespaces.of_groups`.
+        namespace: namespace of the request's blocks in one KV group; see `group_namespace`.
         hashes_per_block: number of the engine's hashes per block.
         names: names of images and other inputs.
     """
@@ -166,16 +161,9 @@ class TokenBlockKeys(BlockKeys):
     """Makes keys from the tokens and the caller's salt, for caches that other engines share. New blocks get no keys
     once the request has content that its tokens do not express."""
 
-    def __init__(
-        self,
-        request: Request,
-        namespace: bytes,
-        block_tokens: int,
-        hashes_per_block: int,
-        names: InputNames,
-    ) -> None:
-        super().__init__(request, namespace, block_tokens, hashes_per_block, names)
-        self._tokens = TokenChain(block_tokens, chain_seed(None, request.cache_salt or None))
+    @cached_property
+    def _tokens(self) -> TokenChain:
+        return TokenChain(self.block_tokens, chain_seed(None, self.request.cache_salt or None))
 
     def _forget(self) -> None:
         super()._forget()

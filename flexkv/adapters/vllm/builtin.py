@@ -100,7 +100,7 @@ class FlexKVConnectorV1Impl:
         else:
             check_agent(vllm_config)
         # A connector that is refused must not be registered as its engine's, so this comes after the checks.
-        self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
+        register_only(self, role, vllm_config)
         if self._worker is not None:
             local_engines.announce(self._worker, vllm_config.cache_config)
         else:
@@ -117,7 +117,7 @@ class FlexKVConnectorV1Impl:
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
-        end_registration(self._registration)
+        end_registration(self)
 
     # --- worker ---
 

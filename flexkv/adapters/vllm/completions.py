@@ -101,7 +101,7 @@ class CompletionHandler:
             if report.ready is not None:
                 self._unit.rank_ready({report.rank: report.ready})
         results = [(report.rank, result) for report in reports for result in report.results]
-        for rank, result in sorted(results, key=lambda item: item[1].op_id not in self._loads):
+        for rank, result in sorted(results, key=lambda item: item[1].op_id not in self._loads.jobs):
             self._complete(rank, result)
         step = max((report.step for report in reports), default=0)
         if step:

@@ -102,7 +102,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
                 settings, parallel.rank % ranks, ranks, head_replicas(vllm_config)
             )
             self._own_pools = OwnPools()
-            self._registration = register_only(vllm_config, role, type(self).__name__)
+            register_only(self, role, vllm_config)
             local_engines.announce(self.worker, vllm_config.cache_config)
             return
         check_agent(vllm_config)
@@ -123,7 +123,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self.scheduler = SchedulerSide(spec)
         # Last, because a connector that is refused must not be registered as its engine's.
-        self._registration = register_only(vllm_config, self.role, type(self).__name__)
+        register_only(self, self.role, vllm_config)
 
     # --- both sides ---
 
@@ -172,7 +172,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         side = self.worker if self.role is KVConnectorRole.WORKER else self.scheduler
         side.close()
-        end_registration(self._registration)
+        end_registration(self)
 
     # --- worker ---
 
@@ -238,19 +238,11 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker.submit_stores(cast("ConnectorMetadata", self._get_connector_metadata()))
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._poll_worker()
-        reports = self.worker.reports
-        return None, reports.take_finished() if reports.finished else None
-
-    def _poll_worker(self) -> None:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The async loads that have ended and, for a hybrid engine, which of them failed. A block's number does not
+        tell its group there, so the engine takes whole requests instead of blocks."""
         orders = cast("ConnectorMetadata", self._get_connector_metadata())
         self.worker.poll(orders.idle, orders.disk_busy)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The result of `get_finished` and, for a hybrid engine, which of these loads failed. A block's number does not
-        tell its group there, so the engine takes whole requests instead of blocks."""
-        self._poll_worker()
         finished, failed = self.worker.reports.take_finished_and_failed()
         return KVConnectorTransferResults(
             finished_recving=finished, failed_recving=failed if self.worker.is_hybrid else set()

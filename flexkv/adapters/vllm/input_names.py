@@ -89,7 +89,8 @@ class InputNames:
         has_own_scales = encoder_dtype is not None and not scales
         if has_own_scales:
             logger.warning(SCALES_OF_THE_RUN, encoder_dtype)
-        is_unmarked = inputs is not None and not _are_names_marked()
+        # The front end may make hashes in another process. The effect of vLLM's plugin is taken to be equal in all.
+        is_unmarked = inputs is not None and not marks_names(import_module(HASHER))
         if is_unmarked:
             logger.warning(UNMARKED)
         return cls(counted or has_own_scales or is_unmarked)
@@ -111,13 +112,3 @@ class InputNames:
         if not self.of_run and not self._has_warned:
             self._has_warned = True
             logger.warning(CLIENTS_NAMES, name)
-
-
-def _are_names_marked() -> bool:
-    """Whether hashes of clients' names are marked. The front end may make them in another process. This checks the
-    effect of vLLM's plugin in this process, and assumes that it is equal in all."""
-    try:
-        hasher = import_module(HASHER)
-    except ModuleNotFoundError:
-        return False
-    return marks_names(hasher)

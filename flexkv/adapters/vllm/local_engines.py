@@ -16,9 +16,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
@@ -127,41 +126,28 @@ def ending_failed_start(config: VllmConfig) -> Iterator[None]:
         raise
 
 
-@dataclass(eq=False)
-class Registration:
-    """One live connector of an engine in one role.
-
-    Attributes:
-        part: a part of the engine's configuration that is the same object for every connector of one engine.
-    """
-
-    role: KVConnectorRole
-    part: Any
-    name: str
+_registered: WeakKeyDictionary[Any, tuple[KVConnectorRole, object]] = WeakKeyDictionary()
+"""The live connectors: role, and a part of the engine's configuration that is the same object for every connector of
+one engine."""
 
 
-_registered: WeakSet[Registration] = WeakSet()
-
-
-def register_only(config: VllmConfig, role: KVConnectorRole, name: str) -> Registration:
-    """Registers the only connector of flexkv that an engine may have in a role. The registration ends with
-    `end_registration`, or with the returned object.
+def register_only(connector: Any, role: KVConnectorRole, config: VllmConfig) -> None:
+    """Registers the only connector of flexkv that an engine may have in a role, until `end_registration`, or until the
+    connector is gone.
 
     Raises:
         ConfigError: the engine has such a connector already, as another child of a MultiConnector.
     """
-    part = config.cache_config
-    for other in list(_registered):
-        if other.role is role and other.part is part:
+    for other, (its_role, its_part) in list(_registered.items()):
+        if its_role is role and its_part is config.cache_config:
+            names = ", then ".join(type(each).__name__ for each in (other, connector))
             raise ConfigError(
-                f"a second connector of flexkv in one engine ({other.name}, then {name}): both would store the same "
-                'blocks; keep one of them in the "connectors" of MultiConnector\'s kv_connector_extra_config'
+                f"a second connector of flexkv in one engine ({names}): both would store the same blocks; keep one of "
+                'them in the "connectors" of MultiConnector\'s kv_connector_extra_config'
             )
-    registration = Registration(role, part, name)
-    _registered.add(registration)
-    return registration
+    _registered[connector] = (role, config.cache_config)
 
 
-def end_registration(registration: Registration) -> None:
+def end_registration(connector: Any) -> None:
     """Ends the registration of a connector that was shut down: the engine may make another one."""
-    _registered.discard(registration)
+    _registered.pop(connector, None)

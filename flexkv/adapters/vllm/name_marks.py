@@ -33,7 +33,7 @@ def mark_names(hasher: ModuleType) -> None:
     """
     owner = hasher.MultiModalHasher
     plain = owner.hash_kwargs
-    if getattr(plain, _IS_MARKING, False):
+    if marks_names(hasher):
         return
 
     @functools.wraps(plain)
@@ -48,7 +48,7 @@ def mark_names(hasher: ModuleType) -> None:
 def marks_names(hasher: ModuleType) -> bool:
     """Whether this process marks hashes of names."""
     plain = getattr(getattr(hasher, "MultiModalHasher", None), "hash_kwargs", None)
-    return bool(getattr(plain, _IS_MARKING, False))
+    return hasattr(plain, _IS_MARKING)
 
 
 def _has_clients_name(values: dict[str, Any]) -> bool:

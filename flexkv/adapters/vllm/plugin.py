@@ -33,19 +33,18 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Registers the names of connector and models, and makes vLLM mark names of inputs: now, or as soon as vLLM imports
     the modules that this changes. Idempotent."""
-    for module, change in ((FACTORY, _add_name), (HASHER, _mark_names), (REGISTRY, _add_models)):
+    for module in CHANGES:
         if module in sys.modules:
-            change(sys.modules[module])
+            _change(sys.modules[module])
         elif not any(isinstance(finder, _Finder) and finder.module == module for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Finder(module, change))
+            sys.meta_path.insert(0, _Finder(module))
 
 
 class _Finder(MetaPathFinder):
     """Finds one module as Python would, once, and changes it after it was executed."""
 
-    def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
+    def __init__(self, module: str) -> None:
         self.module = module
-        self._change = change
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,46 +58,42 @@ class _Finder(MetaPathFinder):
 
             def run_and_change(module: ModuleType) -> None:
                 run(module)
-                self._change(module)
+                _change(module)
 
             spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
 
 
 def _add_name(factory: ModuleType) -> None:
-    try:
-        connectors = factory.KVConnectorFactory
-        if NAME not in connectors._registry:
-            connectors.register_connector(NAME, MODULE, NAME)
-    except Exception as error:
-        logger.warning(
-            'flexkv: vLLM does not know the connector by its name (%s: %s); add "kv_connector_module_path":"%s" to '
-            "--kv-transfer-config where you use it",
-            type(error).__name__,
-            error,
-            MODULE,
-        )
+    connectors = factory.KVConnectorFactory
+    if NAME not in connectors._registry:
+        connectors.register_connector(NAME, MODULE, NAME)
 
 
 def _add_models(registry: ModuleType) -> None:
-    try:
-        for name in ARCHITECTURES.values():
-            registry.ModelRegistry.register_model(name, f"{MODELS}:{name}")
-    except Exception as error:
-        logger.warning(
-            "flexkv: this vLLM takes no model classes (%s: %s), so blending cannot be turned on",
-            type(error).__name__,
-            error,
-        )
+    for name in ARCHITECTURES.values():
+        registry.ModelRegistry.register_model(name, f"{MODELS}:{name}")
 
 
-def _mark_names(hasher: ModuleType) -> None:
+CHANGES: dict[str, tuple[Callable[[ModuleType], None], str]] = {
+    FACTORY: (
+        _add_name,
+        'vLLM does not know the connector by its name (%s: %s); add "kv_connector_module_path":"flexkv.adapters.vllm" '
+        "to --kv-transfer-config where you use it",
+    ),
+    HASHER: (
+        mark_names,
+        "this vLLM hashes inputs elsewhere (%s: %s), so a name that a client gives cannot be told from a digest: "
+        "prompts are stored for one run from their first image or other input on",
+    ),
+    REGISTRY: (_add_models, "this vLLM takes no model classes (%s: %s), so blending cannot be turned on"),
+}
+"""Module -> the change, and the warning where it fails."""
+
+
+def _change(module: ModuleType) -> None:
+    change, warning = CHANGES[module.__name__]
     try:
-        mark_names(hasher)
+        change(module)
     except Exception as error:
-        logger.warning(
-            "flexkv: this vLLM hashes inputs elsewhere (%s: %s), so a name that a client gives cannot be told from a "
-            "digest: prompts are stored for one run from their first image or other input on",
-            type(error).__name__,
-            error,
-        )
+        logger.warning(f"flexkv: {warning}", type(error).__name__, error)

@@ -15,6 +15,7 @@ from flexkv.adapters.vllm.block_keys import (
     EngineBlockKeys,
     RequestNamespaces,
     TokenBlockKeys,
+    group_namespace,
     tail_extra,
 )
 from flexkv.adapters.vllm.input_names import InputNames
@@ -105,15 +106,21 @@ class RequestTracker(StoreRequest):
     def leading_shared(self) -> int:
         return int(max(self.shared_tokens, self.request.shared_prefix_boundary))
 
+    def tail_parts(self, block: int, end_token: int) -> tuple[bytes | None, bytes, list[int]] | None:
+        """What the keys of tails of a block are made of: its parent, its extra keys, and its tokens up to `end_token`.
+        None where it has no key."""
+        keys = self.block_keys
+        first = block * keys.block_tokens
+        extra = tail_extra(self.request, first, end_token)
+        if extra is None or block > len(keys.keys()):
+            return None
+        return keys.parent(block), extra, self.request.all_token_ids[first:end_token]
+
     def tail_key(self, tokens: int) -> Keys | None:
         keys = self.block_keys
         block = tokens // keys.block_tokens
-        first = block * keys.block_tokens
-        extra = tail_extra(self.request, first, tokens)
-        if extra is None or block > len(keys.keys()):
-            return None
-        tail = self.request.all_token_ids[first:tokens]
-        return tail_key(keys.namespace, GROUP, keys.parent(block), extra, tail, block)
+        parts = self.tail_parts(block, tokens)
+        return parts and tail_key(keys.namespace, GROUP, *parts, block)
 
     @property
     def has_own_names(self) -> bool:
@@ -212,12 +219,12 @@ class RequestTable:
         ]
 
     def _tables(self, request: Request, namespace: bytes) -> tuple[BlockTable, ...]:
-        return tuple(
-            BlockTable(self._keys(request, of_group, group.block_tokens, group.hashes_per_block, self._names))
-            for group, of_group in zip(
-                self._groups, self._namespaces.of_groups(namespace, self._signatures), strict=True
-            )
-        )
+        tables = []
+        for group, signature in zip(self._groups, self._signatures, strict=True):
+            of_group = group_namespace(namespace, signature)
+            keys = self._keys(request, of_group, group.block_tokens, group.hashes_per_block, self._names)
+            tables.append(BlockTable(keys))
+        return tuple(tables)
 
     def begin_lookup(self, tracker: RequestTracker, preempted: OnRequest) -> None:
         """Called when the engine looks a request up, which means that the request no longer holds any block.

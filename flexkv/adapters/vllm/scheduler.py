@@ -458,7 +458,7 @@ class SchedulerSide:
                 self._watch.hashes()
             )
             return True
-        self.orders.void.extend(self._loads)
+        self.orders.void.extend(self._loads.jobs)
         self.counters.add("flexkv_resets_total")
         for tracker in self.requests.live.values():
             tracker.stale = bool(tracker.block_ids)
@@ -467,7 +467,7 @@ class SchedulerSide:
         self._stores.reset(self._watch.hashes())
         if self._spec.role.ends_copies and not self._end_copies():
             return False
-        return not self._loads
+        return not self._loads.jobs
 
     def _reset_built_unit(self) -> None:
         """Carries out a reset that came before the unit was built, because disks may hold pages of the old weights.

@@ -69,14 +69,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
             if metric is None:
                 continue
             for series, value in values.items():
-                bound = self._bind(engine_idx, metric, series)
-                if metric.kind is MetricKind.COUNTER:
-                    bound.inc(value)
-                elif metric.kind is MetricKind.GAUGE:
-                    bound.set(value)
-                else:
-                    for sample in value:
-                        bound.observe(sample)
+                metric.add_to(self._bind(engine_idx, metric, series), value)
 
     def _register(self, metric: Metric, types: dict[type[PromMetric], type[PromMetricT]]) -> Any:
         labels = [*self._labelnames, *(name for name, _ in metric.labels)]

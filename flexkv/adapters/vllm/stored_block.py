@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -78,19 +79,24 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def hash_identity(hash_tokens: int, algorithm: str) -> bytes:
-    """32 bytes that differ between engines that give the same block different hashes: by version, hash function or the
-    function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed.
+def hashed_request(tokens: Sequence[int], salt: str, hash_tokens: int, algorithm: str) -> Request:
+    """A request of text, with the engine's block hashes.
 
     Args:
         hash_tokens: tokens that one of the engine's block hashes covers.
         algorithm: name of the engine's block hash.
     """
-    hasher = get_request_block_hasher(hash_tokens, get_hash_fn_by_name(algorithm))
-    probe = Request(
-        "flexkv probe", list(range(2 * hash_tokens)), SamplingParams(max_tokens=1), None, cache_salt="s"
-    )
-    probe.block_hashes = hasher(probe)
+    sampling = SamplingParams(max_tokens=1)
+    request = Request("flexkv", list(tokens), sampling, None, cache_salt=salt or None)
+    request.block_hashes = get_request_block_hasher(hash_tokens, get_hash_fn_by_name(algorithm))(request)
+    return request
+
+
+def hash_identity(hash_tokens: int, algorithm: str) -> bytes:
+    """32 bytes that differ wherever this engine gives the same block another hash: by its version, its hash function or
+    that function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed. Arguments as for
+    `hashed_request`."""
+    probe = hashed_request(range(2 * hash_tokens), "s", hash_tokens, algorithm)
     digest = sha256(
         _FORMAT + b"\0" + vllm_version.encode() + b"\0" + b"".join(map(bytes, probe.block_hashes))
     ).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -112,27 +113,42 @@ def test_a_diffusion_model_is_refused() -> None:
 
 
 def test_a_second_connector_in_one_engine_is_refused() -> None:
-    engine = SimpleNamespace(cache_config=SimpleNamespace())
-    child = SimpleNamespace(cache_config=engine.cache_config)
-    first = register_only(engine, WORKER, "FlexKVConnector")
-    scheduler = register_only(engine, SCHEDULER, "FlexKVConnector")
-    with pytest.raises(ConfigError, match=r"\(FlexKVConnector, then Other\).*connectors"):
-        register_only(child, WORKER, "Other")
+    engine: Any = SimpleNamespace(cache_config=SimpleNamespace())
+    child: Any = SimpleNamespace(cache_config=engine.cache_config)
+    first, scheduler, other = Named(), Named(), Other()
+    register_only(first, WORKER, engine)
+    register_only(scheduler, SCHEDULER, engine)
+    with pytest.raises(ConfigError, match=r"\(Named, then Other\).*connectors"):
+        register_only(other, WORKER, child)
     end_registration(first)
-    assert register_only(child, WORKER, "Other").name == "Other"
-    assert scheduler.role is SCHEDULER
+    register_only(other, WORKER, child)
+    with pytest.raises(ConfigError):
+        register_only(Other(), SCHEDULER, child)
+
+
+class Named:
+    """Stands for a connector."""
+
+
+class Other(Named):
+    """Stands for a connector of another class."""
 
 
 def test_engines_in_one_process_do_not_refuse_each_other() -> None:
-    engines = [SimpleNamespace(cache_config=SimpleNamespace()) for _ in range(2)]
-    kept = [register_only(engine, SCHEDULER, "FlexKVConnector") for engine in engines]
-    assert len(kept) == 2
+    connectors = [Named() for _ in range(2)]
+    for connector in connectors:
+        register_only(connector, SCHEDULER, SimpleNamespace(cache_config=SimpleNamespace()))  # type: ignore[arg-type]
 
 
 def test_a_connector_that_is_gone_is_not_counted() -> None:
-    engine = SimpleNamespace(cache_config=SimpleNamespace())
-    register_only(engine, SCHEDULER, "Gone")
-    assert register_only(engine, SCHEDULER, "Next").name == "Next"
+    engine: Any = SimpleNamespace(cache_config=SimpleNamespace())
+    kept = Named()
+    register_only(kept, SCHEDULER, engine)
+    with pytest.raises(ConfigError):  # the control
+        register_only(Named(), SCHEDULER, engine)
+    del kept
+    gc.collect()
+    register_only(Named(), SCHEDULER, engine)
 
 
 class Layer(AttentionLayerBase):
