@@ -22,8 +22,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from flexkv.adapters.common.announcements import Announcements, Medium, Named
+from flexkv.adapters.common.prompt_keys import GROUP
 from flexkv.adapters.sglang.engine_watch import EngineListener
-from flexkv.adapters.sglang.pages import GROUP
 from flexkv.facts.keys import Keys
 
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}

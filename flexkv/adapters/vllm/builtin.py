@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexkv.adapters.common.refusals import log_refusal
+from flexkv.adapters.common.start import log_start, read_settings
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
-    log_start,
-    read_settings,
+    warn_of_policy,
+    warn_of_version,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, step_load_needs
 from flexkv.adapters.vllm.geometry import config_of_tensors
@@ -70,7 +71,7 @@ class FlexKVConnectorV1Impl:
     @log_refusal(logger)
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         transfer = vllm_config.kv_transfer_config
-        asked = read_settings(transfer)
+        asked = read_settings(transfer.kv_connector_extra_config)
         check_engine(vllm_config)
         check_hash(vllm_config.cache_config.prefix_caching_hash_algo)
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -104,7 +105,9 @@ class FlexKVConnectorV1Impl:
         if self._worker is not None:
             local_engines.announce(self._worker, vllm_config.cache_config)
         else:
-            log_start(asked, transfer)
+            log_start(logger, asked, "vllm")
+            warn_of_version()
+            warn_of_policy(transfer)
             logger.warning(
                 "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "
                 "running engine, KV of the old ones would be served. It also stores prompts only, within each step. "

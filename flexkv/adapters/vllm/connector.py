@@ -17,14 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapters.common.refusals import log_refusal
+from flexkv.adapters.common.start import log_start, read_settings
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import (
     check_batch_invariance,
     check_engine,
     check_groups,
-    log_start,
-    read_settings,
+    warn_of_policy,
     warn_of_sudden_end,
+    warn_of_version,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
 from flexkv.adapters.vllm.geometry import head_replicas, required_layout
@@ -91,7 +92,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = read_settings(self._kv_transfer_config)
+        settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config)
         geometry = pool_geometry(kv_cache_config)
         check_groups(vllm_config, geometry)
@@ -112,7 +113,9 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_scheduler(
         self, vllm_config: VllmConfig, settings: FlexKVConfig, geometry: PoolGeometry
     ) -> None:
-        log_start(settings, self._kv_transfer_config)
+        log_start(logger, settings, "vllm")
+        warn_of_version()
+        warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
         settings = with_possible_modes(settings, vllm_config, geometry.is_hybrid)
         spec = EngineSpec.of(
@@ -327,7 +330,7 @@ def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
     Raises:
         ConfigError: a setting is unknown or not allowed.
     """
-    read_settings(transfer)
+    read_settings(transfer.kv_connector_extra_config)
     logger.info(
         "asks vLLM for KV cache layout %s. Where another connector of a MultiConnector asks for another one, vLLM does "
         "not start: set VLLM_KV_CACHE_LAYOUT to one of the two",

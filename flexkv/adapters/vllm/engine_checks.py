@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ConfigError
-from flexkv.observe import configure_logging, get_logger, log_package, warn_once
+from flexkv.observe import get_logger, warn_once
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
 
     from flexkv.adapters.vllm.pool_geometry import PoolGeometry
+    from flexkv.config import FlexKVConfig
 
 logger = get_logger(__name__)
 
@@ -145,27 +145,6 @@ def engine_release() -> str:
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
-
-
-def read_settings(transfer: KVTransferConfig) -> FlexKVConfig:
-    """The connector's settings. From here on flexkv logs as they say.
-
-    Raises:
-        ConfigError: a setting is unknown or not allowed.
-    """
-    settings = load_config(transfer.kv_connector_extra_config)
-    configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
-    return settings
-
-
-def log_start(settings: FlexKVConfig, transfer: KVTransferConfig) -> None:
-    """Logs which flexkv starts, because vLLM imports whichever comes first on Python's path, and warns of everything
-    that a user may not expect of it."""
-    log_package(logger)
-    warn_of_version()
-    warn_of_policy(transfer)
-    for words in without_effect(settings, "vllm"):
-        logger.warning("%s", words)
 
 
 def warn_of_version() -> None:

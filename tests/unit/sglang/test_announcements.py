@@ -14,7 +14,7 @@ import pytest
 
 from flexkv.adapters.common import announcements
 from flexkv.adapters.common.announcements import Announcements, Medium, Named, Told
-from flexkv.adapters.sglang.pages import GROUP
+from flexkv.adapters.common.prompt_keys import GROUP
 from tests.soak import soak_factor
 
 from .conftest import World, hashes_of
