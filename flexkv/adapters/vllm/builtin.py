@@ -68,6 +68,9 @@ class FlexKVConnectorV1Impl:
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
+    _worker: WorkerSide
+    """The worker's side. Only a connector in the worker's role has this attribute."""
+
     @log_refusal(logger)
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -94,15 +97,15 @@ class FlexKVConnectorV1Impl:
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.WORKER:
+        self._is_worker = role is KVConnectorRole.WORKER
+        if self._is_worker:
             self._worker = WorkerSide(self._settings, 0, 1)
             self._own_pools = OwnPools()
         else:
             check_agent(vllm_config)
         # A connector that is refused must not be registered as its engine's, so this comes after the checks.
         register_only(self, role, vllm_config)
-        if self._worker is not None:
+        if self._is_worker:
             local_engines.announce(self._worker, vllm_config.cache_config)
         else:
             log_start(logger, asked, "vllm")
@@ -116,7 +119,7 @@ class FlexKVConnectorV1Impl:
             )
 
     def shutdown(self) -> None:
-        if self._worker is not None:
+        if self._is_worker:
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
@@ -133,7 +136,6 @@ class FlexKVConnectorV1Impl:
                 backend breaks batch invariance.
             GeometryError: flexkv does not store such tensors.
         """
-        assert self._worker is not None
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
             check_alone(get_kv_transfer_group())
@@ -143,7 +145,6 @@ class FlexKVConnectorV1Impl:
             self._worker.register_kv_caches(kv_caches, config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        assert self._worker is not None
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -155,14 +156,12 @@ class FlexKVConnectorV1Impl:
         """Does nothing: stores copy whole blocks after the forward pass."""
 
     def wait_for_save(self) -> None:
-        assert self._worker is not None
         self._worker.finish_stores(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
         return self._worker.reports.take_failed_blocks()
 
     def get_kv_connector_stats(self) -> None:

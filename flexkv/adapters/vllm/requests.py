@@ -3,9 +3,9 @@ which follow the engine's schedule of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -18,8 +18,7 @@ from flexkv.adapters.vllm.block_keys import (
     group_namespace,
     tail_extra,
 )
-from flexkv.adapters.vllm.input_names import InputNames
-from flexkv.adapters.vllm.pool_geometry import PoolGeometry
+from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.cache.base import MatchResult
 from flexkv.cache.keys import tail_key
@@ -156,33 +155,19 @@ OnRequest = Callable[[RequestTracker], None]
 class RequestTable:
     """Every request from its first lookup to its end.
 
-    Args:
-        scheme: `keys.scheme`.
-        names: names of the engine's images and other inputs.
-        adapters: see `RequestNamespaces`.
-        prompt_only: generated tokens are not stored, so they do not count as certain.
-
     Attributes:
         live: the trackers by request id.
     """
 
-    def __init__(
-        self,
-        namespace: bytes,
-        geometry: PoolGeometry,
-        scheme: str,
-        names: InputNames,
-        adapters: Mapping[str, Any],
-        fields: RequestFields,
-        prompt_only: bool = False,
-    ) -> None:
-        self._names = names
-        self._namespaces = RequestNamespaces(namespace, adapters)
-        self._groups = geometry.groups
-        self._signatures = [group.signature for group in geometry.kv_groups()]
+    def __init__(self, spec: EngineSpec, fields: RequestFields) -> None:
+        self._names = spec.names
+        self._namespaces = RequestNamespaces(spec.namespace, spec.adapters)
+        self._groups = spec.geometry.groups
+        self._signatures = [group.signature for group in spec.geometry.kv_groups()]
         self._fields = fields
-        self._prompt_only = prompt_only
-        self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
+        # If generated tokens are not stored, they do not count as certain.
+        self._prompt_only = spec.config.store.tokens == "prompt"
+        self._keys = TokenBlockKeys if spec.config.keys.scheme == COMMON else EngineBlockKeys
         self.live: dict[str, RequestTracker] = {}
 
     def of(self, request: Request) -> RequestTracker:

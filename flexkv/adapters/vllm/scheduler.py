@@ -67,17 +67,7 @@ class SchedulerSide:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self.counters = Counters()
-        fields = RequestFields(SettingsReader(self.counters, logger))
-        scheme = spec.config.keys.scheme
-        self.requests = RequestTable(
-            spec.namespace,
-            spec.geometry,
-            scheme,
-            spec.names,
-            spec.adapters,
-            fields,
-            prompt_only=spec.config.store.tokens == "prompt",
-        )
+        self.requests = RequestTable(spec, RequestFields(SettingsReader(self.counters, logger)))
         self.orders = ConnectorMetadata()
         self._watch = StoreWatch()
         self._watch_bound = False

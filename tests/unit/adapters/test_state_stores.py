@@ -75,7 +75,7 @@ class Steps:
         if output:
             self.request.append_output_token_ids(list(range(1000, 1000 + output)))
         fields = RequestFields(SettingsReader(Counters(), logging.getLogger()))
-        requests = RequestTable(bytes(32), geometry, "engine", spec.names, {}, fields)
+        requests = RequestTable(spec, fields)
         self.tracker = requests.of(self.request)
         self.offers = Offers()
         unit: Any = SimpleNamespace(manager=self.offers, has_tiers=True, slots=99)
