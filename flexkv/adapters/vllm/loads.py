@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapters.common.load_job import LoadJob
-from flexkv.adapters.vllm.block_keys import tail_extra
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.requests import Promise, RequestTracker
 from flexkv.cache.base import MatchResult, TailCandidates
@@ -55,12 +54,9 @@ class Loads:
 
     `load.mode` decides when loads run: async loads between steps, sync loads within the step that needs them.
     Layerwise loads run within the step too, and its forward pass waits for each layer just before it reads the layer.
-<<<<<<< HEAD
-=======
 
     Attributes:
         jobs: the loads in flight, by their ops.
->>>>>>> edc97e72 (fixup! vllm: announce pages by the record that other adapters use)
     """
 
     def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:
@@ -82,7 +78,7 @@ class Loads:
         self._sync = spec.config.load.mode != "async"
         self._by_layer = spec.config.load.mode == "layerwise"
         self._counters = counters
-        self._jobs: dict[OpId, LoadJob] = {}
+        self.jobs: dict[OpId, LoadJob] = {}
 
     # --- promises ---
 
@@ -170,13 +166,8 @@ class Loads:
         end = min(first + self._block_tokens - 1, request.num_tokens)
         if end <= first:
             return None
-        extra = tail_extra(request, first, end)
-        keys = tracker.block_keys
-        if extra is None or base_block > len(keys.keys()):
-            return None
-        parent = keys.parent(base_block)
-        tokens = request.all_token_ids[first:end]
-        return tail_candidates(keys.namespace, GROUP, parent, extra, tokens, self._block_tokens, base_block)
+        parts, namespace = tracker.tail_parts(base_block, end), tracker.block_keys.namespace
+        return parts and tail_candidates(namespace, GROUP, *parts, self._block_tokens, base_block)
 
     # --- loads ---
 
@@ -219,7 +210,7 @@ class Loads:
             graph = graph.layerwise()
         job = LoadJob(tracker.request_id, graph, self._sync)
         for op in graph.ops:
-            self._jobs[op.op_id] = job
+            self.jobs[op.op_id] = job
             if not self._sync:
                 tracker.loading = op.op_id
         return job
@@ -302,17 +293,8 @@ class Loads:
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
         """Forgets a load's op that has ended on every rank; `tracker` is that of its request, if that still lives."""
-        job = self._jobs.pop(op_id, None)
+        job = self.jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
             # A load from two tiers has two ops. The load can be cancelled as a whole by either of them.
-            others = () if job is None else (op.op_id for op in job.graph.ops if op.op_id in self._jobs)
+            others = () if job is None else (op.op_id for op in job.graph.ops if op.op_id in self.jobs)
             tracker.loading = next(iter(others), None)
-
-    def __contains__(self, op_id: OpId) -> bool:
-        return op_id in self._jobs
-
-    def __iter__(self) -> Iterator[OpId]:
-        return iter(self._jobs)
-
-    def __len__(self) -> int:
-        return len(self._jobs)

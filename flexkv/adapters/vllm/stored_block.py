@@ -93,8 +93,8 @@ def hashed_request(tokens: Sequence[int], salt: str, hash_tokens: int, algorithm
 
 
 def hash_identity(hash_tokens: int, algorithm: str) -> bytes:
-    """32 bytes that differ wherever this engine gives the same block another hash: by its version, its hash function or
-    that function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed. Arguments as for
+    """32 bytes that differ between engines that give the same block different hashes: by version, hash function or the
+    function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed. Arguments as for
     `hashed_request`."""
     probe = hashed_request(range(2 * hash_tokens), "s", hash_tokens, algorithm)
     digest = sha256(
