@@ -25,7 +25,7 @@ def build_info() -> dict[str, bool | str | int]:
 def load_nvtx(library: str) -> None:
     """Makes the lanes' threads name their work to a profiler, by the NVTX of `library`, a name or a path.
 
-    For good, because threads may be inside a range: if a library was loaded before, nothing changes.
+    This is permanent, because threads may be inside a range: if a library was loaded before, nothing changes.
 
     Raises:
         ConfigError: the library cannot be loaded, or lacks nvtxRangePushA or nvtxRangePop.
@@ -63,9 +63,10 @@ class PageConversion:
     """Rewrites stripes from one order of the elements of K and V into another.
 
     Args:
-        counts: layers, tokens, heads, elements of a head; the last is 1 where both orders keep a head's row together.
-        element_bytes: bytes of what is moved unchanged: an element, or the row.
-        source, target: for K and V, bytes from one layer, token, head and element to the next; and where V begins.
+        counts: layers, tokens, heads, elements of a head; the last is 1 if both orders keep a head's row together.
+        element_bytes: bytes of the unit that is moved unchanged: an element, or the row.
+        source, target: for K and V, bytes from one layer, token, head and element to the next; and the offset at which
+        V begins.
 
     Raises:
         GeometryError: the elements of one of the orders leave gaps or overlap.
@@ -107,10 +108,10 @@ def scatter(view: KvView, block: int, stripe: Buffer) -> None:
     """Copies `stripe` to a block of a host-memory pool."""
 
 def gather_layers(view: KvView, lo: int, hi: int, block: int, stripe: Buffer) -> None:
-    """Copies layers [lo, hi) of a block; the rest of the stripe is left alone."""
+    """Copies layers [lo, hi) of a block; the rest of the stripe is not changed."""
 
 def scatter_layers(view: KvView, lo: int, hi: int, block: int, stripe: Buffer) -> None:
-    """Copies layers [lo, hi) of the stripe to a block; the block's other layers are left alone."""
+    """Copies layers [lo, hi) of the stripe to a block; the block's other layers are not changed."""
 
 def run_digest(run: Buffer) -> int:
     """The 64-bit digest of a run's bytes (docs/digest.md)."""
@@ -175,11 +176,11 @@ class HostPool:
     def extent_of(self, slot: int) -> NDArray[np.uint8]: ...
     def slot(self, slot: int) -> NDArray[np.uint8]: ...
     def settle(self, slots: NDArray[np.int32], read: int, verified: bool) -> None:
-        """Reports that a read from disk has ended for these slots' pages: loads that wait for it go on, or fail."""
+        """Reports that a read from disk has ended for these slots' pages: loads that wait for it continue or fail."""
     def close(self) -> None: ...
 
 class SlotBoard:
-    """What a unit tells other units of one tier's slots: csrc/share/slot_board.h. Not thread-safe.
+    """What a unit tells other units about one tier's slots: csrc/share/slot_board.h. Not thread-safe.
 
     Raises:
         CapacityError: there is no memory for so many slots. BlockRangeError: no slot.
@@ -198,7 +199,7 @@ class SlotBoard:
         expiries: NDArray[np.uint64],
         epoch: int,
     ) -> None:
-        """Notes what the pages' rows are to say once they are published; empty arrays stand for zeros.
+        """Records what the pages' rows will say once they are published; empty arrays stand for zeros.
 
         Raises:
             BlockRangeError: there is no such slot. ContractError: arrays of other lengths.
@@ -210,14 +211,14 @@ class SlotBoard:
             BlockRangeError: there is no such slot.
         """
     def show(self, slots: NDArray[np.int32], group: int, keys: NDArray[np.uint8]) -> None:
-        """Publishes pages that `hide` has withdrawn. Precondition: each slot holds the page of its key, `note` has said
-        the rest of it, and nobody writes it.
+        """Publishes pages that `hide` has withdrawn. Precondition: each slot holds the page of its key, `note` has
+        given the page's other facts, and the slot is not being written.
 
         Raises:
             BlockRangeError: there is no such slot. ContractError: not one key per slot.
         """
     def retire(self) -> None:
-        """Makes every reader leave, for good."""
+        """Makes every reader leave permanently."""
 
 class PeerDirectory:
     """Which pages other units have, and where: csrc/share/peer_directory.h. Thread-safe."""
@@ -238,7 +239,7 @@ class PeerDirectory:
             pool: descriptor, bytes of the file, offset of slot 0, bytes of a slot, slots per extent, bytes from one
                 extent to the next.
             formats: for each of the peer's KV groups the pieces of its pages (offset in the peer's slot, offset in
-                ours, bytes; none if the caller rewrites them) and their runs (offset in our slot, bytes, offset of the
+                ours, bytes; none if the caller converts them) and their runs (offset in our slot, bytes, offset of the
                 digest in the peer's slot and in ours; -1 for none). Pages of other groups are not known.
 
         Raises:
@@ -255,8 +256,9 @@ class PeerDirectory:
     ) -> tuple[
         NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]
     ]:
-        """What has become known of up to `most` pages: keys, groups, tokens, expiries, and whether a peer has the page
-        now. Pages that went come first, each once; one that came back is also among those that are there."""
+        """News of up to `most` pages: keys, groups, tokens, expiries, and whether a peer has the page now. Lost pages
+        come first, each once; a page that came back is also among those that are there.
+        """
     def take_of(
         self, group: int, keys: NDArray[np.uint8]
     ) -> (
@@ -269,7 +271,7 @@ class PeerDirectory:
         ]
         | None
     ):
-        """The same of these pages alone; None if nothing has."""
+        """The same for only these pages; None if there is no news."""
     def bring(
         self,
         pool: HostPool,
@@ -309,7 +311,7 @@ class PeerDirectory:
         epoch."""
     def retired(self, peer: int) -> bool: ...
     def counts(self, peer: int) -> tuple[int, int, int, int, int]:
-        """Pages asked of the peer, by how that ended."""
+        """Number of pages requested from the peer, by outcome."""
     def pages(self, peer: int) -> int: ...
     @property
     def overruns(self) -> int:
@@ -345,14 +347,15 @@ class HostMover(PageMover):
     def __init__(self) -> None: ...
 
 class Lane:
-    """Executes the ops of some kinds. Belongs to one TransferEngine for good: a second one raises ContractError."""
+    """Executes the ops of some kinds. Belongs permanently to one TransferEngine: a second one raises ContractError."""
 
 class StreamPoint:
     """A point in a device stream's work, made by `TransferEngine.record`."""
 
 class CudaLane(Lane):
-    """Copies between a GPU and the host pool. Raises ConfigError where there is no such device, and unless
-    1 <= digest_threads <= 16."""
+    """Copies between a GPU and the host pool. Raises ConfigError if there is no such device, and unless 1 <=
+    digest_threads <= 16.
+    """
 
     def __init__(
         self,
@@ -363,21 +366,21 @@ class CudaLane(Lane):
         load_kernel_below: int | None = None,
         store_kernel_below: int | None = None,
     ) -> None:
-        """`load_kernel_below`, `store_kernel_below`: the kernel copies runs of fewer bytes; None: what is built in.
+        """`load_kernel_below`, `store_kernel_below`: the kernel copies runs of fewer bytes; None: the built-in limits.
 
         Raises:
             ConfigError: there is no such device, or an argument is out of range.
         """
     @property
     def ways(self) -> dict[str, str]:
-        """In words, for "h2d" and "d2h": which runs the kernel copies, and what copies the others."""
+        """A description, for "h2d" and "d2h", of which runs the kernel copies and what copies the others."""
     @property
     def notes(self) -> str:
-        """The ways that are not used, and why; empty when all are."""
+        """The ways that are not used, and why; empty if all are used."""
     @property
     def failed_launches(self) -> int:
-        """Launches that failed after the self-test, of the kernel that copies or of the one that waits for a layer. The
-        first of either ends its use.
+        """Number of launches that failed after the self-test, of the kernel that copies or of the kernel that waits for
+        a layer. The first failure of either ends its use.
         """
     def counts(self) -> list[tuple[str, int, int, int]]:
         """path, pieces, bytes, driver calls of each path."""
@@ -467,11 +470,11 @@ def uring_refusal() -> str:
     """Why io_uring cannot be used; empty if it can."""
 
 class PageCodec:
-    """The slot image of a KV group: stripes, and the trailer that names and proves them (docs/disk-format.md).
+    """The slot image of a KV group: stripes, and the trailer that identifies and verifies them (docs/disk-format.md).
 
     Args:
         runs: each rank's runs, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, filling the stripe.
-        host_digests: `seal` finds the run digests in the image and leaves them.
+        host_digests: `seal` finds the run digests in the image and keeps them.
         group: number of the KV group, in [0, 2**32): its pages name it, and a page that names another is a miss.
 
     Raises:
@@ -505,7 +508,7 @@ class PageCodec:
     def check(
         self, image: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int, data: bool = True
     ) -> tuple[str, str]:
-        """`("none", "")`, or the name of the miss and the reason. Without `tag`, any page will do."""
+        """`("none", "")`, or the name of the miss and the reason. Without `tag`, any page is accepted."""
 
     def seal_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes, written: int
@@ -520,7 +523,7 @@ class PageCodec:
         run digests into `image` if the page passes."""
 
     def trailer(self, image: Buffer) -> tuple[int, int, bytes, int]:
-        """slab_id, slot, tag, written, as they stand in the trailer, unchecked."""
+        """slab_id, slot, tag and written from the trailer, unchecked."""
 
 class SlabFile:
     """An open slab. `lock_fd`: the folder's lock, kept for as long as an I/O may be under way.
@@ -537,7 +540,7 @@ class SlabFile:
         """Whether I/O bypasses the page cache."""
     @property
     def buffered_because(self) -> str:
-        """Why I/O goes through the page cache; empty where it does not."""
+        """Why I/O goes through the page cache; empty if it does not."""
     @property
     def fd(self) -> int: ...
     @property
@@ -572,7 +575,7 @@ class DiskLane(Lane):
 
     Raises:
         GeometryError: a pool's or slab's slots are not images of its group. ConfigError: `io` or `depth` is not
-            allowed. DiskError: io_uring is asked for and refused.
+            allowed. DiskError: io_uring is requested and refused.
     """
 
     def __init__(
@@ -596,9 +599,9 @@ class DiskLane(Lane):
     def files_closed(self) -> bool:
         """Whether the slabs were closed, because the lane's engine was closed and nothing moves."""
     def states(self) -> list[tuple[bool, str, str, str]]:
-        """For each disk: whether it is lost, why, its backend, and why that is not the one that was asked for."""
+        """For each disk: whether it is lost, why, its backend, and why that is not the requested one."""
     def full_reasons(self) -> list[str]:
-        """For each disk: why it takes no page in slots without space of their own; empty while it does."""
+        """For each disk: why it accepts no page in slots without space of their own; empty while it does."""
     def counts(self, disk: int) -> DiskCounts: ...
 
 # --- rope ---------------------------------------------------------------------------------------------------
@@ -620,16 +623,17 @@ def rotate_rows(
     dst_head_stride: int,
     stream: int = 0,
 ) -> None:
-    """Turns rows of keys and writes them to their places, in one pass (csrc/rope/rotation.h).
+    """Rotates rows of keys and writes them to their places, in one pass (csrc/rope/rotation.h).
 
     Head h of row r is read at byte `src_offsets[r] + h * src_head_stride` of `src` and written at byte
     `dst_offsets[r] + h * dst_head_stride` of `dst`. Tensors are contiguous, of any library, all in host memory or all
     on the current GPU. No two rows may be written to the same place. On the host it returns when done; on a GPU the
-    launch is enqueued. The tables must have passed `check_rotation` before they went there, and stay until it has run.
+    launch is enqueued. The tables must have passed `check_rotation` before they were copied to the GPU, and must exist
+    until the launch has run.
 
     Args:
         src_offsets, dst_offsets: int64 [rows], bytes.
-        turn_of_row: int32 [rows], index into `turns`; -1 writes zeros, -2 copies the row as it is.
+        turn_of_row: int32 [rows], index into `turns`; -1 writes zeros, -2 copies the row unchanged.
         turns: float32 [turns, 2, rotary_dim / 2], cosines and sines.
         dtype: dtype of the keys: float32, bfloat16 or float16.
         pairing: neox or gptj.
@@ -712,7 +716,7 @@ class EngineKeyChain:
         """
 
     def truncate(self, blocks: int) -> None:
-        """Keeps the first `blocks` keys. Arrays returned before stay as they are."""
+        """Keeps the first `blocks` keys. Arrays returned before do not change."""
 
     @property
     def keys(self) -> NDArray[np.uint8]:
@@ -737,11 +741,11 @@ class TokenChain:
 
         Args:
             tokens: list, tuple or int32/int64/uint32 array; element 0 is token `start` of the request. Tokens after the
-                last whole block are not kept: give them again.
+                last whole block are not kept and must be given again.
 
         Raises:
-            TokenError: a token is not an integer in [0, 2**32) (a bool is not one); names position and value. Or there
-                are more than 2**27 tokens. Nothing is appended.
+            TokenError: a token is not an integer in [0, 2**32) (a bool is not one), and the message names position and
+                value; or there are more than 2**27 tokens. Nothing is appended.
             ContractError: `start` lies beyond the chain's end.
         """
 
@@ -774,9 +778,9 @@ class BlockIndex:
     def __init__(self, group_slots: list[int], policy: str = "lru", shared_with: list[int] = []) -> None:
         """
         Args:
-            shared_with: for each group the group whose slots it shares, itself or an earlier one; empty where none
-                share. Methods about a group's slots, and about its evicted or cold blocks, then concern all groups that
-                share them.
+            shared_with: for each group the group whose slots it shares, itself or an earlier one; empty if none share.
+                Methods about a group's slots, and about its evicted or cold blocks, then concern all groups that share
+                them.
         """
     def grow(self, group: int, slots: int) -> None: ...
     def tell(self, board: SlotBoard) -> None:
@@ -808,7 +812,7 @@ class BlockIndex:
         """`pin` for entries that a lookup found, which must still be those of `keys`.
 
         Raises:
-            ContractError: one is not; names it. Nothing is leased.
+            ContractError: one is not, and the message names it. Nothing is leased.
         """
     def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
         """`pin` for entries that are ready, or pending and leased by their filler."""
@@ -817,8 +821,8 @@ class BlockIndex:
     def keep_leases(self, leased: NDArray[np.uint32]) -> int:
         """Ends every lease but these, one element per lease; returns how many ended.
 
-        For a caller that broke off before it had noted its leases. Pending entries without a lease are removed. O(all
-        entries).
+        For a caller that was interrupted before it had recorded its leases. Pending entries without a lease are
+        removed. O(all entries).
 
         Raises:
             ContractError: an entry is leased less often than it is named; nothing has changed.
@@ -840,7 +844,7 @@ class BlockIndex:
         Args:
             filler: the op that fills the new blocks, for which requests may wait; with 0 no request may wait for them.
             leases: pins on each new entry beside the insert's own, which `finish` keeps.
-            spare: the new blocks are evicted first where spare ones have more than their share of the slots, until a
+            spare: the new blocks are evicted first if spare ones have more than their share of the slots, until a
                 request hits them, or they are offered without this.
         """
 
@@ -864,10 +868,12 @@ class BlockIndex:
         """
 
     def evict(self, group: int, count: int) -> NDArray[np.uint8]:
-        """Evicts up to `count` blocks that nobody leases; returns their keys."""
+        """Evicts up to `count` blocks without leases; returns their keys."""
 
     def gone_groups(self) -> NDArray[np.uint32]:
-        """The group of each block that the last `insert`, `evict` or `retire` removed; empty where none share."""
+        """The group of each block that the last `insert`, `evict` or `retire` removed; empty if no groups share
+        slots.
+        """
 
     def groups_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
     def finish(
@@ -885,14 +891,16 @@ class BlockIndex:
         """Makes ready entries for blocks that exist already, oldest first; returns which were taken.
 
         Args:
-            groups: each block's group, where others share the group's slots.
+            groups: each block's group, if others share the group's slots.
         """
 
     def take_coldest(self, group: int, count: int) -> NDArray[np.uint32]:
-        """Leases up to `count` blocks that nobody leases, those that would be evicted first; returns them."""
+        """Leases up to `count` blocks without leases, those that would be evicted first; returns them."""
 
     def retire(self, group: int, gone: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Takes the slots marked in `gone` out of use for good; returns the keys of the ready blocks lost with them."""
+        """Permanently takes the slots marked in `gone` out of use; returns the keys of the ready blocks lost with
+        them.
+        """
 
     def slots_of(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
     def pins_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
@@ -902,8 +910,9 @@ class BlockIndex:
     def free_slots(self, group: int) -> int: ...
     def up_slots(self, group: int) -> int: ...
     def idle_slots(self, group: int) -> int:
-        """Slots that are free or hold a block that nobody leases: an `insert` of this many unknown keys finds room for
-        all. In a pool with retired slots it may find room for more."""
+        """Number of slots that are free or hold a block without leases: an `insert` of this many unknown keys has room
+        for all. In a pool with retired slots it may have room for more.
+        """
 
     @property
     def evictions(self) -> int: ...
@@ -921,7 +930,7 @@ class Found:
         """Blocks that every group can restore."""
     @property
     def ready_blocks(self) -> int:
-        """Leading ones of these blocks that are ready in host memory."""
+        """How many leading ones of these blocks are ready in host memory."""
     @property
     def cut(self) -> bool:
         """Whether the room ended the prefix although the next block is found too."""
@@ -937,7 +946,9 @@ class Found:
         """The entry of each page in the index of its tier."""
     def slots(self, group: int) -> NDArray[np.int32]: ...
     def runs(self, group: int) -> NDArray[np.int32]:
-        """Where the pages lie, int32 [runs, 4]: tier, state (0 ready, 1 being filled by an op), first page, pages."""
+        """The places of the pages, int32 [runs, 4]: tier, state (0 ready, 1 being filled by an op), first page,
+        pages.
+        """
     def detach(self) -> None:
         """Hands the leases over to the caller, who ends them with the indexes' `unpin`.
 
@@ -994,7 +1005,9 @@ class TierLookup:
         """Ends all leases. `found` has no page any more."""
 
     def count_ready(self, found: Found) -> int:
-        """How many leading blocks are ready in host memory now. `found` is leased, by itself or by who detached it."""
+        """How many leading blocks are ready in host memory now. `found` is leased, by itself or by the caller that
+        detached it.
+        """
 
     def present(self, group: int, keys: NDArray[np.uint8], tiers_mask: int, now_s: int) -> NDArray[np.uint8]:
         """Per key, the first tier of the mask in which it is ready and has not expired, plus 1; 0: none."""
@@ -1024,17 +1037,18 @@ class FoundLengths:
         """Tokens after which the lookup began."""
     @property
     def lengths(self) -> list[int]:
-        """Lengths in tokens from the start of the request, the longest first; empty where nothing can be restored."""
+        """Lengths in tokens from the start of the request, the longest first; empty if nothing can be restored."""
     @property
     def ready(self) -> bool:
-        """Whether all leased pages lie in host memory."""
+        """Whether all leased pages are in host memory."""
     @property
     def shared_tokens(self) -> int:
-        """Tokens up to which the groups of full attention have all pages, whatever the others have; `start_tokens`
-        where there is no such group."""
+        """Number of tokens for which the groups of full attention have all pages, whatever the others have;
+        `start_tokens` if there is no such group.
+        """
     @property
     def cut(self) -> bool:
-        """Whether the room ended the longest hit, with keys behind it."""
+        """Whether the room ended the longest hit although further keys follow."""
     @property
     def leased(self) -> bool: ...
     @property
@@ -1044,9 +1058,11 @@ class FoundLengths:
     def first_page(self, group: int) -> int:
         """The number of the first page in `entries` and `slots`."""
     def entries(self, group: int) -> NDArray[np.uint32]:
-        """The entry of each page from `first_page` on, in the index of its tier; 2**32 - 1 where none is needed."""
+        """The entry of each page from `first_page` on, in the index of its tier; 2**32 - 1 for a page that is not
+        needed.
+        """
     def slots(self, group: int) -> NDArray[np.int32]:
-        """The slot of each of these pages; -1 where none is needed."""
+        """The slot of each of these pages; -1 for a page that is not needed."""
     def runs(self, group: int) -> NDArray[np.int32]: ...
     def detach(self) -> None: ...
 
@@ -1055,7 +1071,7 @@ class BoundaryLookup:
 
     Args:
         rules: one for each group of `tiers`.
-        alignment_tokens: every hit is a multiple of it, and it of every group's block.
+        alignment_tokens: every hit is a multiple of this, and this is a multiple of every group's block.
 
     Raises:
         ConfigError: not one rule per group, or an alignment that is not allowed.
@@ -1115,7 +1131,7 @@ class GdsTotals(TypedDict):
     launches: int
 
 class PoolState(TypedDict):
-    """What of an engine's pool on a GPU is registered, so that its blocks move straight between disk and pool.
+    """The registered part of an engine's pool on a GPU, whose blocks move straight between disk and pool.
 
     `regions`, `pieces` and `bytes` are registered now; `registered` and `released` count pieces so far. `refusal` says
     why blocks pass through staging; empty if none does, and for plain memory, which needs no registration.
@@ -1131,8 +1147,8 @@ class PoolState(TypedDict):
 class GDSManager:
     """Files on one or more disks, the threads that serve them, and the staging memory for one device.
 
-    Made once and used for every transfer; safe to use from several threads. Files are opened (and created) for this
-    user alone and stay open until `close`.
+    Made once and used for every transfer; safe to use from several threads. Files are opened (and created) only for
+    this user and stay open until `close`.
     """
 
     def __init__(
@@ -1161,7 +1177,7 @@ class GDSManager:
             engine_stream: the engine's cudaStream_t as a number; 0 is the legacy default stream.
             deadline_s: seconds for one transfer; pages that were not issued by then fail.
             stuck_s: seconds that I/O may stand still before the manager gives up its staging and goes out of service.
-            io: for plain memory and copies by way of it: "uring", "threads" (POSIX calls), or "auto", the former where
+            io: for plain memory and copies through it: "uring", "threads" (POSIX calls), or "auto", which is "uring" if
                 the kernel allows it.
             register_pool: `gds.register_pool`: "off", "auto" or "on".
 
@@ -1195,7 +1211,7 @@ class GDSManager:
     @property
     def pool(self) -> PoolState: ...
     def register_pool(self, address: int, blocks: int, block_stride: int, block_bytes: int) -> None:
-        """Has blocks that lie in one piece move straight between disk and pool; `pool` says whether they do.
+        """Makes contiguous blocks move straight between disk and pool; `pool` says whether they do.
 
         Args:
             address: of the first block. The blocks lie in one allocation, `block_stride` bytes apart.
@@ -1215,7 +1231,7 @@ class GDSManager:
     def cancel(self) -> None:
         """Cancels the pages of transfers under way that were not issued yet."""
     def close(self) -> None:
-        """Cancels, waits for what is in flight, closes the files. Idempotent.
+        """Cancels, waits for I/O in flight, closes the files. Idempotent.
 
         I/O that never ends keeps its files open.
         """
@@ -1237,11 +1253,11 @@ def time_transform(
         whole_device: uses every multiprocessor instead of the few that transfers use.
 
     Raises:
-        ConfigError: no such device. CapacityError: the memory is not there.
+        ConfigError: no such device. CapacityError: there is not enough memory.
     """
 
 def gpudirect_refusal() -> str:
-    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where one may. A lane that has
+    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty if one may. A lane that has
     opened a file knows this for the file (`GdsLane.direct_refusal`).
     """
 
@@ -1299,8 +1315,8 @@ class GdsLane(Lane):
     @property
     def staging_slot_bytes(self) -> int: ...
     def reserve_staging(self, group: int, view: KvView) -> None:
-        """Registers the memory of `view`, the view of `group`, as `gds.register_pool` says, and takes the staging that
-        its blocks will pass through.
+        """Registers the memory of `view`, the view of `group`, as `gds.register_pool` says, and allocates the staging
+        through which its blocks will pass.
 
         Raises:
             CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
@@ -1414,9 +1430,9 @@ def reserve_gds_staging(
     is_mla: bool = False,
     gpu_block_type: int = 0,
 ) -> None:
-    """Takes the manager's own staging for such transfers, so that a shortage shows before the first one.
+    """Allocates the manager's own staging for such transfers, so that a shortage shows before the first one.
 
-    The named blocks stand for all, and none is touched: two show how all of them are aligned. Nothing is taken where
+    The named blocks are examples, and none is touched: two show how all blocks are aligned. Nothing is allocated if
     blocks bypass staging.
 
     Raises:
