@@ -21,7 +21,8 @@ from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
 
 MOST_STORED = 512
-"""Most announcements of stored pages that one `take` returns: about a millisecond of the engine's step."""
+"""Most announcements per medium that one `take` returns besides those of new pages: about a millisecond of the engine's
+step."""
 
 
 class Medium(enum.IntFlag):
@@ -156,6 +157,8 @@ class Announcements(CacheListener):
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
         """Pages to be announced, parents before their children; some of them may have left."""
+        self._new = 0
+        """Pages that this process's own stores and writes have brought since the last `take`, in both media."""
         self._news = News()
         self._book: EventBook | None = None
 
@@ -222,9 +225,10 @@ class Announcements(CacheListener):
                 page.generation = generation
                 if page.kept is not None:
                     entries.append(Entry(key, group, generation, page.kept))
+        # First, because the book's thread leaves out what is not on disk when it shrinks the file.
+        self._appeared(rows, Medium.DISK)
         if entries and self._book is not None:
             self._book.put(entries)
-        self._appeared(rows, Medium.DISK)
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
         if self._book is not None:
@@ -254,6 +258,7 @@ class Announcements(CacheListener):
             if (page := self._pages.get(key)) is not None:
                 page.there |= medium
                 self._wait(key, page, medium)
+                self._new += 1
 
     def _wait(self, key: bytes, page: _Page, medium: Medium) -> None:
         if not page.waits & medium:
@@ -309,7 +314,7 @@ class Announcements(CacheListener):
             self._find_in(group, found, self._disk)
 
     def _find_in(self, group: int, found: list[Entry], disk: OwnDisks) -> None:
-        """Takes those of these pages that are on disk.
+        """Takes those of these pages that are on disk or in host memory.
 
         After a crash the index may still name an older page, of a key that left and was stored again. Its place may
         have another page by now; if it has not, a router would not know of what is served. So the disks forget such a
@@ -323,19 +328,21 @@ class Announcements(CacheListener):
         on_disk = ((generations != 0) & ~is_older).tolist()
         in_host = self._host.present(group, keys).tolist()
         for each, is_on_disk, is_in_host in zip(found, on_disk, in_host, strict=True):
-            if not is_on_disk:
+            if not (is_on_disk or is_in_host):
                 continue
             page = self._pages.setdefault(each.key, _Page(group, each.words, each.words))
-            page.generation = page.generation or each.generation
-            page.there |= Medium.DISK
-            self._wait(each.key, page, Medium.DISK)
+            if is_on_disk:
+                page.generation = page.generation or each.generation
+                page.there |= Medium.DISK
+                self._wait(each.key, page, Medium.DISK)
             if is_in_host:
                 page.there |= Medium.HOST
                 self._wait(each.key, page, Medium.HOST)
 
     def take(self) -> News:
-        """Takes the changes since the last call; pages beyond MOST_STORED wait for the next one. Pages of a tier that
-        is out of use count as removed, and are announced again once it is back."""
+        """Takes the changes since the last call. If many pages are to be announced that are not new, some wait for the
+        next call: each call takes as many pages per medium as are new, and MOST_STORED more. Pages of a tier that is out
+        of use count as removed, and are announced again once it is back."""
         if not self._waiting[Medium.DISK]:
             self._find()
         for medium, tier in self._tiers:
@@ -343,8 +350,11 @@ class Announcements(CacheListener):
                 self._in_use ^= medium
                 self._turned(medium)
         news, self._news = self._news, News()
+        most, self._new = MOST_STORED + self._new, 0
         for medium, waiting in self._waiting.items():
-            while waiting and len(news.stored) < MOST_STORED:
+            room = most
+            while waiting and room:
+                room -= 1
                 page = self._pages.get(waiting.popleft())
                 if page is None:
                     continue

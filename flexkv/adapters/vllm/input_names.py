@@ -90,7 +90,7 @@ class InputNames:
         if has_own_scales:
             logger.warning(SCALES_OF_THE_RUN, encoder_dtype)
         # The front end may make hashes in another process. The effect of vLLM's plugin is taken to be equal in all.
-        is_unmarked = inputs is not None and not marks_names(import_module(HASHER))
+        is_unmarked = inputs is not None and not _are_names_marked()
         if is_unmarked:
             logger.warning(UNMARKED)
         return cls(counted or has_own_scales or is_unmarked)
@@ -112,3 +112,11 @@ class InputNames:
         if not self.of_run and not self._has_warned:
             self._has_warned = True
             logger.warning(CLIENTS_NAMES, name)
+
+
+def _are_names_marked() -> bool:
+    """Whether this process's hashes mark the names that clients give."""
+    try:
+        return marks_names(import_module(HASHER))
+    except ModuleNotFoundError:  # a version of vLLM that makes them elsewhere
+        return False

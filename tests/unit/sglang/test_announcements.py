@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from flexkv.adapters.common import announcements
 from flexkv.adapters.common.announcements import Announcements, Medium, Named, Told
 from flexkv.adapters.common.prompt_keys import GROUP
+from flexkv.facts.keys import Keys
 from tests.soak import soak_factor
 
 from .conftest import World, hashes_of
@@ -94,7 +97,9 @@ FIRSTS = {
 class Announced:
     """A rank with little host memory and a disk, its router, and randomly drawn requests."""
 
-    def __init__(self, worlds: Callable[..., World], folder: Path, router: Router, **settings: Any) -> None:
+    def __init__(
+        self, worlds: Callable[..., World], folder: Path, router: Router, seed: int, **settings: Any
+    ) -> None:
         disk: dict[str, Any] = {
             "host__bytes": HOST_SLOTS * PAGE_BYTES,
             "disk__folders": str(folder),
@@ -106,7 +111,8 @@ class Announced:
         self.told = self.world.cache.announce(IDENTITY)
         self.shortened = 0
         """How many lookups lost pages that they were about to read."""
-        self._random = random.Random(0)
+        self.resets = 0
+        self._random = random.Random(seed)
 
     def prompt(self) -> list[str]:
         pages = self._random.randint(1, LONGEST)
@@ -164,6 +170,7 @@ class Announced:
             self.world.cache.manager.forget(0, self.world.cache.keys(self.prompt()))
         elif drawn < 0.06:
             self.world.cache.manager.reset()
+            self.resets += 1
         elif drawn < 0.08:
             self.router.clear()
             self.told.forget_told()
@@ -174,8 +181,8 @@ Make = Callable[..., Announced]
 
 @pytest.fixture
 def make(worlds: Callable[..., World], tmp_path: Path) -> Make:
-    def made(misses_one: bool = False, **settings: Any) -> Announced:
-        return Announced(worlds, tmp_path, Router(misses_one), **settings)
+    def made(seed: int = 0, misses_one: bool = False, **settings: Any) -> Announced:
+        return Announced(worlds, tmp_path, Router(misses_one), seed, **settings)
 
     return made
 
@@ -205,15 +212,17 @@ def test_control_a_removal_that_is_not_heard_is_seen(make: Make) -> None:
 @pytest.mark.parametrize("mode", ["through", "evict"])
 def test_a_router_predicts_what_is_served_over_restarts(make: Make, mode: str) -> None:
     """The router of each process hears only that process."""
-    for number in range(3):
-        announced = make(disk__mode=mode)
+    is_left = False  # whether the process before left pages that the next one finds
+    for number in range(1 + 2 * soak_factor()):
+        announced = make(number, disk__mode=mode)
         announced.settle()
-        assert bool(announced.router.has[Medium.DISK]) == bool(number)
-        for _ in range(REQUESTS // 2 * soak_factor()):
+        assert bool(announced.router.has[Medium.DISK]) == is_left
+        for _ in range(REQUESTS // 2):
             predicted, served = announced.serve_one()
             assert predicted == served
             announced.disturb()
         announced.world.cache.close()
+        is_left = not announced.resets  # pages of new weights have no name
 
 
 def test_pages_of_an_earlier_process_are_announced(make: Make) -> None:
@@ -319,19 +328,60 @@ def test_pages_that_events_cannot_name_are_left_out(make: Make) -> None:
     assert announced.told._pages == {}
 
 
-def test_many_pages_are_announced_in_several_steps_parents_first(
+def words_of(news: announcements.News, medium: Medium) -> list[str]:
+    return [told.words.decode() for told in news.stored if told.medium is medium]
+
+
+def test_new_pages_are_announced_at_once_and_others_in_several_steps_parents_first(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcements, "MOST_STORED", 3)
     announced, prompt = make(), chain(0, 5, 1, 5)
     announced.store(prompt)
-    taken = []
+    assert words_of(announced.told.take(), Medium.HOST) == prompt
+    announced.settle()
+    announced.told.forget_told()
+    parts = [announced.told.take() for _ in range(3)]
+    for medium in announcements.MEDIA:
+        assert [words_of(news, medium) for news in parts] == [prompt[:3], prompt[3:], []]
+    assert not announced.told.has_more
+
+
+def test_many_new_pages_in_host_memory_keep_none_on_disk_waiting(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "MOST_STORED", 1)
+    announced, first = make(), chain(0, 5, 1, 5)
+    announced.store(first)
     ends_s = time.monotonic() + WAIT_S
-    while announced.world.cache.disk_busy or announced.told.has_more:
+    while announced.world.cache.disk_busy:
         assert time.monotonic() < ends_s
         announced.world.cache.poll()
-        news = announced.told.take()
-        assert len(news.stored) <= 3
-        taken += news.stored
-    for medium in announcements.MEDIA:
-        assert [told.words.decode() for told in taken if told.medium is medium] == prompt
+    second = chain(1, 1, 1, 1)
+    announced.store(second)
+    news = announced.told.take()
+    assert words_of(news, Medium.HOST) == first + second
+    assert words_of(news, Medium.DISK) == first
+
+
+class HasNone:
+    """Disks whose pages have all left."""
+
+    in_use = True
+
+    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
+        return np.zeros(len(keys), np.uint64)
+
+
+def test_a_found_page_that_only_host_memory_still_has_is_announced_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, prompt = make(), chain(0, 3, 1, 3)
+    first.store(prompt)
+    first.settle()
+    first.world.cache.close()
+    second = make()
+    assert second.served(prompt) == 3
+    monkeypatch.setattr(second.told, "_disk", HasNone())
+    second.settle()
+    assert second.router.has == {Medium.HOST: set(prompt), Medium.DISK: set()}
