@@ -52,7 +52,7 @@ def main() -> None:
     asked = parser.parse_args()
     sanitizer, paths = asked.sanitizer, SHORT if asked.short else FOLDERS[asked.sanitizer]
     tree = make_tree(Variant(None, sanitizer))
-    # With a sanitizer what is drawn at random takes 5 to 20 times as long, so it is drawn only as often as in `make test`.
+    # With a sanitizer random cases take 5 to 20 times as long, so there are only as many as in `make test`.
     environ = sanitizer_environment(sanitizer) | {SOAK_VARIABLE: "1"}
     which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
     told = subprocess.run(

@@ -341,8 +341,8 @@ class Announcements(CacheListener):
 
     def take(self) -> News:
         """Takes the changes since the last call. If many pages are to be announced that are not new, some wait for the
-        next call: each call takes as many pages per medium as are new, and MOST_STORED more. Pages of a tier that is out
-        of use count as removed, and are announced again once it is back."""
+        next call: each call takes as many pages per medium as are new, and MOST_STORED more. Pages of a tier that is
+        out of use count as removed, and are announced again once it is back."""
         if not self._waiting[Medium.DISK]:
             self._find()
         for medium, tier in self._tiers:
