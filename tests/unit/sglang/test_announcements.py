@@ -133,12 +133,17 @@ class Announced:
         self.told.end_store(rows)
         return stored
 
-    def settle(self) -> None:
-        """Waits until the disk has written all pages and the router has heard of them."""
+    def write_all(self) -> None:
+        """Waits until the disk has written all pages."""
         ends_s = time.monotonic() + WAIT_S
         while self.world.cache.disk_busy:
             assert time.monotonic() < ends_s
             self.world.cache.poll()
+
+    def settle(self) -> None:
+        """Waits until the disk has written all pages and the router has heard of them."""
+        self.write_all()
+        ends_s = time.monotonic() + WAIT_S
         while self.told.has_more or self.told._news.removed or self.told._news.cleared:
             assert time.monotonic() < ends_s
             self.router.hear(self.told)
@@ -353,10 +358,7 @@ def test_many_new_pages_in_host_memory_keep_none_on_disk_waiting(
     monkeypatch.setattr(announcements, "MOST_STORED", 1)
     announced, first = make(), chain(0, 5, 1, 5)
     announced.store(first)
-    ends_s = time.monotonic() + WAIT_S
-    while announced.world.cache.disk_busy:
-        assert time.monotonic() < ends_s
-        announced.world.cache.poll()
+    announced.write_all()
     second = chain(1, 1, 1, 1)
     announced.store(second)
     news = announced.told.take()
