@@ -19,6 +19,7 @@ from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.sglang import identity
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
 from flexkv.config import load_config
+from tests.identity_page import left_out
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,15 +79,14 @@ def wrong_fields(table: FieldTable, arguments: Any, model: Any) -> dict[str, lis
         setattr(changed, name, another(getattr(arguments, name)))
         return namespace(changed, model) != usual
 
-    left_out = [name for names in table.left_out.values() for name in names]
     return {
         "taken in vain": [name for name in (*table.taken, *table.read) if not changes(name)],
-        "left out in vain": [name for name in left_out if changes(name)],
+        "left out in vain": [name for name in left_out(table) if changes(name)],
     }
 
 
 def unlisted(names: list[str], table: FieldTable) -> dict[str, list[str]]:
-    listed = table.names()
+    listed = [*table.names(), *left_out(table)]
     return {
         "missing": sorted(set(names) - set(listed)),
         "gone": sorted(set(listed) - set(names)),

@@ -7,7 +7,9 @@ from tests.engines_sglang.conftest import Parts
 
 def test_every_argument_of_the_installed_sglang_is_in_one_list(parts: Parts) -> None:
     found = parts["identity_child"]["lists"]
-    assert not found["missing"], "new in SGLang: put them into a list of adapters/sglang/identity_fields.py"
+    assert not found["missing"], (
+        "new in SGLang: put them into adapters/sglang/identity_fields.py, or docs/identity.md"
+    )
     assert (found["gone"], found["twice"]) == ([], [])
     assert parts["identity_child"]["control: a made-up argument"]["missing"] == ["made_up"]
 

@@ -1,5 +1,7 @@
-"""Tables of an engine's settings: which of them decide a block's KV and how each enters the key, and which must not
-enter it.
+"""Tables of an engine's settings that decide a block's KV, and how each enters the key.
+
+`docs/identity.md` has these tables, and the settings that must not change a key, each with its reason. A test goes
+through the settings that an engine has, and fails for one that neither has.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ def names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
-    """The fields of one of an engine's configuration objects. Each field is in exactly one of the four collections.
+    """The fields of one of an engine's configuration objects that decide KV. Each is in exactly one of the three
+    collections.
 
     Attributes:
         config: the name of the object's class.
         path: dotted path from the engine's whole configuration to the object; empty for the whole configuration.
         taken: fields whose values enter the key unchanged.
         elsewhere: fields that decide KV and enter the key through separate code: field -> how, in words.
-        left_out: fields that must not change a key: reason -> fields.
         read: fields of which a part enters the key: field -> (which part, in words; the function that extracts it).
     """
 
@@ -33,7 +35,6 @@ class FieldTable:
     path: str
     taken: tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
 
     def values(self, owner: Any) -> dict[str, Any]:
@@ -47,22 +48,11 @@ class FieldTable:
 
     def names(self) -> list[str]:
         """Every field of the table, once for each collection that contains it."""
-        return [
-            *self.taken,
-            *self.read,
-            *self.elsewhere,
-            *(name for names in self.left_out.values() for name in names),
-        ]
+        return [*self.taken, *self.read, *self.elsewhere]
 
     def markdown(self) -> str:
         """This table in Markdown, under a heading of its own."""
-        rows = [f"| `{name}` | yes | as it is |" for name in self.taken]
-        rows += [f"| `{name}` | yes | {how} |" for name, (how, _) in self.read.items()]
-        rows += [f"| `{name}` | yes | {how} |" for name, how in self.elsewhere.items()]
-        rows += [
-            f"| {', '.join(f'`{name}`' for name in names)} | no | {reason} |"
-            for reason, names in self.left_out.items()
-        ]
-        return "\n".join(
-            [f"### {self.config}", "", "| field | in the key | how, or why not |", "|---|---|---|", *rows]
-        )
+        rows = [f"| `{name}` | as it is |" for name in self.taken]
+        rows += [f"| `{name}` | {how} |" for name, (how, _) in self.read.items()]
+        rows += [f"| `{name}` | {how} |" for name, how in self.elsewhere.items()]
+        return "\n".join([f"### {self.config}", "", "| field | how it enters the key |", "|---|---|", *rows])

@@ -1,8 +1,4 @@
-"""Everything in vLLM's configuration that decides the KV of a block, and so enters its key.
-
-`docs/identity.md` has these tables, and the fields that must not change a key, each with its reason. A test goes
-through the fields of the installed vLLM, and fails for one that neither has.
-"""
+"""Everything in vLLM's configuration that decides the KV of a block, and so enters its key."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ from flexkv.adapters.vllm.identity_fields import (
     object_at,
 )
 from flexkv.config import load_config
+from tests.identity_page import left_out
 from tests.unit.adapters.scheduled_engine import LLAMA
 from tests.unit.adapters.test_fingerprint import one_group
 from tests.unit.adapters.vllm_objects import lora, make_request
 
 GEOMETRY = one_group(32, 32, 100, ("l.0", "l.1"))
 PROCESSOR = "processor_config.json"
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "identity.md"
 
 VERSION = ".".join(vllm.__version__.split(".")[:2])
 ADDED_IN_0_33 = {
@@ -139,12 +139,6 @@ def of_adapter(config: Any) -> bytes:
 
 OWN_TABLE = "has a table of its own"
 """The reason of objects whose fields are listed one by one."""
-
-
-def left_out(table: FieldTable, reason: str = "") -> list[str]:
-    """The fields of the table's object that docs/identity.md says must not change a key, for this reason or any."""
-    rows = re.findall(rf"^\| {table.config} \| (.*) \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
-    return [name for names, why in rows if reason in ("", why) for name in re.findall(r"`(\w+)`", names)]
 
 
 def class_of(table: FieldTable) -> type:

@@ -1,0 +1,16 @@
+"""Reads docs/identity.md for tests: the settings of an engine that must not change a key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flexkv.adapters.common.identity_table import FieldTable
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "identity.md"
+
+
+def left_out(table: FieldTable, reason: str = "") -> list[str]:
+    """The fields of the table's object that the page says must not change a key, for this reason or any."""
+    rows = re.findall(rf"^\| {table.config} \| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return [name for names, why in rows if reason in ("", why) for name in re.findall(r"`(\w+)`", names)]
