@@ -455,13 +455,12 @@ class LocalCacheManager(CacheManager):
         self._check_group(group)
         known = np.zeros(len(keys), np.bool_)
         removed = 0
-        for number, tier in enumerate(self.tables.tiers):
-            if number == HUB:
-                known = self.tables.hub.index.find(group, keys, ready_only=False) != NO_ENTRY
-                removed += tier.forget(group, keys)
-                continue
+        for tier in self.tables.tiers:
+            there = tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
             tier.forget(group, keys[known])
+            # A block counts in the first tier that knows it.
             removed += tier.forget(group, keys[~known])
+            known |= there
         self.tables.counts.forgotten_blocks += removed
         return removed
 

@@ -39,12 +39,16 @@ class FaultEvents:
         )
 
     def _on_disk(self, group: int, keys: list[Key]) -> int:
+        """How many of the keys a tier behind host memory knows."""
         world = self.world
         if not keys:
             return 0
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
-        sinks = [tier.sink for tier in world.manager.tiers[1:] if tier.sink is not None]
-        return sum(int(np.count_nonzero(sink.known(group, array))) for sink in sinks)
+        known = np.zeros(len(keys), np.bool_)
+        for tier in world.manager.tiers[1:]:
+            if tier.sink is not None:
+                known |= tier.sink.known(group, array)
+        return int(np.count_nonzero(known))
 
     def expire(self) -> None:
         world = self.world

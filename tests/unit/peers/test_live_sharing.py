@@ -165,3 +165,21 @@ def test_a_poll_takes_over_so_many_pages_and_later_polls_the_others(
         take_news(2)
         assert len(tier.presence) == known
     assert not directory.has_news
+
+
+def test_a_page_that_several_tiers_have_counts_once_when_it_is_forgotten(
+    make_engine: Make, tmp_path: Path
+) -> None:
+    """A peer has the page in host memory and on disk, which are two tiers of the other engine."""
+    one, other = (
+        make_engine(
+            **settings_of(tmp_path / "run"),
+            **{"disk.folders": str(tmp_path / name), "disk.bytes_per_folder": 4 << 20},
+        )
+        for name in ("one", "other")
+    )
+    one.run(make_request(PROMPT))
+    one.until(lambda: not one.unit.busy)
+    wait_for(lambda: knows(other, 5))
+    assert len(live_tiers(other)) == 2
+    assert other.unit.manager.forget(0, other.keys_of(make_request(PROMPT))) == 5
