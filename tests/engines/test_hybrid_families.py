@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import EngineError
+from demo.engine_process import FLEXKV, EngineError
 
-from .conftest import BLOCKS_OF_ALL_GROUPS, FAULTY, Engines, connector
+from .conftest import BLOCKS_OF_ALL_GROUPS, FAULTY, POOL_BLOCKS, Engines, connector
 from .session import BLOCK_TOKENS, Prompt
+from .test_store_modes import BUILT_IN
 from .transformers_models import (
     CHUNK,
     STATE_LAYERS,
@@ -96,6 +97,30 @@ def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream:
         [answer] = ours.ask(prompt)
         assert answer.cached == prompt.whole_blocks
         assert (answer.tokens != cold.tokens) == damaged
+
+
+@pytest.mark.parametrize(
+    "base", [FLEXKV, pytest.param(BUILT_IN, marks=pytest.mark.long)], ids=["connector", "built-in"]
+)
+def test_layers_that_share_kv_in_one_group_are_served(
+    engines: Engines, tmp_path: Path, stream: int, base: dict[str, Any]
+) -> None:
+    """A Gemma 3n. The control spoils what the engine's own prefix cache has."""
+    ours = engines.another(
+        connector(base, load__mode="sync"),
+        {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+        model=str(write_gemma_3n(tmp_path / "model")),
+        disable_hybrid_kv_cache_manager=True,
+        async_scheduling=False,
+    )
+    prompt = Prompt.of(405, stream)
+    [cold] = ours.ask(prompt)
+    ours.call("spoil_cached", blocks=POOL_BLOCKS)
+    [control] = ours.ask(prompt)
+    assert control.tokens != cold.tokens
+    ours.forget()
+    [hit] = ours.ask(prompt)
+    assert (hit.cached, hit.tokens) == (prompt.whole_blocks, cold.tokens)
 
 
 def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:

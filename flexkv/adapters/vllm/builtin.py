@@ -1,9 +1,9 @@
 """The same core behind vLLM's built-in `FlexKVConnectorV1`, reduced to the modes that are safe with that class's hooks.
 
-That class gets neither the engine's block pool nor the KV cache configuration, is not called for preemptions or a
+That class hands over neither the engine's block pool nor the KV cache configuration, is not called for preemptions or a
 reset, and carries no metadata from worker to scheduler. So here stores end inside the step that computed the blocks (no
 block can be reused during its copy), only prompt blocks are stored, loads run inside the step, and both sides share one
-process.
+process, in which the worker's connector has the configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from flexkv.adapters.vllm.engine_checks import (
     warn_of_version,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, step_load_needs
-from flexkv.adapters.vllm.geometry import config_of_tensors
 from flexkv.adapters.vllm.identity import check_hash
 from flexkv.adapters.vllm.local_engines import (
     OwnPools,
@@ -138,9 +137,10 @@ class FlexKVConnectorV1Impl:
         """
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
-            check_alone(get_kv_transfer_group())
+            agent = get_kv_transfer_group()
+            check_alone(agent)
             check_batch_invariance(self._vllm_config)
-            config = config_of_tensors(kv_caches, self._vllm_config)
+            config = agent._kv_cache_config
             one_group_geometry(config)  # refuses other configurations
             self._worker.register_kv_caches(kv_caches, config)
 

@@ -15,7 +15,8 @@ from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.engine_checks import warn_of_sudden_end
 from flexkv.adapters.vllm.engine_spec import possible_load_mode
 from flexkv.config import load_config
-from flexkv.errors import ConfigError, KeySchemeError
+from flexkv.errors import ConfigError, GeometryError, KeySchemeError
+from tests.unit.adapters.mini_pools import kv_config, make_caches
 
 
 def engine(**changes: Any) -> Any:
@@ -191,3 +192,22 @@ def test_a_server_that_ends_suddenly_is_warned_about(
     settings = load_config({"disk.mode": mode} | ({"disk.folders": folders} if folders else {}))
     warn_of_sudden_end(settings, SimpleNamespace(shutdown_timeout=timeout_s))
     assert ("--shutdown-timeout" in said.text) == warned
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_pool_is_that_of_the_workers_connector(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups, which only the full connector serves, are refused."""
+    config = kv_config(9)
+    config.kv_cache_groups *= groups
+    agent = SimpleNamespace(_kv_cache_config=config)
+    monkeypatch.setattr(builtin, "get_kv_transfer_group", lambda: agent)
+    monkeypatch.setattr(builtin, "check_batch_invariance", lambda _: None)
+    connector = FlexKVConnectorV1Impl(engine(), KVConnectorRole.WORKER)
+    if groups > 1:
+        with pytest.raises(GeometryError, match="only one of full attention is served"):
+            connector.register_kv_caches(make_caches(config))
+        assert connector._worker.kv_config is None
+    else:
+        connector.register_kv_caches(make_caches(config))
+        assert connector._worker.kv_config is config
+    connector.shutdown()

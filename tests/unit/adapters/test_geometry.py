@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from flexkv.adapters.vllm.geometry import (
     build_views,
-    config_of_tensors,
     head_replicas,
     heads_of_rows,
     layer_numbers,
@@ -390,34 +389,3 @@ def test_another_order_with_blocks_outermost_is_taken_where_it_is_the_only_one(
         kind, "supported_kv_cache_layouts", lambda: (KVCacheLayout.LBNHC, KVCacheLayout.BLNHC)
     )
     assert asked_for(monkeypatch, "TRITON_ATTN") == "BLNHC"
-
-
-def test_tensors_alone_give_the_same_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = kv_config(9)
-    caches = make_caches(config)
-    layer = SimpleNamespace(get_kv_cache_spec=lambda _: config.kv_cache_groups[0].kv_cache_spec)
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: dict.fromkeys(caches, layer))
-    found = config_of_tensors(caches, SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout="LBHNC")))
-    assert found.num_blocks == 9
-    one, other = (build_views(caches, of, 1)[0].view for of in (config, found))
-    assert one.segments.tolist() == other.segments.tolist()
-
-
-def test_one_non_causal_layer_is_enough_for_the_built_in_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = kv_config(9)
-    caches, spec = make_caches(config), config.kv_cache_groups[0].kv_cache_spec
-    found = {"layer.0": spec, "layer.1": replace(spec, non_causal=True)}
-    layers = {name: SimpleNamespace(get_kv_cache_spec=lambda _, one=one: one) for name, one in found.items()}
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: layers)
-    read = config_of_tensors(caches, SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout="LBHNC")))
-    with pytest.raises(GeometryError, match="non-causal"):
-        one_group_geometry(read)
-
-
-def test_tensors_that_share_memory_are_refused_by_the_built_in_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = kv_config(9)
-    cache = make_caches(config)["layer.0"]
-    layer = SimpleNamespace(get_kv_cache_spec=lambda _: config.kv_cache_groups[0].kv_cache_spec)
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"a": layer, "b": layer})
-    with pytest.raises(GeometryError, match=r"flexkv\.adapters\.vllm"):
-        config_of_tensors({"a": cache, "b": cache}, SimpleNamespace())
