@@ -72,7 +72,9 @@ def show_value(row: SettingRow) -> str:
     if row.value is None or row.value == ():
         return "unset"
     if isinstance(row.value, tuple):
-        return os.pathsep.join(row.value)
+        if all(isinstance(item, str) for item in row.value):
+            return os.pathsep.join(row.value)
+        return json.dumps(row.value)  # lists of token ids
     if row.value == "":
         return '""'
     if isinstance(row.value, bool):
@@ -109,6 +111,8 @@ def parse_extra(text: str | None) -> dict[str, object] | None:
         extra = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--extra: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError("--extra: lists or mappings in each other, too many to read") from error
     if not isinstance(extra, dict):
         raise ConfigError(f"--extra: expected a JSON object of settings, got {text[:80]!r}")
     return extra

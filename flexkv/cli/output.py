@@ -36,7 +36,8 @@ class CheckedOutput:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Checks standard output within the block, and flushes it at the end.
+    """Checks standard output within the block, and flushes it at the end. Characters that its encoding lacks are
+    written as escapes.
 
     Raises:
         OutputError: something could not be written.
@@ -44,6 +45,8 @@ def checked_output() -> Iterator[None]:
     stream: Any = sys.stdout
     if stream is None:  # as Python starts with a closed descriptor
         raise OutputError("standard output is closed")
+    if stream.errors == "strict":  # a locale's encoding may lack a character of a path or a setting
+        stream.reconfigure(errors="backslashreplace")
     checked: Any = CheckedOutput(stream)
     sys.stdout = checked
     try:

@@ -24,6 +24,7 @@ from flexkv.config.values import (
     Seconds,
     Share,
     SizeBytes,
+    Text,
     Urls,
     Words,
     auto_or_count,
@@ -232,7 +233,7 @@ class TransferConfig(Section):
         "leaves all of them to the copy engine, which is slower for short runs. The kernel takes no multiprocessor "
         "from the model, but its stores slow an engine's steps more than the copy engine's do.",
     )
-    ways_file: str = Field(
+    ways_file: Text = Field(
         "",
         description="A file of `flexkv bench transfer --save`: which runs a GPU's kernel copies, as measured on this "
         "GPU, link, driver and version of flexkv. Another GPU goes by what is built in, as without the setting, and a "
@@ -368,12 +369,12 @@ class RemoteConfig(Section):
         "`redis://HOST[:PORT][/DATABASE]` or `rediss://` (TLS), joined by commas; values are spread over several. "
         "Unset: no remote tier.",
     )
-    user: str = Field("", description="Redis: the name of an ACL user. Unset: the default user.")
-    password_file: str = Field(
+    user: Text = Field("", description="Redis: the name of an ACL user. Unset: the default user.")
+    password_file: Text = Field(
         "",
         description="Redis: a file with the password, readable by its owner alone. Never shown anywhere.",
     )
-    ca_file: str = Field(
+    ca_file: Text = Field(
         "", description="Redis with TLS: the certificates by which servers are trusted. Unset: the system's."
     )
     trusted_network: bool = Field(
@@ -381,7 +382,7 @@ class RemoteConfig(Section):
         description="The network to a store that sends plain text (`mooncake://`, `redis://`) is trusted: whoever is "
         "on it may read pages, and forge them. Needed where the store is not on this machine.",
     )
-    tenant: str = Field(
+    tenant: Text = Field(
         "",
         description="Mixed into every name in the store: engines of different tenants never find each other's pages.",
     )
@@ -484,13 +485,13 @@ class KeysConfig(Section):
 class IdentityConfig(Section):
     """Settings that keep models and callers apart."""
 
-    model: str = Field(
+    model: Text = Field(
         "",
         description="Names the weights (a revision or digest) in the fingerprint that keys are made from; it must "
         "change when they do. Unset: the hub's commit, or the content of the weights files, which each node reads once "
         "while its engine runs.",
     )
-    namespace: str = Field(
+    namespace: Text = Field(
         "", description="Mixed into every key: caches of different namespaces never share a block."
     )
 
@@ -555,7 +556,7 @@ class ObserveConfig(Section):
         description="How often SGLang and TensorRT-LLM log what was counted, if anything was. vLLM logs it with its "
         "own statistics.",
     )
-    nvtx: Annotated[str, BeforeValidator(off_on_or_path)] = Field(
+    nvtx: Annotated[Text, BeforeValidator(off_on_or_path)] = Field(
         "off",
         description="`on`: the threads of the lanes and the stages of layerwise pipelines name their work by NVTX, "
         "so that a profiler (Nsight Systems) shows it beside the engine's kernels. An absolute path names the "

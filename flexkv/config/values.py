@@ -61,6 +61,20 @@ def auto_or_count(value: object) -> object:
     return value
 
 
+def plain_text(value: object) -> object:
+    """Refuses text that has no UTF-8 form (bytes of a variable that are not UTF-8, half a surrogate pair) or has a NUL,
+    because names are hashed, written to disk and passed to other programs.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("expected text in UTF-8") from error
+        if "\0" in value:
+            raise ValueError("expected text without NUL")
+    return value
+
+
 def folders_of(value: object) -> object:
     """Splits paths joined by colons, as in PATH, or by commas, from YAML, environment and extra config alike. In a list
     each item is one path, whatever characters it has."""
@@ -72,7 +86,7 @@ def folders_of(value: object) -> object:
     folders = tuple(part.strip() for part in parts if part.strip())
     if relative := [folder for folder in folders if not os.path.isabs(folder)]:
         hint = "; a folder with ':' or ',' in its name is given in a list" if isinstance(value, str) else ""
-        raise ValueError(f"expected absolute paths, got {relative[0]!r}{hint}")
+        raise ValueError(f"expected absolute paths, got {relative[0]!r:.80}{hint}")
     for folder in folders:
         try:
             folder.encode()
@@ -104,6 +118,8 @@ def words_of(value: object) -> object:
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
         raise ValueError("expected words joined by ','")
     words = tuple(part.strip() for part in parts if part.strip())
+    for word in words:
+        plain_text(word)
     if len(set(words)) != len(words):
         raise ValueError("one is named twice")
     return words
@@ -118,7 +134,7 @@ def urls_of(value: object) -> object:
     if any("?" in url or "#" in url for url in urls):
         raise ValueError("a URL has options; none are known")
     if strange := [url for url in urls if "://" not in url]:
-        raise ValueError(f"expected URLs such as redis://HOST:PORT, got {strange[0]!r}")
+        raise ValueError(f"expected URLs such as redis://HOST:PORT, got {strange[0]!r:.80}")
     return urls
 
 
@@ -131,7 +147,10 @@ MAX_SECONDS = 10_000_000
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_COUNT)]
 CountOrNone = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MAX_COUNT)]
 SizeBytes = Annotated[int, BeforeValidator(parse_size), BeforeValidator(no_bool), Field(ge=1, le=MAX_BYTES)]
-OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValidator(none_is_a_word)]
+Text = Annotated[str, BeforeValidator(plain_text)]
+OptionalNode = Annotated[
+    Annotated[int, BeforeValidator(no_bool), Field(ge=0, lt=64)] | None, BeforeValidator(none_is_a_word)
+]
 OptionalCount = Annotated[Count | None, BeforeValidator(none_is_a_word)]
 OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(none_is_a_word)]
 Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]

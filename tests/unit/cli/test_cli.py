@@ -49,6 +49,12 @@ def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["load.deadline_s"] == {"value": 30.0, "origin": "default"}
 
 
+def test_show_prints_separators_of_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "--extra", '{"blend.separators": ["# #", [1, 2]]}']) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert '["# #", [1, 2]]' in lines["blend.separators"]
+
+
 def one_line(captured: tuple[str, str]) -> str:
     out, err = captured
     assert out == ""
@@ -62,6 +68,7 @@ def one_line(captured: tuple[str, str]) -> str:
     [
         ("{", "--extra: not valid JSON"),
         ("[]", "expected a JSON object"),
+        (100_000 * "[", "--extra: lists or mappings in each other, too many to read"),
         ('{"host.byts": 1}', "'host.byts' from engine extra config (value 1): did you mean 'host.bytes'?"),
         ('{"host.bytes": "1 parsec"}', "1 parsec"),
         ('{"load.mode": "later"}', "'load.mode' from engine extra config has the value 'later'"),
@@ -200,6 +207,14 @@ def test_output_that_cannot_be_written_is_one_line_and_no_success(
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2
     assert done.stderr == f"error: standard output {words}\n"
+
+
+def test_characters_that_the_output_lacks_are_written_as_escapes() -> None:
+    environ = {**os.environ, "FLEXKV_IDENTITY_NAMESPACE": "caf\u00e9", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "flexkv", "config", "show"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caf\\xe9" in done.stdout
 
 
 def test_the_module_is_the_command_and_has_no_traceback() -> None:

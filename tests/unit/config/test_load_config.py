@@ -125,6 +125,7 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"host.verify_threads": 17}, ["'host.verify_threads'", "value 17", "expected at most 16"]),
         ({"host.verify_threads": "two"}, ["'two': expected a whole number, 1 or more, at most 16"]),
         ({"host.verify_threads": True}, ["'host.verify_threads'", "True", "expected a number"]),
+        ({"host.numa_node": True}, ["'host.numa_node'", "True", "expected a number"]),
         ({"disk.ttl_s": "1 day"}, ["'1 day': expected a whole number of seconds"]),
         ({"load.deadline_s": -1}, ["value -1: expected more than 0"]),
         ({"load.prefetch_layers": "x"}, ["expected a whole number, 2 or more, at most 16"]),
@@ -134,6 +135,9 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"load.deadline_s": float("inf")}, ["'load.deadline_s'", "inf"]),
         ({"transfer.copy_threads": "two"}, ["'transfer.copy_threads'", "'two'", "'auto'"]),
         ({"identity.model": 1.5}, ["'identity.model'", "1.5", "string"]),
+        ({"identity.model": "a\ud800"}, ["'identity.model'", "'a\\ud800'", "expected text in UTF-8"]),
+        ({"remote.tenant": "a\0b"}, ["'remote.tenant'", "'a\\x00b'", "expected text without NUL"]),
+        ({"remote.rdma_devices": ["\udcff"]}, ["'remote.rdma_devices'", "expected text in UTF-8"]),
         ({"lazy_offload": True, "store.mode": "eager"}, ["'lazy_offload'", "'store.mode'", "contradict"]),
         ({"host.bytes": 1, "host": {"bytes": 2}}, ["contradict"]),
         ({"save_unfull_chunk": True, "save_partial_blocks": False}, ["contradict"]),
@@ -156,6 +160,8 @@ def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: obje
         ("FLEXKV_HOST_BYTES", "", ["'host.bytes'", "env FLEXKV_HOST_BYTES", "''"]),
         ("FLEXKV_STORE_MODE", "Lazy!", ["env FLEXKV_STORE_MODE", "'Lazy!'"]),
         ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
+        # Python's form of a byte that is not UTF-8.
+        ("FLEXKV_IDENTITY_NAMESPACE", "\udcff", ["env FLEXKV_IDENTITY_NAMESPACE", "expected text in UTF-8"]),
     ],
 )
 def test_a_bad_variable_is_named_with_its_value(variable: str, value: str, parts: list[str]) -> None:
@@ -373,6 +379,13 @@ def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
         load_config({key: 1 << 62}, {})
     assert f"{key!r} from engine extra config has the value {1 << 62}: " in str(caught.value)
     assert re.search("less than|at most|from 1 to 64", str(caught.value))
+
+
+@pytest.mark.parametrize("key", ["disk.folders", "remote.urls", "plugins.folder", "peers.folder"])
+def test_error_for_an_endless_value_is_short(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({key: 100_000 * "a"}, {})
+    assert len(str(caught.value)) < 500
 
 
 def test_copy_threads_auto_leaves_small_machines_to_the_engine() -> None:
