@@ -16,7 +16,7 @@ from flexkv.storage.epoch import after_all, read_epoch, write_epoch
 from flexkv.storage.folder import FolderLock, slab_name, sync_folder, unit_folder
 from flexkv.storage.generations import opens_of, opens_so_far, read_opens
 from flexkv.storage.group_tables import codec_of
-from flexkv.storage.header import slot_bytes
+from flexkv.storage.header import slot_bytes_of_all
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_database import INDEX_NAME, set_aside_index
@@ -44,7 +44,7 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
         CapacityError: the bytes are too few for a slot, or the memory is too small for the index.
     """
     slabs = set(slab_numbers(groups))
-    image = sum(slot_bytes(groups_of_slab(groups, slab)) for slab in slabs)
+    image = slot_bytes_of_all(groups)
     slots = bytes_per_disk // image
     if slots < 1:
         raise CapacityError(f"{bytes_per_disk} bytes of disk hold no slot of {image} bytes; give it more")

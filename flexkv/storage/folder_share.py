@@ -14,6 +14,7 @@ from flexkv.errors import DiskError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.folder import held_bytes, unit_folder
+from flexkv.storage.header import slot_bytes_of_all
 from flexkv.storage.private_files import make_folders
 
 logger = get_logger(__name__)
@@ -38,9 +39,19 @@ OwnBytes = Callable[[Path], int]
 """
 
 
+WholeSlots = Callable[[int], int]
+"""Returns how many of the bytes that a unit may fill in a folder its slabs take: those of whole slots."""
+
+
 def own_bytes(identity: DiskIdentity, *groups: DiskGroup) -> OwnBytes:
     """Counts the slabs of the unit with these KV groups, but not the files beside them, which stay."""
     return lambda root: held_bytes(unit_folder(root, identity, groups), "*.slab")
+
+
+def whole_slots(*groups: DiskGroup) -> WholeSlots:
+    """Rounds down to whole slots of a unit with these KV groups."""
+    slot = slot_bytes_of_all(groups)
+    return lambda asked: asked // slot * slot
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
@@ -132,10 +143,15 @@ def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
     return list(groups.values())
 
 
-def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
+def folder_faults(
+    config: FlexKVConfig, own: OwnBytes, whole: WholeSlots = lambda asked: asked
+) -> dict[str, str]:
     """Returns which of `disk.folders` cannot be used with the settings, and why. Creates nothing.
 
     The engine works without such a disk, as it does without one that fails later; it does not start if none is left.
+
+    Args:
+        whole: without it, slabs are taken to fill all of `disk.bytes_per_folder`.
     """
     faults: dict[str, str] = {}
     devices: dict[Path, int] = {}
@@ -161,7 +177,8 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
         return faults
     for roots in by_file_system(devices):
         room = room_for_slabs(free[roots[0]], sum(ours[root] for root in roots))
-        for root in roots[room // asked :]:
+        # Slabs that the unit made of `asked` bytes in an earlier run hold less, and on a full disk are all the room.
+        for root in roots[room // (whole(asked) or asked) :]:
             together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
             faults[str(root)] = (
                 f"disk.bytes_per_folder ({config.origin('disk.bytes_per_folder')}) asks for {format_size(asked)} in "

@@ -113,6 +113,15 @@ def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
     return max(codec_of(group).image_bytes for group in groups.values())
 
 
+def slot_bytes_of_all(groups: Sequence[DiskGroup]) -> int:
+    """Bytes of one slot in each slab of these groups, together.
+
+    Raises:
+        GeometryError: see `slot_bytes` and `slab_numbers`.
+    """
+    return sum(slot_bytes(groups_of_slab(groups, slab)) for slab in set(slab_numbers(groups)))
+
+
 def pack_header(
     groups: Sequence[DiskGroup],
     slab: int,

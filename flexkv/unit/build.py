@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tiers.disk.plan import overwritable
+from flexkv.cache.tiers.disk.plan import overwritable, whole_slots_of
 from flexkv.cache.tiers.factory import plan_tiers
 from flexkv.cache.tiers.host.tier import HostTier
 from flexkv.cache.tiers.plan import UnitFacts
@@ -77,7 +77,7 @@ def build_unit(
     """
     facts = UnitFacts(config, tuple(groups), _stripes(ranks, len(groups)), owner, role.recomputes)
     facts = replace(facts, share=plan_share(facts))
-    check_start(config, len(ranks), overwritable(facts))
+    check_start(config, len(ranks), overwritable(facts), whole_slots_of(facts))
     plans = plan_tiers(facts)
     images = [plan.images for plan in plans if plan.images]
     geometry = SlotGeometry.of(facts.ranks, len(ranks), config.host.verify, images)

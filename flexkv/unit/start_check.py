@@ -10,7 +10,7 @@ from flexkv.cache.tiers.remote import remote_faults
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.config.memory import check_numa_node
 from flexkv.errors import ConfigError, DiskError, FlexKVError
-from flexkv.storage.folder_share import OwnBytes, folder_faults, same_folders
+from flexkv.storage.folder_share import OwnBytes, WholeSlots, folder_faults, same_folders
 
 
 def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
@@ -41,15 +41,16 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
     return faults
 
 
-def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes) -> None:
+def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes, whole: WholeSlots) -> None:
     """
     Args:
         own: returns how many bytes under a folder the unit may overwrite.
+        whole: returns how many of the bytes that it may have in a folder its slabs take.
 
     Raises:
         FlexKVError: the unit cannot start here; if there are several reasons, a ConfigError names all of them.
     """
-    faults = start_faults(config, ranks, folder_faults(config, own))
+    faults = start_faults(config, ranks, folder_faults(config, own, whole))
     if len(faults) > 1:
         lines = [
             f"{len(faults)} settings cannot be had on this machine:",

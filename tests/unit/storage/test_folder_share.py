@@ -22,7 +22,9 @@ from flexkv.storage.folder_share import (
     room_beside,
     share_bytes,
     shared_file_systems,
+    whole_slots,
 )
+from flexkv.storage.header import slot_bytes_of_all
 from tests.unit.storage.disk_world import IDENTITY, make_group
 
 
@@ -218,6 +220,24 @@ def test_what_a_unit_holds_already_it_can_have_again(tmp_path: Path) -> None:
     config = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": "990MiB"}, {})
     assert folder_faults(config, own_bytes(IDENTITY, group)) == {}
     assert "can be had" in folder_faults(config, lambda root: 0)[str(tmp_path)]
+
+
+def test_slabs_of_whole_slots_suffice_on_a_disk_that_others_have_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slabs are smaller than the bytes that were asked for by up to a slot. The control: a slot less is too little."""
+    group = make_group()
+    slot = slot_bytes_of_all([group])
+    folder = unit_folder(tmp_path, IDENTITY, [group])
+    folder.mkdir(parents=True)
+    slab = folder / "group0.slab"
+    config = load_config({"disk.folders": str(tmp_path), "disk.bytes_per_folder": 100 * slot - 1}, {})
+    own, whole = own_bytes(IDENTITY, group), whole_slots(group)
+    monkeypatch.setattr("shutil.disk_usage", lambda root: SimpleNamespace(free=0))
+    slab.write_bytes(bytes(99 * slot))
+    assert folder_faults(config, own, whole) == {}
+    os.truncate(slab, 98 * slot)
+    assert "can be had" in folder_faults(config, own, whole)[str(tmp_path)]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.0])

@@ -16,7 +16,14 @@ from flexkv.errors import GeometryError
 from flexkv.facts.ranks import GroupFacts, KvGroup
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
-from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
+from flexkv.storage.folder_share import (
+    OwnBytes,
+    WholeSlots,
+    bytes_per_folder,
+    own_bytes,
+    shared_file_systems,
+    whole_slots,
+)
 from flexkv.storage.group_tables import codec_of
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
@@ -213,3 +220,16 @@ def overwritable(unit: UnitFacts) -> OwnBytes:
         return own_bytes(disk_identity(unit), *disk_groups(unit))(root)
 
     return own
+
+
+def whole_slots_of(unit: UnitFacts) -> WholeSlots:
+    """A function that rounds bytes down to whole slots of the unit.
+
+    Raises:
+        GeometryError: when the function is called, as `disk_groups`.
+    """
+
+    def whole(asked: int) -> int:
+        return whole_slots(*disk_groups(unit))(asked)
+
+    return whole
