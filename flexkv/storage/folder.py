@@ -182,7 +182,8 @@ def is_in_use(folder: Path) -> bool:
         OSError: the lock cannot be read.
     """
     try:
-        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        # O_NONBLOCK, because opening a pipe without a writer would wait.
+        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:
@@ -252,7 +253,9 @@ def _write_holder(fd: int) -> None:
 
 
 def _holder(fd: int) -> str:
-    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    with suppress(OSError):  # a pipe of the lock's name
+        return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    return "unknown"
 
 
 def _lock_until(fd: int, ends_s: float) -> None:

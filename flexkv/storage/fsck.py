@@ -25,6 +25,7 @@ from flexkv.storage.index_trouble import UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import Rows
+from flexkv.storage.weights_name import WEIGHTS_NAME, read_weights
 
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
@@ -58,7 +59,8 @@ class SlabReport:
         orphans: whole pages of the current epoch that the index does not name. They were evicted, or a crash came
             before they were published; the two look alike.
         damaged: slots that hold anything but a whole page, and why.
-        missing: slots that do not hold the page that the index names there; such pages are misses.
+        missing: slots that do not hold the page that the index names there, or lie beyond the slab's end; such pages
+            are misses.
         groups: a report for each KV group whose pages the slab holds.
     """
 
@@ -159,6 +161,11 @@ def _check(folder: Path, repair: bool) -> FsckReport:
                 ],
             )
         )
+    if (folder / WEIGHTS_NAME).exists() and read_weights(folder) is None:
+        report.problems.append(
+            f"{folder / WEIGHTS_NAME}: no name of weights with its digest: pages whose weights only this file names "
+            "are misses from the next start on, which writes it anew"
+        )
     if not found:
         return report
     slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
@@ -170,6 +177,8 @@ def _check(folder: Path, repair: bool) -> FsckReport:
         for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
             rows = index.rows[header.group] if index is not None else None
             _compare(slab_report, reports, rows, epoch)
+            if index is not None:
+                slab_report.missing += sorted(index.beyond[header.group])
         if repair and index is not None and not index.is_new:
             index.opens = opens_so_far(opens, [index.opens])
             _forget_missing(index, report, list(found), epoch)
@@ -271,7 +280,7 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
     if index.epoch != epoch:
         index.clear()
     for group, slab in zip(groups, report.slabs, strict=True):
-        slots = np.array(slab.missing, np.int64)
+        slots = np.array([slot for slot in slab.missing if slot < slab.slots], np.int64)
         index.evict(group, slots, index.rows[group]["generation"][slots])
     index.epoch = epoch
     index.commit()

@@ -62,6 +62,8 @@ class SlotIndex:
         epoch: epoch of the weights.
         opens: how often the tier was opened on this disk.
         is_new: whether there was no index before.
+        beyond: slots beyond each slab's end that the database named when it was opened, because the slab was larger
+            before, or the file was cut. The next commit forgets them.
 
     Args:
         slots: slots of each slab, by the number of its first group; 0 for a group whose pages lie in another's slab.
@@ -81,6 +83,7 @@ class SlotIndex:
         self.epoch = 0
         self.opens = 0
         self.is_new = False
+        self.beyond: list[list[int]] = [[] for _ in slots]
         self._slab_ids: list[int | None] = [None] * len(slots)
         self._meta: dict[str, MetaValue] = {}
         """The meta values that the database has, without their digest."""
@@ -163,14 +166,19 @@ class SlotIndex:
                 rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS] = found
             else:
                 self._gone[group].add(chunk)
+                self._note_beyond(group, chunk * CHUNK_SLOTS, found)
         written = self._meta.get(f"chunks{group}", 0)
         if len(stored) != written:
             raise DamagedIndexError(
                 f"{self.path}: {len(stored)} of {written} chunks of group {group} are there"
             )
         if rows["generation"][self.slots[group] :].any():  # the slab was larger before
+            self._note_beyond(group, self.slots[group], rows[self.slots[group] :])
             rows[self.slots[group] :] = np.zeros((), ROW)
             self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
+
+    def _note_beyond(self, group: int, first: int, rows: Rows) -> None:
+        self.beyond[group] += (np.flatnonzero(rows["generation"]) + first).tolist()
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
         """Forgets the rows of groups whose slab has been replaced by another one."""
@@ -181,6 +189,7 @@ class SlotIndex:
                     "%s: the slab of group %d is another one: its rows are forgotten", self.path, group
                 )
                 self._clear_group(group)
+                self.beyond[group].clear()
             self._slab_ids[group] = signed(slab_id)
 
     def begin_use(self, opens: int, epoch: int) -> None:

@@ -52,7 +52,10 @@ def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:
     """
     with tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
         epoch = copy_index(folder, Path(made))
-        index = SlotIndex(Path(made) / INDEX_NAME, [slots.get(slab, 0) for slab in range(1 + max(slots))])
+        try:
+            index = SlotIndex(Path(made) / INDEX_NAME, [slots.get(slab, 0) for slab in range(1 + max(slots))])
+        except DiskError as error:
+            raise DiskError(str(error).replace(made, str(folder))) from error
         try:
             counts: dict[int, int] = {}
             for rows in index.rows if index.epoch >= (epoch or 0) else []:

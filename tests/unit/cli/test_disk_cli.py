@@ -126,6 +126,28 @@ def test_ls_counts_no_pages_of_a_folder_in_use_and_says_so(
     assert world.close()
 
 
+def test_ls_names_a_damaged_index_by_its_own_path(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = slab.parent / "index.sqlite"
+    index.write_bytes(b"?" * 10_000)
+    assert main(["disk", "ls", str(tmp_path), "--pages", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert f"its pages cannot be counted: {index}: " in entry["damage"]
+
+
+def test_a_pipe_in_place_of_the_lock_ends_no_command_with_a_traceback(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = slab.parent / "lock"
+    lock.unlink()
+    os.mkfifo(lock)
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["fsck", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {lock}: Illegal seek\n"
+
+
 def test_fsck_counts_the_pages_of_each_group(
     several: Path, slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

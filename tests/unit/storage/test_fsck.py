@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.header import read_header
+from flexkv.storage.slot_rows import CHUNK_SLOTS
+from flexkv.storage.weights_name import WEIGHTS_NAME, write_weights
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import MakeDisks
 
@@ -43,6 +47,45 @@ def test_repair_takes_out_what_is_not_there(make_disks: MakeDisks) -> None:
     rows = world.unit.rows(0)
     assert sorted(rows.places.tolist()) == [0, 1, 3, 4, 5]
     assert world.read_rows(rows) == {}
+
+
+@pytest.mark.parametrize("left", [0, 4])
+def test_pages_of_a_slab_that_was_cut_are_missing(make_disks: MakeDisks, left: int) -> None:
+    slab, _ = filled(make_disks)
+    header = read_header(str(slab))
+    os.truncate(slab, header.header_bytes + left * header.slot_bytes)
+    report = check_folder(slab.parent)
+    assert not report.clean
+    assert report.slabs[0].missing == list(range(left, 6))
+    assert check_folder(slab.parent, repair=True).slabs[0].missing == list(range(left, 6))
+    report = check_folder(slab.parent)
+    assert report.clean
+    assert report.slabs[0].good == left
+    world = make_disks()
+    rows = world.unit.rows(0)
+    assert sorted(rows.places.tolist()) == list(range(left))
+    assert world.read_rows(rows) == {}
+
+
+def test_missing_pages_beyond_the_last_chunk_of_rows_are_found(make_disks: MakeDisks) -> None:
+    world = make_disks(slots=3 * CHUNK_SLOTS)
+    places = [1, CHUNK_SLOTS - 1, CHUNK_SLOTS, 3 * CHUNK_SLOTS - 1]
+    _, generations = world.write(range(4), places)
+    world.wait_durable(places, generations)
+    slab = world.folder / "group0.slab"
+    assert world.close()
+    header = read_header(str(slab))
+    os.truncate(slab, header.header_bytes + (CHUNK_SLOTS - 2) * header.slot_bytes)
+    assert check_folder(slab.parent).slabs[0].missing == places[1:]
+
+
+def test_damaged_name_of_weights_is_not_clean(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    write_weights(slab.parent, bytes(32), 0)
+    assert check_folder(slab.parent).clean
+    (slab.parent / WEIGHTS_NAME).write_bytes(b"?")
+    (problem,) = check_folder(slab.parent).problems
+    assert problem.startswith(f"{slab.parent / WEIGHTS_NAME}: no name of weights")
 
 
 def test_fsck_brings_orphans_back(make_disks: MakeDisks) -> None:
