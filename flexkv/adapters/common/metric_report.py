@@ -11,9 +11,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from flexkv.observe import METRICS, Counters, Metric, MetricKind, get_logger, merge_values
+from flexkv.adapters.common.prometheus_series import PrometheusSeries, register_metrics
+from flexkv.observe import METRICS, Counters, MetricKind, get_logger, merge_values
 
 logger = get_logger(__name__)
 
@@ -29,7 +31,8 @@ class MetricReport:
     Args:
         counters: left unchanged, except that the observations of histograms are removed, because they would pile up.
         gauges: sets the gauges in the counters.
-        prefix, labels: see `PrometheusFiles`.
+        prefix: see `register_metrics`.
+        labels: labels that distinguish this process from the engine's others.
         log_every_s: seconds between two lines in the log.
         clock: monotonic time in seconds; for tests.
     """
@@ -50,7 +53,7 @@ class MetricReport:
         self._name = ", ".join(f"{name} {value}" for name, value in labels.items())
         self._log_every_s = log_every_s
         self._clock = clock
-        self._files = PrometheusFiles.where_collected(prefix, labels)
+        self._files = _files_where_collected(prefix, labels)
         self._interval, self._seen = Counters(), Counters()
         self._export_at_s = 0.0
         self._logged_at_s = clock()
@@ -102,56 +105,29 @@ def _has_counts(counters: Counters) -> bool:
     return any(METRICS[name].kind is not MetricKind.GAUGE for name in counters.data)
 
 
-class PrometheusFiles:
-    """Every series of `METRICS`, at zero from the start.
-
-    Args:
-        prefix: put before each metric's name: the engine's own prefix, so that its metrics are listed together.
-        labels: labels that distinguish this process from the engine's others.
+def _files_where_collected(prefix: str, labels: Mapping[str, str]) -> PrometheusSeries | None:
+    """The files of this process. None if the engine collects no such files, or if they cannot be written; the log then
+    names the error.
     """
-
-    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
-        self._labels = dict(labels)
-        metrics = {metric.name: self._register(metric, prefix) for metric in METRICS.values()}
-        self._series = {
-            (metric.name, series): metrics[metric.name].labels(
-                *self._labels.values(), *metric.label_values(series)
-            )
-            for metric in METRICS.values()
-            for series in metric.all_series()
-        }
-        for (name, _), bound in self._series.items():
-            if METRICS[name].kind is MetricKind.GAUGE:
-                bound.set(0)  # a gauge that was never set is not collected
-
-    @classmethod
-    def where_collected(cls, prefix: str, labels: Mapping[str, str]) -> PrometheusFiles | None:
-        """None if the engine collects no such files, or if they cannot be written; the log then names the error."""
-        if FOLDER_VARIABLE not in os.environ:
-            return None
-        try:
-            return cls(prefix, labels)
-        except (ImportError, ValueError, OSError) as error:
-            logger.warning("no metrics for the engine's Prometheus page: %s", error)
-            return None
-
-    def add(self, data: Mapping[str, Any]) -> None:
-        """Adds the counts since the last call, as the plain data of `Counters`."""
-        for name, values in data.items():
-            for series, value in values.items():
-                METRICS[name].add_to(self._series[name, series], value)
-
-    def _register(self, metric: Metric, prefix: str) -> Any:
+    if FOLDER_VARIABLE not in os.environ:
+        return None
+    try:
         # Only engines with such a page bring this package.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        # One registry per instance: only the files are collected, and two caches in one process have metrics of the
-        # same names.
+        # One registry per report: only the files are collected, and two caches in one process have metrics of the same
+        # names.
         registry = CollectorRegistry()
-        labels = [*self._labels, *(name for name, _ in metric.labels)]
-        name = prefix + metric.name
-        if metric.kind is MetricKind.COUNTER:
-            return Counter(name, metric.help, labels, registry=registry)
-        if metric.kind is MetricKind.GAUGE:
-            return Gauge(name, metric.help, labels, multiprocess_mode="mostrecent", registry=registry)
-        return Histogram(name, metric.help, labels, buckets=metric.buckets, registry=registry)
+        make = {
+            MetricKind.COUNTER: partial(Counter, registry=registry),
+            MetricKind.GAUGE: partial(Gauge, registry=registry),
+            MetricKind.HISTOGRAM: partial(Histogram, registry=registry),
+        }
+        files = PrometheusSeries(register_metrics(prefix, list(labels), make), list(labels.values()))
+        # A gauge that was never set is not collected.
+        gauges = [metric for metric in METRICS.values() if metric.kind is MetricKind.GAUGE]
+        files.add({metric.name: dict.fromkeys(metric.all_series(), 0) for metric in gauges})
+        return files
+    except (ImportError, ValueError, OSError) as error:
+        logger.warning("no metrics for the engine's Prometheus page: %s", error)
+        return None

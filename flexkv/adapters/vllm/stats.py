@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from flexkv.observe import METRICS, Counters, Metric, MetricKind, merge_values
+from flexkv.adapters.common.prometheus_series import PrometheusSeries, register_metrics
+from flexkv.observe import Counters, MetricKind, merge_values
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,34 +56,16 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {metric.name: self._register(metric, metric_types) for metric in METRICS.values()}
-        self._bound: dict[tuple[int, str, str], Any] = {}
-        for metric in METRICS.values():
-            for engine in per_engine_labelvalues:
-                for series in metric.all_series():
-                    self._bind(engine, metric, series)
+        make: dict[MetricKind, Any] = {
+            MetricKind.COUNTER: metric_types[Counter],
+            MetricKind.GAUGE: metric_types[Gauge],
+            MetricKind.HISTOGRAM: metric_types[Histogram],
+        }
+        registered = register_metrics(PROMETHEUS_PREFIX, self._labelnames, make)
+        self._series = {
+            engine: PrometheusSeries(registered, values) for engine, values in per_engine_labelvalues.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Records the values of one interval."""
-        for name, values in transfer_stats_data.items():
-            metric = METRICS.get(name)
-            if metric is None:
-                continue
-            for series, value in values.items():
-                metric.add_to(self._bind(engine_idx, metric, series), value)
-
-    def _register(self, metric: Metric, types: dict[type[PromMetric], type[PromMetricT]]) -> Any:
-        labels = [*self._labelnames, *(name for name, _ in metric.labels)]
-        common = {"name": PROMETHEUS_PREFIX + metric.name, "documentation": metric.help, "labelnames": labels}
-        if metric.kind is MetricKind.COUNTER:
-            return types[Counter](**common)
-        if metric.kind is MetricKind.GAUGE:
-            return types[Gauge](**common, multiprocess_mode="mostrecent")
-        return types[Histogram](**common, buckets=list(metric.buckets))
-
-    def _bind(self, engine: int, metric: Metric, series: str) -> Any:
-        key = (engine, metric.name, series)
-        if key not in self._bound:
-            values = [*self.per_engine_labelvalues[engine], *metric.label_values(series)]
-            self._bound[key] = self._metrics[metric.name].labels(*values)
-        return self._bound[key]
+        self._series[engine_idx].add(transfer_stats_data)
