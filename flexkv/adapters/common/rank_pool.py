@@ -1,4 +1,4 @@
-"""What an adapter says of one rank's KV pool, where all of its layers are one KV group."""
+"""What an adapter says of one KV group of a rank's pool."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RankPool:
     Attributes:
         view: `KvView` of the pool; its block numbers are the engine's.
         block_tokens: tokens per block.
-        tensors: the tensors that hold the pool's memory.
-        layers: number of the model's layers in the pool.
+        tensors: the tensors that hold the group's memory.
+        layers: number of the model's layers in the group.
         heads: number of heads of K and V on this rank; 0 if unknown, or where K and V are not rows of one size.
         replicas: number of consecutive ranks that hold the same bytes.
     """

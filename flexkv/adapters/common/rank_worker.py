@@ -70,7 +70,6 @@ class RankWorker:
         self._config = config
         self._current_stream = current_stream
         self._owners: Sequence[OnDevice] = ()
-        self._num_blocks = 0
         self._groups: tuple[GroupFacts, ...] = ()
         self._replicas = 1
         self._pool: Any = None
@@ -85,42 +84,34 @@ class RankWorker:
         """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
         return None
 
-    def take_pool(
-        self,
-        views: Sequence[Any],
-        groups: Sequence[GroupFacts],
-        owners: Sequence[OnDevice],
-        num_blocks: int,
-        replicas: int,
-    ) -> None:
-        """Takes the engine's pool. If this rank already serves a unit, which was made for another pool, it refuses
-        every op from now on, so that a block number of one pool is never mistaken for one of the other.
+    def take_pool(self, groups: Sequence[RankPool]) -> None:
+        """Takes the engine's pool, by KV group. Its tensors are kept alive as long as a copy may touch them. If several
+        ranks hold the same bytes, only the first of them stores.
 
-        Args:
-            views: a `KvView` per KV group.
-            groups: the facts of each KV group, for the unit.
-            owners: the tensors that the views lie in; kept alive as long as a copy may touch them.
-            replicas: number of consecutive ranks that hold the same bytes; only the first of them stores.
+        If this rank already serves a unit, which was made for another pool, it refuses every op from now on, so that a
+        block number of one pool is never mistaken for one of the other.
         """
         if self.unit != NO_UNIT:
             self._ops.close()
             self._ops.refusal = "the engine registered another KV pool"
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
         self.pool_id = PoolId(random_id())
-        self.views, self._groups = tuple(views), tuple(groups)
-        self._owners, self._num_blocks, self._replicas = owners, num_blocks, replicas
-        self._ops.stripe_bytes = tuple(view.stripe_bytes for view in views)
-        self._ops.stores = self.rank % replicas == 0
+        self.views = tuple(group.view for group in groups)
+        self._groups = tuple(group.facts for group in groups)
+        self._owners = tuple(tensor for group in groups for tensor in group.tensors)
+        self._replicas = groups[0].replicas
+        self._ops.stripe_bytes = tuple(view.stripe_bytes for view in self.views)
+        self._ops.stores = self.rank % self._replicas == 0
 
     def take_group(self, pool: RankPool) -> None:
         """Takes a pool of one KV group, as `take_pool` does."""
-        self.take_pool([pool.view], [pool.facts], pool.tensors, pool.view.num_blocks, pool.replicas)
+        self.take_pool([pool])
 
     def facts(self) -> RankFacts | None:
         """The facts that the scheduler's side needs to size the host pool; None before `take_pool`."""
         if not self.views:
             return None
-        here = RankFacts.here(self.rank, self._num_blocks, *self._groups)
+        here = RankFacts.here(self.rank, self.views[0].num_blocks, *self._groups)
         return replace(here, replicas=self._replicas, pool_id=self.pool_id)
 
     def attach(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms import current_platform
@@ -19,11 +18,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
 from flexkv.errors import GeometryError
-from flexkv.facts.ranks import GroupFacts
 from flexkv.layout.format_id import Interior
-from flexkv.layout.tensor import dtype_name
 from flexkv.layout.vllm import VllmGroup, VllmHandler
 from flexkv.transfer.engine import cuda_device_of
 
@@ -116,21 +114,14 @@ def heads_of_rows(group: KVCacheGroupSpec) -> int:
     return int(spec.num_kv_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupView:
-    """One KV group of this rank's pool: the `KvView` of its runs, and its facts for the unit."""
-
-    view: Any
-    facts: GroupFacts
-
-
 def build_views(
-    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes: int
-) -> tuple[GroupView, ...]:
-    """The view and facts of each KV group, in the order of `pool_geometry`.
+    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes: int, replicas: int = 1
+) -> list[RankPool]:
+    """The pool of each KV group, in the order of `pool_geometry`.
 
     Args:
         stripes: number of stripes that make up a page: ranks that hold different bytes.
+        replicas: see `replicas`.
 
     Raises:
         GeometryError: tensors and configuration disagree, or no lane can reach the pool's memory.
@@ -139,18 +130,18 @@ def build_views(
     geometry, handler = pool_geometry(config), _handler(caches, config, stripes)
     if geometry.is_hybrid:
         _refuse_shared(caches, geometry)
-    return tuple(
-        GroupView(
+    return [
+        RankPool(
             handler.view(at),
-            GroupFacts.of_view(
-                handler.view(at),
-                str(handler.format_id(at)),
-                heads_of_rows(config.kv_cache_groups[group.number]),
-                dtype_name(caches[group.layer_names[0]]),
-            ),
+            handler.format_id(at),
+            group.block_tokens,
+            [caches[name] for name in group.layer_names],
+            len(group.layer_names),
+            heads_of_rows(config.kv_cache_groups[group.number]),
+            replicas,
         )
         for at, group in enumerate(geometry.groups)
-    )
+    ]
 
 
 def _refuse_shared(caches: Mapping[str, torch.Tensor], geometry: PoolGeometry) -> None:

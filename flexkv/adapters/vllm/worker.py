@@ -90,14 +90,7 @@ class WorkerSide(RankWorker):
             GeometryError: the tensors contradict the configuration.
         """
         same = replicas(config, self._ranks, self._head_replicas)
-        groups = build_views(caches, config, self._ranks // same)
-        self.take_pool(
-            [group.view for group in groups],
-            [group.facts for group in groups],
-            tuple(caches.values()),
-            config.num_blocks,
-            same,
-        )
+        self.take_pool(build_views(caches, config, self._ranks // same, same))
         self.kv_config = config
         self.is_hybrid = pool_geometry(config).is_hybrid
         self._layer_numbers = layer_numbers(caches, config)
