@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_reports import RankReports
+from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.facts.ranks import UnitId
 from flexkv.observe import Counters, get_logger
-from flexkv.transfer.graph import TransferGraph
 
 logger = get_logger(__name__)
 
@@ -37,13 +34,13 @@ class ForeignSteps:
         self.unit: UnitId | None = None
         self.reason = ""
 
-    def begin(self, unit: UnitId, own: UnitId) -> RankReports:
-        """Begins a step ordered by a unit other than `own`.
+    def refuse(self, orders: ConnectorMetadata, own: UnitId) -> RankReports:
+        """Begins a step ordered by a unit other than `own`, and ends all its ops.
 
         Returns:
             The reports for the unit that ordered it.
         """
-        self.unit = unit
+        unit = self.unit = orders.unit
         self._counters.add("flexkv_refused_messages_total", kind="orders")
         if self._ordered_by != unit:
             self._ordered_by = unit
@@ -55,14 +52,11 @@ class ForeignSteps:
             if not self._logged:
                 self._logged = True
                 logger.error("%s: nothing of such steps is loaded or stored", self.reason)
-        return self._ops.reports
-
-    def refuse(self, loads: Iterable[LoadJob] = (), stores: Iterable[TransferGraph] = ()) -> None:
-        """Ends ops of the step."""
-        for job in loads:
+        for job in orders.loads:
             self._ops.submit_load(job)
-        for graph in stores:
+        for graph in (*orders.early, *orders.settled, *orders.stores):
             self._ops.submit_store(graph)
+        return self._ops.reports
 
 
 def _name(unit: UnitId) -> str:

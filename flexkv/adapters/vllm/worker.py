@@ -154,10 +154,7 @@ class WorkerSide(RankWorker):
         """
         if orders.grant is not None:
             self.take_grant(orders.grant)
-        if orders is not self._orders:
-            self._begin_step(orders)
-        if self._foreign.unit is not None:
-            self._foreign.refuse(stores=orders.early)
+        if not self._begin_step(orders):
             return
         if self.layer_stores.busy and orders.step > self._ops.step:
             self.layer_stores.abandon()
@@ -179,11 +176,7 @@ class WorkerSide(RankWorker):
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Submits the step's loads, and waits for those that its forward pass needs complete when it starts."""
-        # Not every connector class forwards the hook for `before_forward`.
-        if orders is not self._orders:
-            self._begin_step(orders)
-        if self._foreign.unit is not None:
-            self._foreign.refuse(loads=orders.loads)
+        if not self._begin_step(orders):
             return
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
@@ -226,10 +219,7 @@ class WorkerSide(RankWorker):
         """Submits the stores of blocks that this step's forward pass or earlier ones completed. The step's layerwise
         loads have ended when this returns.
         """
-        if orders is not self._orders:
-            self._begin_step(orders)
-        if self._foreign.unit is not None:
-            self._foreign.refuse(stores=[*orders.settled, *orders.stores])
+        if not self._begin_step(orders):
             return
         if self.layer_loads.busy:
             self.layer_loads.finish()
@@ -247,14 +237,21 @@ class WorkerSide(RankWorker):
         if self._foreign.unit is None:
             self._ops.finish_stores([*orders.settled, *orders.stores])
 
-    def _begin_step(self, orders: ConnectorMetadata) -> None:
-        """Called in the first hook of a step: from then on the reports are for the unit that ordered the step."""
-        self._orders = orders
-        self._before = self._after = None
-        if orders.unit == self.unit:
-            self._foreign.unit, self.reports = None, self._ops.reports
-        else:
-            self.reports = self._foreign.begin(orders.unit, self.unit)
+    def _begin_step(self, orders: ConnectorMetadata) -> bool:
+        """Begins the step if this hook is its first, because not every connector class forwards all hooks. From then on
+        the reports are for the unit that ordered the step.
+
+        Returns:
+            Whether that is this rank's unit. If it is another, all ops of the step have ended.
+        """
+        if orders is not self._orders:
+            self._orders = orders
+            self._before = self._after = None
+            if orders.unit == self.unit:
+                self._foreign.unit, self.reports = None, self._ops.reports
+            else:
+                self.reports = self._foreign.refuse(orders, self.unit)
+        return self._foreign.unit is None
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
         """Collects ended ops. With `idle`, waits up to IDLE_WAIT_S for one if any is under way here or on the disks."""

@@ -107,7 +107,6 @@ def test_without_the_check_the_other_engine_reads_wrong_kv(
 ) -> None:
     """The control: the worker accepts every step as its own unit's."""
     _, second = two_engines(make_engine, **{"load.mode": mode})
-    monkeypatch.setattr(ForeignSteps, "begin", lambda self, orders, own: False)
     # The second unit accepts the first unit's reports, too.
     monkeypatch.setattr(second.workers[0], "unit", second.unit.unit_id)
     second.add(make_request(TWO, "two"))
@@ -378,14 +377,14 @@ def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())
     left = 0
     for unit in (one, one, two):
-        reports = foreign.begin(unit, own)
+        left += unit == one
+        loads = [LoadJob(f"load {left}", NO_OPS, False, lost=(left,))] if unit == one else []
+        reports = foreign.refuse(ConnectorMetadata(unit, loads=loads), own)
         if unit == one:
-            left += 1
-            foreign.refuse(loads=[LoadJob(f"load {left}", NO_OPS, False, lost=(left,))])
-            assert foreign.begin(unit, own) is reports
+            assert foreign.refuse(ConnectorMetadata(unit), own) is reports
             assert reports.failed_blocks == set(range(1, left + 1))
     assert reports.take_failed_blocks() == set()
     assert reports.take_finished() == set()
     assert two.hex() in foreign.reason
-    foreign.begin(one, own)
+    foreign.refuse(ConnectorMetadata(one), own)
     assert errors(logged, "nothing of such steps is loaded or stored") == 1
