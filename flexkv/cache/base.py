@@ -191,6 +191,19 @@ class MatchResult(NamedTuple):
         return self.outcome is Outcome.HIT or self.outcome is Outcome.MISS
 
 
+def of_first_tokens(by_tier: Sequence[int], tokens: int) -> list[int]:
+    """How many of a promise's first `tokens` each tier has supplied; host memory's come first.
+
+    Args:
+        by_tier: see `MatchResult`.
+    """
+    taken = []
+    for supplied in by_tier:
+        taken.append(min(supplied, tokens))
+        tokens -= taken[-1]
+    return taken
+
+
 @dataclass(frozen=True, slots=True)
 class StorePlan:
     """What `begin_store` decided.

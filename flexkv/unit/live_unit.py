@@ -145,8 +145,6 @@ class LiveUnit(EngineUnit):
         return opened or was_busy or self._metrics.has_news
 
     def expire_if_due(self, counters: Counters) -> None:
-        if self.plugins is not None and not self.has_tiers:
-            self.plugins.calls.run()  # engines do not poll a unit without tiers
         now_s = time.monotonic()
         if now_s >= self._expire_at_s:
             self._expire_at_s = now_s + EXPIRE_EVERY_S

@@ -11,7 +11,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.requests import Promise, RequestTracker
-from flexkv.cache.base import MatchResult, TailCandidates
+from flexkv.cache.base import MatchResult, TailCandidates, of_first_tokens
 from flexkv.cache.keys import tail_candidates
 from flexkv.cache.stores.base import GROUP
 from flexkv.facts.keys import Keys
@@ -269,14 +269,10 @@ class Loads:
         return LoadJob(tracker.request_id, NO_OPS, self._sync, lost)
 
     def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
-        """The tokens that the engine takes, by the tier that supplied them. Tokens in host memory come first in a hit,
-        except those of a partial tail, which is in host memory too."""
-        supplied, left = [], tokens
-        for of_tier in match.by_tier or (0,):
-            supplied.append(min(of_tier, left))
-            left -= supplied[-1]
-        supplied[0] += left
-        return tuple(supplied)
+        """The tokens that the engine takes, by the tier that supplied them."""
+        others = of_first_tokens(match.by_tier, tokens)[1:]
+        # A partial tail comes last in the hit, and is in host memory.
+        return (tokens - sum(others), *others)
 
     def sources(self, tracker: RequestTracker, external_tokens: int) -> dict[CacheHitSource, int]:
         """Tokens of the request's last load, by source; empty if that load had another number of tokens."""

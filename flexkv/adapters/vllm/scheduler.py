@@ -17,12 +17,11 @@ from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, RankReport, WorkerMetadata
-from flexkv.adapters.vllm.prompt_keys import RequestPromptKeys
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch
-from flexkv.adapters.vllm.stored_block import hash_identity
+from flexkv.adapters.vllm.stored_block import hash_identity, hashed_request
 from flexkv.adapters.vllm.stores import ScheduledBlocks, in_our_order, make_planner
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import HUB, CacheListener
@@ -124,8 +123,8 @@ class SchedulerSide:
             replace(spec.role, shared=not workers),
             prompt_limit=spec.prompt_limit,
             alignment_tokens=spec.geometry.alignment_tokens,
-            prompt_keys=RequestPromptKeys(
-                self.requests, spec.geometry.groups[0].hash_tokens, spec.block_hash
+            prompt_keys=lambda tokens, salt: self.requests.keys_of(
+                hashed_request(tokens, salt, spec.geometry.groups[0].hash_tokens, spec.block_hash)
             ),
         )
         with ExitStack() as on_error:
@@ -192,8 +191,7 @@ class SchedulerSide:
         """Starts to fetch a request's pages from the tiers behind host memory while it waits in the engine's queue."""
         if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
             return
-        if self.unit.growing:
-            self.unit.grow()
+        self.unit.grow()
         if self._loads.prefetch(self._tracker(request), self._watch.has_cached):
             self._poll()
 
@@ -211,10 +209,8 @@ class SchedulerSide:
         if not unit.usable or not self._spec.role.loads:
             return 0, False
         self._completions.collect_early()
-        if unit.has_tiers:
-            self._poll()
-        if unit.growing:
-            unit.grow()
+        self._poll()
+        unit.grow()
         tracker = self._tracker(request)
         self.requests.begin_lookup(tracker, self._preempted)
         if self.blend is None and tracker.settings.blend is not None:
@@ -223,9 +219,8 @@ class SchedulerSide:
         tracker.stale = False
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
-        if unit.has_tiers:
-            # Starts to read the pages that the lookup found on disk.
-            self._poll()
+        # Starts to read the pages that the lookup found on disk.
+        self._poll()
         if tokens is None or (tokens and self._store_before_load(tracker, tokens)):
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
@@ -281,8 +276,7 @@ class SchedulerSide:
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
         self.orders.step = self._forward_step
-        if unit.growing:
-            unit.grow()
+        unit.grow()
         if unit.usable:
             blocks = ScheduledBlocks(self._spec.geometry, output)
             idle = not output.total_num_scheduled_tokens
@@ -295,12 +289,9 @@ class SchedulerSide:
             self.orders.blend = self.blend.take_orders()
         if self._watch.ops and (reused := self._watch.take_reused()):
             self._order_ends(reused, output)
-        if unit.has_tiers:
-            self._poll()
+        self._poll()
         unit.expire_if_due(self.counters)
-        self.orders.disk_busy = (unit.has_tiers and unit.busy) or (
-            self.blend is not None and self.blend.moves_pages
-        )
+        self.orders.disk_busy = unit.busy or (self.blend is not None and self.blend.moves_pages)
         self.orders.grant = unit.grant
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
@@ -383,8 +374,7 @@ class SchedulerSide:
         step = self._completions.take(ours)
         if self._steps is not None and step:
             self._steps.ended(step)
-        if self.unit.has_tiers:
-            self._poll()
+        self._poll()
 
     def _poll(self) -> None:
         """Drives the unit's tiers, and takes the results of their work."""
@@ -410,14 +400,13 @@ class SchedulerSide:
         if self.blend is not None and self.blend.has_work:
             return True
         unit = self.unit
-        if unit.has_tiers:
-            self._poll()
-            if self.events is not None:
-                # Opened here too, because an engine without requests steps only if there is something to announce.
-                self.events.begin_book()
-            if unit.busy:
+        self._poll()
+        if self.events is not None:
+            # Opened here too, because an engine without requests steps only if there is something to announce.
+            self.events.begin_book()
+            if self.events.has_more:
                 return True
-        if self.events is not None and self.events.has_more:
+        if unit.busy:
             return True
         if not unit.usable:
             # False, because a rank that cannot use the pool may never report its ops.

@@ -14,6 +14,7 @@ from flexkv.cache.base import (
     Outcome,
     TailCandidates,
     TierId,
+    of_first_tokens,
 )
 from flexkv.cache.ledger.leases import GroupLease, HeldPages, Lease, StraightPages, joined_shares
 from flexkv.cache.ledger.ops import FetchOp
@@ -382,7 +383,7 @@ class Promises:
         """Turns the request's promise into a load to `targets`, ends its lease and wait, and returns the graph; None if
         nothing is loaded. Precondition: `targets` come from `load_targets`."""
         taken = max(len(blocks) * tokens for blocks, tokens in zip(targets, self._sizes, strict=True))
-        for tier, tokens in zip(self._tables.tiers, _of_first(lease.by_tier, taken), strict=False):
+        for tier, tokens in zip(self._tables.tiers, of_first_tokens(lease.by_tier, taken), strict=False):
             tier.counts.hits += tokens // self._block_tokens
         self._tables.requests.pop_lease(request_id)
         self._count_miss(request_id)
@@ -516,12 +517,3 @@ class Promises:
             self._waits.end_wait(request_id)
         self._tables.requests.misses.clear()
         self.line.clear()
-
-
-def _of_first(by_tier: tuple[int, ...], tokens: int) -> list[int]:
-    """How many of a lease's first `tokens` each tier has supplied; host memory's come first."""
-    taken = []
-    for supplied in by_tier:
-        taken.append(min(supplied, tokens))
-        tokens -= taken[-1]
-    return taken
