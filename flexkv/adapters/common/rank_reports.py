@@ -1,12 +1,45 @@
-"""Reports of one rank's ops: terminal results, ended requests, and blocks that hold no valid KV."""
+"""Reports of one rank: its messages to the scheduler's side, and terminal results, ended requests, and blocks that hold
+no valid KV.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexkv.adapters.common.load_job import LoadJob
+from flexkv.facts.ranks import NO_UNIT, UnitId
 from flexkv.transfer.graph import OpResult, TransferOp
+from flexkv.unit.base import EngineUnit
+
+
+@dataclass(slots=True)
+class RankReport:
+    """One rank's report to the scheduler's side. A field that has its default says nothing. Plain and picklable.
+
+    Attributes:
+        unit: the unit whose orders this reports on; NO_UNIT for a rank that serves none yet.
+        results: terminal results of ops on this rank, in order of arrival.
+        ready: host slots that the rank can use; sent when the number has changed.
+        error: why the rank cannot use the pool at all.
+        no_gds: why the rank cannot load from the disks without a page of host memory.
+    """
+
+    rank: int
+    unit: UnitId = NO_UNIT
+    results: list[OpResult] = field(default_factory=list)
+    ready: int | None = None
+    error: str = ""
+    no_gds: str = ""
+
+    def pass_news(self, unit: EngineUnit) -> None:
+        """Passes everything but the results to the unit."""
+        if self.error:
+            unit.disable(self.rank, self.error)
+        if self.no_gds:
+            unit.stop_straight_loads(self.rank, self.no_gds)
+        if self.ready is not None:
+            unit.rank_ready({self.rank: self.ready})
 
 
 @dataclass(frozen=True, slots=True)

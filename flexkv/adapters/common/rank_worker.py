@@ -9,6 +9,7 @@ from typing import Any
 from flexkv.adapters.common.rank_lanes import attach_views, open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_pool import RankPool
+from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ContractError, FlexKVError
@@ -77,6 +78,8 @@ class RankWorker:
         self._views_attached = False
         self._gds_lane: GdsLane | None = None
         self._ops = RankOps(config, rank, self.counters)
+        self._reported = RankReport(rank, ready=-1)
+        """The last value that was reported of each field that is sent when it has changed."""
         self.plugin_rank = rank
         self._plugins: PluginLauncher | None = None
 
@@ -217,6 +220,19 @@ class RankWorker:
         """Slots that are ready in this process and, where this rank has a GPU, registered with it."""
         pinned_first = self.device is not None
         return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
+
+    def add_news(self, report: RankReport) -> None:
+        """Adds to a report what has changed on this rank since the last report."""
+        self.add_if_new(report, "error", self._ops.refusal)
+        self.add_if_new(report, "no_gds", self._ops.gds_refusal)
+        if self._reported.ready != self.slots:
+            self.add_if_new(report, "ready", self.usable_slots)
+
+    def add_if_new(self, report: RankReport, name: str, value: Any) -> None:
+        """Adds a value to the report, unless it is the one that was last reported."""
+        if value != getattr(self._reported, name):
+            setattr(self._reported, name, value)
+            setattr(report, name, value)
 
     def close_lanes(self) -> None:
         """Closes the lanes; waits up to `transfer.close_s` for copies in flight. Their results can still be taken. Asks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexkv.adapters.common.load_job import LoadJob
-from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
-from flexkv.transfer.graph import OpResult, TransferGraph
+from flexkv.facts.ranks import PoolGrant, RankFacts
+from flexkv.transfer.graph import TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +50,17 @@ class CancelOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """One rank's report to the scheduler.
+class RankJoin:
+    """One rank's first message to the scheduler; all others are `RankReport`s.
 
     Attributes:
-        facts: facts about the rank's pool, in its first report only.
-        block_tokens: tokens per block of that pool, in the first report only.
-        results: terminal results of the rank's ops.
-        ready: host slots that the rank can use; None if the number has not changed.
-        error: why the rank cannot use the host pool; empty otherwise.
-        unit: the unit that the rank serves; NO_UNIT before its grant.
+        facts: facts about the rank's pool.
+        block_tokens: tokens per block of that pool.
     """
 
     rank: int
-    facts: RankFacts | None = None
-    block_tokens: int = 0
-    results: tuple[OpResult, ...] = ()
-    ready: int | None = None
-    error: str = ""
-    unit: UnitId = NO_UNIT
+    facts: RankFacts
+    block_tokens: int
 
 
 Order = LoadJob | SaveOrder | CancelOrder | PoolGrant

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.prompt_keys import TokenKeys, without_salt
+from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
-from flexkv.adapters.tensorrt_llm.messages import Order, RankReport
+from flexkv.adapters.tensorrt_llm.messages import Order, RankJoin
 from flexkv.adapters.tensorrt_llm.requests import RequestTracker
 from flexkv.cache.base import OpRole
 from flexkv.config import FlexKVConfig
@@ -84,17 +85,19 @@ class RankCoordinator:
 
     def _refusal(self, wire: Wire, report: object) -> str:
         """Why a report is not from a rank of this engine; empty if it is."""
-        if not isinstance(report, RankReport):
+        if not isinstance(report, (RankJoin, RankReport)):
             return f"a {type(report).__name__} came where ranks report"
         rank, ranks = report.rank, self.ranks
         if wire not in self._rank_of:
-            if report.facts is None:
+            if isinstance(report, RankReport):
                 return f"rank {rank} reports before it has joined"
             if not 0 <= rank < ranks:
                 return f"rank {rank} joins an engine of {ranks} rank(s)"
             return f"rank {rank} has joined before" if rank in self._facts else ""
         if self._rank_of[wire] != rank:
             return f"rank {rank} reports on the connection of rank {self._rank_of[wire]}"
+        if isinstance(report, RankJoin):
+            return f"rank {rank} has joined before"
         if report.unit != self.unit.unit_id:
             return f"rank {rank} reports to unit {report.unit.hex()}, this is {self.unit.unit_id.hex()}"
         return ""
@@ -108,8 +111,8 @@ class RankCoordinator:
         if wire not in self._rank_of:
             wire.close(reason)
 
-    def _take(self, wire: Wire, report: RankReport) -> None:
-        if wire not in self._rank_of and report.facts is not None:
+    def _take(self, wire: Wire, report: RankJoin | RankReport) -> None:
+        if isinstance(report, RankJoin):
             self._rank_of[wire] = report.rank
             self._listener.admit(wire)
             self._facts[report.rank] = (report.facts, report.block_tokens)
@@ -119,10 +122,8 @@ class RankCoordinator:
         unit = self.unit
         if not self.block_tokens:
             return
-        if report.error:
-            unit.disable(report.rank, report.error)
-        if report.ready is not None and report.ready >= 0:
-            unit.rank_ready({report.rank: report.ready})
+        report.pass_news(unit)
+        if report.ready is not None:
             self._ready.add(report.rank)
         for result in report.results:
             done = unit.manager.complete(report.rank, result)

@@ -11,9 +11,10 @@ from flexkv.adapters.common.layerwise import LayerLoads
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_pool import RankPool
+from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
-from flexkv.adapters.tensorrt_llm.messages import CancelOrder, RankReport, SaveOrder, StepMetadata
+from flexkv.adapters.tensorrt_llm.messages import CancelOrder, RankJoin, SaveOrder, StepMetadata
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.facts.ranks import PoolGrant
@@ -56,8 +57,6 @@ class WorkerSide(RankWorker):
         self._block_tokens = 0
         self._step = 0
         self._wire: Wire | None = None
-        self._ready_said = -1
-        self._error_said = False
         self._load_orders: dict[int, LoadJob] = {}
         self._save_orders: dict[int, SaveOrder] = {}
         """Orders by request id, until the engine names the id."""
@@ -213,7 +212,7 @@ class WorkerSide(RankWorker):
     # --- orders ---
 
     def _join(self, address: str) -> None:
-        if self._wire is not None or self.address == address:
+        if self._wire is not None or self.address == address or (facts := self.facts()) is None:
             return
         self.address = address
         try:
@@ -221,7 +220,7 @@ class WorkerSide(RankWorker):
         except ClosedError as error:
             logger.error("rank %d: nothing is cached: %s", self.rank, error)
             return
-        self._wire.send(RankReport(self.rank, self.facts(), self._block_tokens))
+        self._wire.send(RankJoin(self.rank, facts, self._block_tokens))
 
     def _receive(self) -> None:
         if self._wire is None:
@@ -322,13 +321,10 @@ class WorkerSide(RankWorker):
     def _report(self, results: tuple[OpResult, ...]) -> None:
         if self._wire is None:
             return
-        ready = self.usable_slots if self.attached else -1
-        error = "" if self._error_said else self._ops.refusal
-        if not results and ready == self._ready_said and not error:
-            return
-        changed = ready if ready != self._ready_said else None
-        self._ready_said, self._error_said = ready, bool(self._ops.refusal)
-        self._wire.send(RankReport(self.rank, results=results, ready=changed, error=error, unit=self.unit))
+        report = RankReport(self.rank, self.unit, list(results))
+        self.add_news(report)
+        if report != RankReport(self.rank, self.unit):
+            self._wire.send(report)
 
     def close(self) -> None:
         super().close()

@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from flexkv.adapters.vllm.engine_spec import RUNNER_V2, EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
-from flexkv.adapters.vllm.metadata import RankReport
+from flexkv.adapters.vllm.metadata import StepReport
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
@@ -85,21 +85,16 @@ class CompletionHandler:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)
 
-    def take(self, reports: Sequence[RankReport]) -> int:
+    def take(self, reports: Sequence[StepReport]) -> int:
         """Takes a step's reports. `take_failed_blocks` must come first, with the blocks that failed in the step.
 
         Returns:
             The number of the last step that was carried out; 0 if none is reported.
         """
         for report in reports:
-            if report.error:
-                self._unit.disable(report.rank, report.error)
-                if self._events is not None:
-                    self._events.end()
-            if report.no_gds:
-                self._unit.stop_straight_loads(report.rank, report.no_gds)
-            if report.ready is not None:
-                self._unit.rank_ready({report.rank: report.ready})
+            report.pass_news(self._unit)
+            if report.error and self._events is not None:
+                self._events.end()
         results = [(report.rank, result) for report in reports for result in report.results]
         for rank, result in sorted(results, key=lambda item: item[1].op_id not in self._loads.jobs):
             self._complete(rank, result)

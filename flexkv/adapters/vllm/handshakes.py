@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexkv.adapters.vllm.metadata import Handshake, RankReport
+from flexkv.adapters.vllm.metadata import Handshake, StepReport
 from flexkv.errors import ContractError, GeometryError
 from flexkv.facts.ranks import NO_UNIT, PoolId, UnitId
 from flexkv.observe import Counters, get_logger
@@ -53,7 +53,7 @@ class Handshakes:
         if counts != {num_blocks}:
             raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
 
-    def refuses(self, report: RankReport, own: UnitId) -> bool:
+    def refuses(self, report: StepReport, own: UnitId) -> bool:
         """Whether a report that is not of the unit `own` must be dropped, because it comes from another unit or another
         engine's rank. Counts such a report, and logs the first one."""
         reason = self._foreign_pool({report.rank: report.handshake} if report.handshake else {})

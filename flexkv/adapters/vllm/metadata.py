@@ -11,10 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.adapters.vllm.blend.orders import Arrival, BlendOrders
 from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 from flexkv.observe import BlendResult
-from flexkv.transfer.graph import OpId, OpResult, TransferGraph
+from flexkv.transfer.graph import OpId, TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +69,12 @@ class ConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class RankReport:
-    """One rank's report to the scheduler after a step. A field that has its default says nothing.
+class StepReport(RankReport):
+    """One rank's report to the scheduler after a step.
 
     Attributes:
-        unit: the unit whose orders this reports on; NO_UNIT for a rank that serves none yet.
         step: step number of the orders that were carried out; 0 if it has not changed since the last report. Once a
             step is reported, the outcome of its forward pass is known, including that of another connector's loads.
-        results: terminal results of ops on this rank, in order of arrival.
-        ready: host slots that the rank can use; sent when the number has changed.
-        error: why the rank cannot use the pool at all.
-        no_gds: why the rank cannot load from the disks without a page of host memory.
         handshake: sent while the rank has no host pool. vLLM collects handshakes itself at the start, but a
             MultiConnector passes on those of only one of its connectors.
         blend_arrived: see `BlendPages.take_arrived`.
@@ -86,13 +82,7 @@ class RankReport:
         blend_disk: whether the rank reads segments from disk or writes them; sent when that has changed.
     """
 
-    rank: int
-    unit: UnitId = NO_UNIT
     step: int = 0
-    results: list[OpResult] = field(default_factory=list)
-    ready: int | None = None
-    error: str = ""
-    no_gds: str = ""
     handshake: Handshake | None = None
     blend_arrived: dict[str, Arrival] = field(default_factory=dict)
     blend_stored: dict[int, BlendResult] = field(default_factory=dict)
@@ -103,7 +93,7 @@ class RankReport:
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """The reports of all ranks after a step; ranks with nothing to report are left out."""
 
-    reports: list[RankReport]
+    reports: list[StepReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         """Joins other ranks' reports to these."""

@@ -16,7 +16,7 @@ from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, RankReport, WorkerMetadata
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, StepReport, WorkerMetadata
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
@@ -358,7 +358,7 @@ class SchedulerSide:
         self._completions.retire(tracker, self._forward_step)
 
     def _take_reports(self, metadata: WorkerMetadata) -> None:
-        ours: list[RankReport] = []
+        ours: list[StepReport] = []
         for report in metadata.reports:
             own = self.unit.unit_id
             if self.blend is not None and report.unit in (own, NO_UNIT):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms import current_platform
@@ -14,7 +14,7 @@ from flexkv.adapters.common.layerwise import LayerLoads, LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.geometry import build_views, layer_numbers, replicas
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, RankReport, WorkerMetadata
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, StepReport, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.config import FlexKVConfig
 from flexkv.facts.ranks import UnitId
@@ -76,8 +76,7 @@ class WorkerSide(RankWorker):
         self._before: StreamPoint | None = None
         self._after: StreamPoint | None = None
         self.settled_step = 0
-        self._reported = RankReport(rank, ready=-1, blend_disk=False)
-        """The last value that was reported of each field that is sent when it has changed."""
+        self._reported: StepReport = StepReport(rank, ready=-1, blend_disk=False)
         self._reported_foreign: UnitId | None = None
         self.blend: BlendWorker | None = None
 
@@ -266,34 +265,25 @@ class WorkerSide(RankWorker):
         unit = self._foreign.unit
         report = self._own_report() if unit is None else self._foreign_report(unit)
         report.results = self.reports.take_results()
-        return None if report == RankReport(self.rank, report.unit) else WorkerMetadata([report])
+        return None if report == StepReport(self.rank, report.unit) else WorkerMetadata([report])
 
-    def _own_report(self) -> RankReport:
-        report = RankReport(self.rank, self.unit)
-        self._add_news(report, "step", self._ops.step)
-        self._add_news(report, "error", self._ops.refusal)
-        self._add_news(report, "no_gds", self._ops.gds_refusal)
-        if self._reported.ready != self.slots:
-            self._add_news(report, "ready", self.usable_slots)
+    def _own_report(self) -> StepReport:
+        report = StepReport(self.rank, self.unit)
+        self.add_news(report)
+        self.add_if_new(report, "step", self._ops.step)
         if self._ops.engine is None and self._reported.handshake is None:
-            self._add_news(report, "handshake", self.handshake())
+            self.add_if_new(report, "handshake", self.handshake())
         if self.blend is not None:
             report.blend_arrived, report.blend_stored = self.blend.take_arrived(), self.blend.take_stored()
-            self._add_news(report, "blend_disk", self.blend.disk_busy)
+            self.add_if_new(report, "blend_disk", self.blend.disk_busy)
         return report
 
-    def _add_news(self, report: RankReport, name: str, value: Any) -> None:
-        """Adds a value to the report, unless it is the one that was last reported."""
-        if value != getattr(self._reported, name):
-            setattr(self._reported, name, value)
-            setattr(report, name, value)
-
-    def _foreign_report(self, unit: UnitId) -> RankReport:
+    def _foreign_report(self, unit: UnitId) -> StepReport:
         if self._reported_foreign == unit:
-            return RankReport(self.rank, unit)
+            return StepReport(self.rank, unit)
         self._reported_foreign = unit
         # The other unit need not step for this rank's disks.
-        return RankReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
+        return StepReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:
         """Takes results for a scheduler in this process, ahead of the step's report.

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from flexkv.adapters.vllm import FlexKVConnector
 from flexkv.adapters.vllm.events import EventLog, _named
-from flexkv.adapters.vllm.metadata import RankReport, WorkerMetadata
+from flexkv.adapters.vllm.metadata import StepReport, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.stored_block import StoredBlock, unpacked
@@ -206,7 +206,7 @@ def test_the_tiers_sizes_are_reported_before_anything_moves(make_engine: Make) -
 
 
 def test_reports_of_ranks_join() -> None:
-    first, second = RankReport(0, ready=5), RankReport(1, ready=3, error="x")
+    first, second = StepReport(0, ready=5), StepReport(1, ready=3, error="x")
     assert WorkerMetadata([first]).aggregate(WorkerMetadata([second])).reports == [first, second]
 
 

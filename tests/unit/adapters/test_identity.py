@@ -19,7 +19,7 @@ from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent
-from flexkv.adapters.vllm.metadata import ConnectorMetadata, RankReport, WorkerMetadata
+from flexkv.adapters.vllm.metadata import ConnectorMetadata, StepReport, WorkerMetadata
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
 from flexkv.facts.ranks import NO_UNIT, PoolId, UnitId, random_id
@@ -196,14 +196,14 @@ def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     engine = make_engine()
     unit, other = engine.unit.unit_id, UnitId(random_id())
     strange = OpResult.cancelled(1, 1, "of another unit")  # type: ignore[arg-type]
-    joined = WorkerMetadata([RankReport(0, unit, ready=5)])
-    joined.aggregate(WorkerMetadata([RankReport(1, other, results=[strange])]))
+    joined = WorkerMetadata([StepReport(0, unit, ready=5)])
+    joined.aggregate(WorkerMetadata([StepReport(1, other, results=[strange])]))
     # No op is in flight here, so from this unit the report would be an error.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=joined))
     with pytest.raises(ContractError):  # the control
         engine.side.update(
             KVConnectorOutput(
-                kv_connector_worker_meta=WorkerMetadata([RankReport(0, unit, results=[strange])])
+                kv_connector_worker_meta=WorkerMetadata([StepReport(0, unit, results=[strange])])
             )
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.adapters.tensorrt_llm.link import (
     LENGTH,
     MAX_STRANGERS,
@@ -22,7 +23,7 @@ from flexkv.adapters.tensorrt_llm.link import (
     Wire,
     connect,
 )
-from flexkv.adapters.tensorrt_llm.messages import RankReport
+from flexkv.adapters.tensorrt_llm.messages import RankJoin
 from flexkv.adapters.tensorrt_llm.rank_coordinator import RankCoordinator
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.errors import TransferError
@@ -130,14 +131,17 @@ def facts_of(world: World) -> Any:
 @pytest.mark.parametrize(
     ("report", "why"),
     [
-        (lambda facts: RankReport(0, facts, 4), "rank 0 has joined before"),
-        (lambda facts: RankReport(7, facts, 4), "rank 7 joins an engine of 1 rank"),
-        (lambda facts: RankReport(-1, facts, 4), "rank -1 joins an engine of 1 rank"),
+        (lambda facts: RankJoin(0, facts, 4), "rank 0 has joined before"),
+        (lambda facts: RankJoin(7, facts, 4), "rank 7 joins an engine of 1 rank"),
+        (lambda facts: RankJoin(-1, facts, 4), "rank -1 joins an engine of 1 rank"),
         (lambda facts: RankReport(0, error="broken"), "rank 0 reports before it has joined"),
     ],
 )
 def test_a_rank_of_another_engine_cannot_join(
-    make_world: Make, report: Callable[[Any], RankReport], why: str, logged: pytest.LogCaptureFixture
+    make_world: Make,
+    report: Callable[[Any], RankJoin | RankReport],
+    why: str,
+    logged: pytest.LogCaptureFixture,
 ) -> None:
     world = stored(make_world)
     intruder = connect(world.scheduler.side.ranks.address)
@@ -214,7 +218,7 @@ def test_a_report_to_another_unit_frees_and_publishes_nothing(make_world: Make, 
     world.worker.side._ops._ops.clear()
     assert [result.op_id for result in results] == [op_id]
     unit = world.worker.side.unit if own else UnitId(random_id())
-    world.worker.side._wire.send(RankReport(0, results=tuple(results), unit=unit))
+    world.worker.side._wire.send(RankReport(0, unit, results))
     counters = world.scheduler.side.counters
     until(world, lambda: not manager.inflight_ops() if own else bool(refused(counters, "reports")))
     assert (manager.inflight_ops(), lookup(world)) == ((0, WHOLE) if own else (1, 0))
