@@ -25,10 +25,10 @@ MOST_STORED = 512
 step."""
 
 
-class Medium(enum.IntFlag):
-    """Where a page is."""
+class Medium(enum.IntEnum):
+    """Where a page is. Sets of media are plain integers with these bits: an operation of `enum.IntFlag` takes more than
+    a microsecond, and a page needs about ten of them."""
 
-    NONE = 0
     HOST = 1
     DISK = 2
 
@@ -86,10 +86,10 @@ class _Page:
     words: bytes
     kept: bytes | None
     generation: int = 0
-    there: Medium = Medium.NONE
-    told: Medium = Medium.NONE
+    there: int = 0
+    told: int = 0
     stores: int = 0
-    waits: Medium = Medium.NONE
+    waits: int = 0
 
 
 class Told(NamedTuple):
@@ -152,7 +152,7 @@ class Announcements(CacheListener):
         self._tiers: list[tuple[Medium, Tier]] = [(Medium.HOST, host)]
         if disk is not None:
             self._tiers.append((Medium.DISK, disk))
-        self._in_use = Medium.NONE
+        self._in_use = 0
         """The media whose tiers were in use when `take` last looked."""
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
@@ -282,7 +282,7 @@ class Announcements(CacheListener):
         """Called when the engine has told routers that it has no block any more: the pages are announced again, some of
         them with each `take`."""
         for key, page in self._pages.items():
-            page.told = Medium.NONE
+            page.told = 0
             for medium in MEDIA:
                 if page.there & medium:
                     self._wait(key, page, medium)
