@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockStored
+from msgspec import structs
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockStored, StorageMedium
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -110,6 +111,24 @@ def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]
     return found
 
 
+def over_a_file(of_pairs: bool) -> dict[str, Any]:
+    """How many pages have records, whether the next process would announce the same but for the session, and which
+    sessions this process and the next would name."""
+    tree = Tree("rust", True, of_pairs)
+    tree.insert(PROMPT, cache_salt="a")
+    told = tree.linker._cache._announcements
+    assert told is not None
+    records: list[Any] = [page.record for page in told._pages.values()]
+    now = [record.event(StorageMedium.DISK) for record in records]
+    later = [page_events._unpacked(record.packed()).event(StorageMedium.DISK) for record in records]
+    tree.close()
+    return {
+        "pages": len(records),
+        "alike": [structs.replace(event, session_id=None) for event in now] == later,
+        "sessions": [sorted({str(event.session_id) for event in events}) for events in (now, later)],
+    }
+
+
 def control() -> dict[str, Any]:
     """Nodes are named as if each began a prompt."""
     node = page_events._Node
@@ -166,6 +185,8 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         for dynamo in (False, True):
             yield f"{core}, {'dynamo' if dynamo else 'default'}", announced(core, dynamo)
     yield "pairs of tokens", announced("rust", True, of_pairs=True)
+    yield "over a file", over_a_file(of_pairs=False)
+    yield "pairs over a file", over_a_file(of_pairs=True)
     yield "control", control()
     yield "life", life()
     yield "several ranks", of_several_ranks()

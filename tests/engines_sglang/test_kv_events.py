@@ -186,6 +186,15 @@ def test_pages_of_pairs_of_tokens_are_announced(parts: Parts) -> None:
     assert parts["events_child"]["pairs of tokens"] == {caller: [5, 5, True] for caller in CALLERS}
 
 
+@pytest.mark.parametrize(("case", "pages"), [("over a file", 4), ("pairs over a file", 3)])
+def test_the_next_process_announces_the_same_without_the_session(parts: Parts, case: str, pages: int) -> None:
+    assert parts["events_child"][case] == {
+        "pages": pages,
+        "alike": True,
+        "sessions": [["a session"], ["None"]],
+    }
+
+
 def test_control_nodes_that_forget_their_parents_are_seen(parts: Parts) -> None:
     assert parts["events_child"]["control"]["nobody"] == [6, 6, False]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -57,16 +57,24 @@ class OwnDisks(Tier, Protocol):
     def forget(self, group: int, keys: Keys) -> int: ...
 
 
+class Record(Protocol):
+    """What events say about a page, in the adapter's form. It does not change, and is compact: one is kept for each
+    page that is announced."""
+
+    def packed(self) -> bytes:
+        """What the next process announces, as in the book."""
+        ...
+
+
 class Named(NamedTuple):
-    """What events say about a page, in the adapter's form.
+    """A page as a store names it.
 
     Attributes:
-        words: what this process announces.
-        kept: what the next process will announce for it; None if these words mean nothing there.
+        lasts: whether the record has the same meaning in the next process.
     """
 
-    words: bytes
-    kept: bytes | None
+    record: Record
+    lasts: bool
 
 
 @dataclass(slots=True)
@@ -74,7 +82,7 @@ class _Page:
     """
     Attributes:
         group: number of the KV group.
-        words, kept: see `Named`.
+        record, lasts: see `Named`.
         generation: that of the page on disk; 0 if it is not there.
         there: the media that it is in.
         told: the media in which routers believe it to be.
@@ -83,20 +91,24 @@ class _Page:
     """
 
     group: int
-    words: bytes
-    kept: bytes | None
+    record: Record
+    lasts: bool
     generation: int = 0
     there: int = 0
     told: int = 0
     stores: int = 0
     waits: int = 0
 
+    def entry(self, key: bytes) -> Entry:
+        """What the book says of it."""
+        return Entry(key, self.group, self.generation, self.record.packed())
+
 
 class Told(NamedTuple):
     """One announcement of a page."""
 
     medium: Medium
-    words: bytes
+    record: Record
 
 
 @dataclass(slots=True)
@@ -112,28 +124,6 @@ class News:
     cleared: bool = False
     removed: list[Told] = field(default_factory=list)
     stored: list[Told] = field(default_factory=list)
-
-
-class _OnDisk(Mapping[bytes, Entry]):
-    """The pages on disk as the book's thread asks for them."""
-
-    def __init__(self, pages: Mapping[bytes, _Page]) -> None:
-        self._pages = pages
-
-    def __getitem__(self, key: bytes) -> Entry:
-        page = self._pages[key]
-        if page.kept is None or not page.there & Medium.DISK:
-            raise KeyError(key)
-        return Entry(key, page.group, page.generation, page.kept)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (key for key in list(self._pages) if key in self)
-
-    def __len__(self) -> int:
-        """At most so many: a page that is only in host memory counts too, because the thread must not walk all of
-        them.
-        """
-        return len(self._pages)
 
 
 class Announcements(CacheListener):
@@ -168,9 +158,22 @@ class Announcements(CacheListener):
 
         Args:
             path: file beside these disks.
-            identity: what the words mean; see `EventBook`.
+            identity: what packed records mean; see `EventBook`.
         """
-        self._book = EventBook(path, identity, _OnDisk(self._pages))
+        # The number of all known pages, because the book's thread must not count those on disk.
+        self._book = EventBook(path, identity, self._is_current, self._pages.__len__)
+
+    def _is_current(self, entry: Entry) -> bool:
+        """Whether the page of an entry is on disk in the entry's generation. The book's thread calls it. The words
+        may differ: a store by its hash alone names a page that the file describes with its tokens.
+        """
+        page = self._pages.get(entry.key)
+        return (
+            page is not None
+            and page.lasts
+            and bool(page.there & Medium.DISK)
+            and (page.group, page.generation) == (entry.group, entry.generation)
+        )
 
     def close(self) -> None:
         """Writes what the next process will announce. Called when no page is written any more. Idempotent."""
@@ -186,8 +189,8 @@ class Announcements(CacheListener):
             keys: keys of the pages that events can name, one per entry of `named`.
         """
         rows = [row.tobytes() for row in keys]
-        for key, (words, kept) in zip(rows, named, strict=True):
-            self._pages.setdefault(key, _Page(group, words, kept)).stores += 1
+        for key, (record, lasts) in zip(rows, named, strict=True):
+            self._pages.setdefault(key, _Page(group, record, lasts)).stores += 1
         return rows
 
     def note_present(self, group: int, keys: Keys) -> None:
@@ -223,8 +226,8 @@ class Announcements(CacheListener):
         for key, generation in zip(rows, generations.tolist(), strict=True):
             if (page := self._pages.get(key)) is not None:
                 page.generation = generation
-                if page.kept is not None:
-                    entries.append(Entry(key, group, generation, page.kept))
+                if page.lasts:
+                    entries.append(page.entry(key))
         # First, because the book's thread leaves out what is not on disk when it shrinks the file.
         self._appeared(rows, Medium.DISK)
         if entries and self._book is not None:
@@ -234,11 +237,7 @@ class Announcements(CacheListener):
         if self._book is not None:
             gone = [row.tobytes() for row in keys]
             if self._book.is_settled:
-                gone = [
-                    key
-                    for key in gone
-                    if (page := self._pages.get(key)) is not None and page.kept is not None
-                ]
+                gone = [key for key in gone if (page := self._pages.get(key)) is not None and page.lasts]
             # Before that, the book may name pages that are not known yet.
             self._book.drop(gone)
         self._left(keys, Medium.DISK)
@@ -246,7 +245,7 @@ class Announcements(CacheListener):
     def on_reset(self, epoch: int) -> None:
         for key, page in list(self._pages.items()):
             if page.stores:
-                self._pages[key] = _Page(page.group, page.words, page.kept, stores=page.stores)
+                self._pages[key] = _Page(page.group, page.record, page.lasts, stores=page.stores)
             else:
                 del self._pages[key]
         for waiting in self._waiting.values():
@@ -273,7 +272,7 @@ class Announcements(CacheListener):
             page.there &= ~medium
             if page.told & medium:
                 page.told &= ~medium
-                self._news.removed.append(Told(medium, page.words))
+                self._news.removed.append(Told(medium, page.record))
             self._drop_if_unused(key, page)
 
     # --- what is announced to routers ---
@@ -293,7 +292,7 @@ class Announcements(CacheListener):
         for key, page in self._pages.items():
             if page.told & medium:
                 page.told &= ~medium
-                self._news.removed.append(Told(medium, page.words))
+                self._news.removed.append(Told(medium, page.record))
             elif page.there & medium:
                 self._wait(key, page, medium)
 
@@ -303,7 +302,7 @@ class Announcements(CacheListener):
         is_read = self._book is None or self._book.is_settled
         return any(self._waiting.values()) or not (is_read or self._disk is None or not self._disk.in_use)
 
-    def _find(self) -> None:
+    def _find(self, unpacked: Callable[[bytes], Record]) -> None:
         """Takes pages from the book that an earlier process left and that are still there."""
         if self._book is None or self._disk is None or not self._disk.in_use:
             return
@@ -311,9 +310,11 @@ class Announcements(CacheListener):
         for entry in self._book.take():
             by_group.setdefault(entry.group, []).append(entry)
         for group, found in by_group.items():
-            self._find_in(group, found, self._disk)
+            self._find_in(group, found, self._disk, unpacked)
 
-    def _find_in(self, group: int, found: list[Entry], disk: OwnDisks) -> None:
+    def _find_in(
+        self, group: int, found: list[Entry], disk: OwnDisks, unpacked: Callable[[bytes], Record]
+    ) -> None:
         """Takes those of these pages that are on disk or in host memory.
 
         After a crash the index may still name an older page, of a key that left and was stored again. Its place may
@@ -327,10 +328,18 @@ class Announcements(CacheListener):
             disk.forget(group, keys[is_older])
         on_disk = ((generations != 0) & ~is_older).tolist()
         in_host = self._host.present(group, keys).tolist()
+        rewritten: list[Entry] = []
         for each, is_on_disk, is_in_host in zip(found, on_disk, in_host, strict=True):
             if not (is_on_disk or is_in_host):
                 continue
-            page = self._pages.setdefault(each.key, _Page(group, each.words, each.words))
+            page = self._pages.get(each.key)
+            if page is None:
+                page = self._pages[each.key] = _Page(group, unpacked(each.words), lasts=True)
+            elif not page.lasts:
+                # This process stores the page too, and could not tell that its record lasts.
+                page.record, page.lasts = unpacked(each.words), True
+                if is_on_disk and page.generation:  # written by this process, without an entry
+                    rewritten.append(page.entry(each.key))
             if is_on_disk:
                 page.generation = page.generation or each.generation
                 page.there |= Medium.DISK
@@ -338,13 +347,19 @@ class Announcements(CacheListener):
             if is_in_host:
                 page.there |= Medium.HOST
                 self._wait(each.key, page, Medium.HOST)
+        if rewritten and self._book is not None:
+            self._book.put(rewritten)
 
-    def take(self) -> News:
+    def take(self, unpacked: Callable[[bytes], Record]) -> News:
         """Takes the changes since the last call. If many pages are to be announced that are not new, some wait for the
         next call: each call takes as many pages per medium as are new, and MOST_STORED more. Pages of a tier that is
-        out of use count as removed, and are announced again once it is back."""
+        out of use count as removed, and are announced again once it is back.
+
+        Args:
+            unpacked: makes a record from what an earlier process packed.
+        """
         if not self._waiting[Medium.DISK]:
-            self._find()
+            self._find(unpacked)
         for medium, tier in self._tiers:
             if tier.in_use != bool(self._in_use & medium):
                 self._in_use ^= medium
@@ -361,5 +376,5 @@ class Announcements(CacheListener):
                 page.waits &= ~medium
                 if page.there & self._in_use & ~page.told & medium:
                     page.told |= medium
-                    news.stored.append(Told(medium, page.words))
+                    news.stored.append(Told(medium, page.record))
         return news

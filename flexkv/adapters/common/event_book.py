@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -92,12 +92,19 @@ class EventBook:
 
     Args:
         identity: what the words mean, IDENTITY_BYTES of `frame_log`; a file with another identity is begun anew.
-        on_disk: what is on disk and announced, by its key; the thread asks it whether an entry is still of use.
+        is_current: tells whether the page of an entry is on disk in the entry's generation; the thread calls it.
+        most_pages: the most pages for which that may be so; the thread calls it.
     """
 
-    def __init__(self, path: Path, identity: bytes, on_disk: Mapping[bytes, Entry]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        identity: bytes,
+        is_current: Callable[[Entry], bool],
+        most_pages: Callable[[], int],
+    ) -> None:
         self._path, self._identity = path, identity
-        self._on_disk = on_disk
+        self._is_current, self._most_pages = is_current, most_pages
         self._lock = threading.Condition()
         self._found: deque[list[Entry]] = deque()
         self._waiting: list[tuple[bytes, bytes]] = []
@@ -195,9 +202,9 @@ class EventBook:
                 if not self._waiting:
                     return
             self._attempt(self._write, log)
-            # Only once all found pages are announced, because `on_disk` lacks the others. Not while the engine ends:
-            # the next process can do it.
-            limit = RECORDS_PER_PAGE * len(self._on_disk) + SLACK_RECORDS
+            # Only once all found pages are taken, because entries of the others do not count as current before. Not
+            # while the engine ends: the next process can do it.
+            limit = RECORDS_PER_PAGE * self._most_pages() + SLACK_RECORDS
             if self._records > max(limit, self._shrinks_at) and self.is_settled and not self._closing:
                 self._attempt(partial(self._shrink_or_wait, MOST_GROWTH * limit), log)
 
@@ -288,7 +295,7 @@ class EventBook:
                     raise _Closing
                 for entry in () if frame.startswith(GONE) else _entries_of(frame):
                     # An entry of an earlier page with this key would be believed where the index names that page.
-                    if entry.key not in kept and self._on_disk.get(entry.key) == entry:
+                    if entry.key not in kept and self._is_current(entry):
                         kept.add(entry.key)
                         yield STORED, entry.packed()
 

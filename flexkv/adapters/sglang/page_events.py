@@ -7,10 +7,13 @@ SGLang's tree inserts while it offloads, made by SGLang's own recorder of events
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import sglang
@@ -28,6 +31,9 @@ from flexkv.facts.keys import Keys
 
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
+CALLERS = 1024
+"""The most callers whose records share what they have in common."""
+
 _encode = Encoder().encode
 _decode = Decoder().decode
 
@@ -40,6 +46,38 @@ class _Node:
     parent: _Node | None
     hash_value: Sequence[str]
     event_hash_value: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """What events say about one page. In a file it is a MessagePack array of the fields of SGLang's event.
+
+    Attributes:
+        of_caller: an event without hashes, tokens and medium, which the pages of a caller share.
+        tokens: EAGLE has pairs of tokens, which follow each other here. An array, because a list would keep an object
+            for each token.
+    """
+
+    of_caller: BlockStored
+    block_hash: int
+    parent: int | None
+    tokens: array[int]
+
+    def event(self, medium: StorageMedium | None) -> BlockStored:
+        tokens: list[Any] = self.tokens.tolist()
+        if len(tokens) > self.of_caller.block_size:
+            tokens = list(zip(tokens[::2], tokens[1::2], strict=True))
+        return replace(
+            self.of_caller,
+            block_hashes=[self.block_hash],
+            parent_block_hash=self.parent,
+            token_ids=tokens,
+            medium=medium,
+        )
+
+    def packed(self) -> bytes:
+        """The page as in a file, without the session that stored it."""
+        return _encode(astuple(replace(self.event(None), session_id=None)))
 
 
 class PageEvents(EngineListener):
@@ -112,7 +150,12 @@ class PageEvents(EngineListener):
         if first:
             parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
         self._recorder.record_store(_Node(key[slice(*tokens)], parent, hashes), session_id=session_id)
-        return [of_page for event in self._recorder.take() for of_page in _pages_of(event)]
+        # The name of an adapter may stand for other content in the next process.
+        return [
+            Named(page, page.of_caller.lora_name is None)
+            for event in self._recorder.take()
+            for page in _pages_of(event)
+        ]
 
     def _is_named(self, key: RadixKey) -> bool:
         """Whether the hashes of events distinguish pages with this extra key from pages without it. In SGLang's own
@@ -131,13 +174,16 @@ class PageEvents(EngineListener):
         """The engine's events, which it is about to publish, with those of flexkv's pages."""
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._announcements.forget_told()
-        news = self._announcements.take()
-        removed = []
-        for medium, name in MEDIA.items():
-            hashes = [_event(told.words).block_hashes[0] for told in news.removed if told.medium is medium]
-            if hashes:
-                removed.append(BlockRemoved(block_hashes=hashes, medium=name))
-        stored = [_event(told.words, MEDIA[told.medium]) for told in news.stored]
+        news = self._announcements.take(_unpacked)
+        hashes: dict[Medium, list[int]] = {}
+        for medium, page in news.removed:
+            assert isinstance(page, StoredPage)
+            hashes.setdefault(medium, []).append(page.block_hash)
+        removed = [BlockRemoved(block_hashes=gone, medium=MEDIA[medium]) for medium, gone in hashes.items()]
+        stored = []
+        for medium, page in news.stored:
+            assert isinstance(page, StoredPage)
+            stored.append(page.event(MEDIA[medium]))
         return [*([AllBlocksCleared()] if news.cleared else []), *events, *removed, *stored]
 
 
@@ -151,26 +197,25 @@ def words_identity(params: Any) -> bytes:
     return sha256("\0".join(map(str, parts)).encode()).digest()
 
 
-def _pages_of(event: BlockStored) -> list[Named]:
-    """The pages of an event, each with words as `_event` takes them. The next process announces no pages of a session
-    or of an adapter, whose name may stand for other content by then.
-    """
+def _pages_of(event: BlockStored) -> list[StoredPage]:
+    """The pages of an event."""
+    fields = astuple(replace(event, block_hashes=(), parent_block_hash=None, token_ids=(), medium=None))
+    of_caller = _of_caller(*fields)
     size, parent, pages = event.block_size, event.parent_block_hash, []
     for number, block_hash in enumerate(event.block_hashes):
         tokens = event.token_ids[number * size : (number + 1) * size]
-        page = replace(
-            event, block_hashes=[block_hash], parent_block_hash=parent, token_ids=tokens, medium=None
-        )
-        words = kept = _encode(astuple(page))
-        if page.session_id is not None:
-            kept = _encode(astuple(replace(page, session_id=None)))
-        pages.append(Named(words, kept if page.lora_name is None else None))
+        if isinstance(tokens[0], Sequence):
+            tokens = chain.from_iterable(tokens)
+        pages.append(StoredPage(of_caller, block_hash, parent, array("i", tokens)))
         parent = block_hash
     return pages
 
 
-def _event(words: bytes, medium: StorageMedium | None = None) -> BlockStored:
-    """The event of one page, from its words."""
-    event = BlockStored(*_decode(words))
-    event.medium = medium
-    return event
+@lru_cache(CALLERS)
+def _of_caller(*fields: Any) -> BlockStored:
+    return BlockStored(*fields)
+
+
+def _unpacked(words: bytes) -> StoredPage:
+    [page] = _pages_of(BlockStored(*_decode(words)))
+    return page

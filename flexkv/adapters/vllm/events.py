@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
@@ -21,7 +20,7 @@ from flexkv.adapters.common.announcements import Announcements, Medium, Named, N
 from flexkv.adapters.vllm.block_keys import BlockKeys
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.adapters.vllm.stored_block import LOCAL, StoredBlock, packed, unpacked
+from flexkv.adapters.vllm.stored_block import LOCAL, StoredBlock, token_array, unpacked
 from flexkv.cache.base import StorePlan
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.cache.stores.base import GROUP, StoreRequest
@@ -99,8 +98,7 @@ class EventLog(Announcements):
         for number in numbers.tolist():
             block = _block_of(request.request, self._groups[group], number)
             # An adapter's name may stand for other content in the next process.
-            is_of_run = block.lora_name is not None or (of_run is not None and number >= of_run)
-            named.append(_named(block, is_of_run))
+            named.append(Named(block, block.lora_name is None and (of_run is None or number < of_run)))
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None:
@@ -111,11 +109,11 @@ class EventLog(Announcements):
         chain = EngineKeyChain(self._namespace, GROUP)
         chain.extend(names)
         # Any other key contains the name of an adapter, of a caller's namespace or of this run.
-        of_run = (stored != chain.keys).any(axis=1).tolist()
-        number, tokens = self._groups[GROUP].number, self._groups[GROUP].block_tokens
+        lasting = (stored == chain.keys).all(axis=1).tolist()
+        number, tokens, none = self._groups[GROUP].number, self._groups[GROUP].block_tokens, token_array(())
         named = [
-            _named(StoredBlock(number, name, None, [], tokens), is_of_run)
-            for name, is_of_run in zip(names, of_run, strict=True)
+            Named(StoredBlock(number, name, None, none, tokens), lasts)
+            for name, lasts in zip(names, lasting, strict=True)
         ]
         self._begin_ops(plan.graph, GROUP, stored, named)
 
@@ -140,32 +138,22 @@ class EventLog(Announcements):
 
     def take_events(self) -> list[KVCacheEvent]:
         """Takes the events since the last call, as many as `take` allows."""
-        news = self.take()
+        news = self.take(unpacked)
         events: list[KVCacheEvent] = [AllBlocksCleared()] if news.cleared else []
         if self._is_over:
             return events
         removed: dict[tuple[Medium, int], list[ExternalBlockHash]] = {}
-        for told in news.removed:
-            block = unpacked(told.words)
-            removed.setdefault((told.medium, block.number), []).append(block.name)
+        for medium, block in news.removed:
+            assert isinstance(block, StoredBlock)
+            removed.setdefault((medium, block.number), []).append(block.name)
         events += (
             BlockRemoved(block_hashes=hashes, medium=MEDIA[medium], group_idx=number, locality=LOCAL)
             for (medium, number), hashes in removed.items()
         )
-        events += (unpacked(told.words).event(MEDIA[told.medium]) for told in news.stored)
+        for medium, block in news.stored:
+            assert isinstance(block, StoredBlock)
+            events.append(block.event(MEDIA[medium]))
         return events
-
-
-def _named(block: StoredBlock, is_of_run: bool) -> Named:
-    """The words for a block, which the next process announces without a session.
-
-    Args:
-        is_of_run: another process would not find the block by these hashes, or not know that they mean the same.
-    """
-    words = kept = packed(block)
-    if block.session_id is not None:
-        kept = packed(msgspec.structs.replace(block, session_id=None))
-    return Named(words, None if is_of_run else kept)
 
 
 def _block_of(request: Request, geometry: BlockGeometry, block: int) -> StoredBlock:
@@ -187,7 +175,7 @@ def _block_of(request: Request, geometry: BlockGeometry, block: int) -> StoredBl
         geometry.number,
         bytes(hashes[(block + 1) * ratio - 1]),
         bytes(hashes[block * ratio - 1]) if block else None,
-        list(request.all_token_ids[first:end]),
+        token_array(request.all_token_ids[first:end]),
         tokens,
         lora.adapter_id if lora else None,
         lora.name if lora else None,

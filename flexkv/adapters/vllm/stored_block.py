@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+from msgspec.structs import replace
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_events import BlockStored
@@ -25,15 +28,21 @@ LOCAL = "LOCAL"
 
 _FORMAT = b"flexkv vllm stored blocks v4"
 
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array  # not generic before Python 3.12, and msgspec evaluates annotations
 
-class StoredBlock(msgspec.Struct, array_like=True, gc=False):
+
+class StoredBlock(Struct, array_like=True, gc=False):
     """One block. In a file it is a MessagePack array of the fields, in this order.
 
     Attributes:
         number: the engine's number of the KV group.
         block_hash: the engine's complete hash.
         parent: hash of the block before it; None for the first block of a prompt, and if only the hash is known.
-        tokens: empty if only the hash is known.
+        tokens: empty if only the hash is known. An array, because a list would keep an object for each token: 700 bytes
+            instead of 150 for 16 tokens. The engine's own tensors of tokens have 32 bits, too.
         extra_keys: as in the engine's event, for this block only.
         session_id: the session that stored it; None in a file.
     """
@@ -41,7 +50,7 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     number: int
     block_hash: bytes
     parent: bytes | None
-    tokens: list[int]
+    tokens: Tokens
     block_tokens: int
     lora_id: int | None = None
     lora_name: str | None = None
@@ -58,7 +67,7 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
         return BlockStored(
             block_hashes=[self.name],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
-            token_ids=self.tokens,
+            token_ids=self.tokens.tolist(),
             block_size=self.block_tokens,
             lora_id=self.lora_id,
             medium=medium,
@@ -69,9 +78,17 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
             session_id=self.session_id,
         )
 
+    def packed(self) -> bytes:
+        """The block as in a file, without the session that stored it."""
+        return _encode(self if self.session_id is None else replace(self, session_id=None))
 
-packed = msgspec.msgpack.Encoder().encode
-unpacked = msgspec.msgpack.Decoder(StoredBlock).decode
+
+def token_array(tokens: Iterable[int]) -> Tokens:
+    return array("i", tokens)
+
+
+_encode = Encoder(enc_hook=Tokens.tolist).encode
+unpacked = Decoder(StoredBlock, dec_hook=lambda kind, tokens: token_array(tokens)).decode
 
 
 def _tuples(value: Any) -> Any:

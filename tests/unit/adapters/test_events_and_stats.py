@@ -14,11 +14,11 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from flexkv.adapters.vllm import FlexKVConnector
-from flexkv.adapters.vllm.events import EventLog, _named
+from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.metadata import StepReport, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
-from flexkv.adapters.vllm.stored_block import StoredBlock, unpacked
+from flexkv.adapters.vllm.stored_block import StoredBlock, token_array, unpacked
 from flexkv.cache.base import StorePlan
 from flexkv.observe import METRICS, Counters
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
@@ -53,10 +53,10 @@ def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Mak
 
 
 def test_the_session_that_stored_a_block_is_announced_by_this_process_alone() -> None:
-    named = _named(StoredBlock(0, bytes(32), None, [], 4, session_id="one"), False)
-    assert named.kept is not None
-    words = (named.words, named.kept)
-    assert [unpacked(each).event("CPU").session_id for each in words] == ["one", None]
+    block = StoredBlock(0, bytes(32), None, token_array(range(4)), 4, session_id="one")
+    next_one = unpacked(block.packed())
+    assert [each.event("CPU").session_id for each in (block, next_one)] == ["one", None]
+    assert [each.event("CPU").token_ids for each in (block, next_one)] == [[0, 1, 2, 3]] * 2
 
 
 def test_an_evicted_block_is_announced(make_engine: Make) -> None:

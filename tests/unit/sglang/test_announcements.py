@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flexkv.adapters.common import announcements
+from flexkv.adapters.common import announcements, event_book
 from flexkv.adapters.common.announcements import Announcements, Medium, Named, Told
 from flexkv.adapters.common.prompt_keys import GROUP
 from flexkv.facts.keys import Keys
@@ -29,6 +29,24 @@ PAGE_BYTES = 4096
 IMAGE_BYTES = 8192
 WAIT_S = 60.0
 IDENTITY = bytes(32)
+
+
+class Page(str):
+    """A page's record: its hash, and who names it."""
+
+    by: str
+
+    def __new__(cls, page: str, by: str = "") -> Page:
+        made = super().__new__(cls, page)
+        made.by = by
+        return made
+
+    def packed(self) -> bytes:
+        return f"{self}/{self.by}".encode()
+
+    @classmethod
+    def unpacked(cls, words: bytes) -> Page:
+        return cls(*words.decode().split("/"))
 
 
 class Router:
@@ -51,14 +69,14 @@ class Router:
             pages.clear()
 
     def hear(self, told: Announcements) -> None:
-        news = told.take()
+        news = told.take(Page.unpacked)
         if news.cleared:
             self.clear()
         for each in news.removed:
             self._removed(each)
-        for medium, words in news.stored:
-            page = words.decode()
-            if self._missed is not None and words == self._missed.words:
+        for medium, page in news.stored:
+            assert isinstance(page, Page)
+            if self._missed is not None and page == self._missed.record:
                 self.has[self._missed.medium].discard(page)
                 self._missed = None
             assert page not in self.has[medium], f"announced twice: {medium!r}"
@@ -66,7 +84,8 @@ class Router:
 
     def _removed(self, each: Told) -> None:
         self.removals += 1
-        page = each.words.decode()
+        page = each.record
+        assert isinstance(page, Page)
         assert page in self.has[each.medium], f"never announced: {each.medium!r}"
         (other,) = self.has.keys() - {each.medium}
         is_last = page not in self.has[other]
@@ -125,7 +144,7 @@ class Announced:
 
     def store(self, hashes: list[str]) -> bool:
         """Offloads a node's pages, as the linker does, and waits for the end."""
-        named = [Named(page.encode(), page.encode()) for page in hashes]
+        named = [Named(Page(page), True) for page in hashes]
         keys = self.world.cache.keys(hashes)
         rows = self.told.begin_store(GROUP, keys, named)
         self.told.note_present(GROUP, keys)
@@ -248,7 +267,7 @@ def test_pages_that_left_or_that_the_next_process_cannot_name_are_not_announced(
     first, prompt = make(), chain(0, 3, 1, 3)
     keys = first.world.cache.keys(prompt)
     rows = first.told.begin_store(
-        GROUP, keys, [Named(page.encode(), page.encode() if at else None) for at, page in enumerate(prompt)]
+        GROUP, keys, [Named(Page(page), lasts=at > 0) for at, page in enumerate(prompt)]
     )
     assert first.world.store(prompt, [1, 2, 3])
     first.told.end_store(rows)
@@ -316,10 +335,10 @@ def test_a_page_that_left_before_anybody_was_told_is_not_mentioned(make: Make) -
     announced = make()
     announced.store(hashes_of(1))
     announced.world.cache.manager.reset()
-    announced.told.take()
+    announced.told.take(Page.unpacked)
     announced.store(hashes_of(2))
     announced.world.cache.manager.forget(0, announced.world.cache.keys(hashes_of(2)))
-    news = announced.told.take()
+    news = announced.told.take(Page.unpacked)
     assert (news.removed, news.stored) == ([], [])
 
 
@@ -333,8 +352,8 @@ def test_pages_that_events_cannot_name_are_left_out(make: Make) -> None:
     assert announced.told._pages == {}
 
 
-def words_of(news: announcements.News, medium: Medium) -> list[str]:
-    return [told.words.decode() for told in news.stored if told.medium is medium]
+def stored_in(news: announcements.News, medium: Medium) -> list[str]:
+    return [str(told.record) for told in news.stored if told.medium is medium]
 
 
 def test_new_pages_are_announced_at_once_and_others_in_several_steps_parents_first(
@@ -343,12 +362,12 @@ def test_new_pages_are_announced_at_once_and_others_in_several_steps_parents_fir
     monkeypatch.setattr(announcements, "MOST_STORED", 3)
     announced, prompt = make(), chain(0, 5, 1, 5)
     announced.store(prompt)
-    assert words_of(announced.told.take(), Medium.HOST) == prompt
+    assert stored_in(announced.told.take(Page.unpacked), Medium.HOST) == prompt
     announced.settle()
     announced.told.forget_told()
-    parts = [announced.told.take() for _ in range(3)]
+    parts = [announced.told.take(Page.unpacked) for _ in range(3)]
     for medium in announcements.MEDIA:
-        assert [words_of(news, medium) for news in parts] == [prompt[:3], prompt[3:], []]
+        assert [stored_in(news, medium) for news in parts] == [prompt[:3], prompt[3:], []]
     assert not announced.told.has_more
 
 
@@ -361,9 +380,56 @@ def test_many_new_pages_in_host_memory_keep_none_on_disk_waiting(
     announced.write_all()
     second = chain(1, 1, 1, 1)
     announced.store(second)
-    news = announced.told.take()
-    assert words_of(news, Medium.HOST) == first + second
-    assert words_of(news, Medium.DISK) == first
+    news = announced.told.take(Page.unpacked)
+    assert stored_in(news, Medium.HOST) == first + second
+    assert stored_in(news, Medium.DISK) == first
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_a_found_page_stays_in_the_file_if_a_store_names_it_in_another_way(
+    make: Make, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    """As lazy stores do: they know only hashes, so their records have no tokens, and do not last for a page in a
+    caller's namespace."""
+    first, prompt = make(), chain(0, 3, 1, 3)
+    first.store(prompt)
+    first.settle()
+    first.world.cache.close()
+    second = make()
+    keys = second.world.cache.keys(prompt)
+    # Before the second process has read of them in the file.
+    rows = second.told.begin_store(GROUP, keys, [Named(Page(page, "another"), lasts) for page in prompt])
+    second.settle()
+    assert second.router.has[Medium.DISK] == set(prompt)
+    second.told.end_store(rows)
+    monkeypatch.setattr(event_book, "SLACK_RECORDS", 0)
+    monkeypatch.setattr(event_book, "RECORDS_PER_PAGE", 0)
+    second.store(hashes_of(7))  # its record makes the file too long
+    second.settle()
+    second.world.cache.close()
+    third = make()
+    third.settle()
+    assert third.router.has[Medium.DISK] == {*prompt, *hashes_of(7)}
+
+
+def test_a_found_page_that_was_written_anew_has_an_entry_for_the_next_process(make: Make) -> None:
+    first, prompt = make(), chain(0, 3, 1, 3)
+    first.store(prompt)
+    first.settle()
+    first.world.cache.close()
+    second = make()
+    keys = second.world.cache.keys(prompt)
+    rows = second.told.begin_store(GROUP, keys, [Named(Page(page), lasts=False) for page in prompt])
+    second.world.cache.manager.forget(GROUP, keys)
+    assert second.world.store(prompt, [1, 2, 3])
+    second.told.end_store(rows)
+    second.write_all()
+    second.settle()
+    assert second.router.has[Medium.DISK] == set(prompt)
+    second.world.cache.close()
+    third = make()
+    third.settle()
+    assert third.router.has[Medium.DISK] == set(prompt)
 
 
 class HasNone:
