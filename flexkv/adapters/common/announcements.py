@@ -147,8 +147,8 @@ class Announcements(CacheListener):
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
         """Pages to be announced, parents before their children; some of them may have left."""
-        self._new = 0
-        """Pages that this process's own stores and writes have brought since the last `take`, in both media."""
+        self._new = dict.fromkeys(MEDIA, 0)
+        """How many pages this process's own stores and writes have added to each queue since the last `take`."""
         self._news = News()
         self._book: EventBook | None = None
 
@@ -250,19 +250,23 @@ class Announcements(CacheListener):
                 del self._pages[key]
         for waiting in self._waiting.values():
             waiting.clear()
+        self._new = dict.fromkeys(MEDIA, 0)
         self._news = News(cleared=True)
 
     def _appeared(self, keys: Iterable[bytes], medium: Medium) -> None:
         for key in keys:
             if (page := self._pages.get(key)) is not None:
                 page.there |= medium
-                self._wait(key, page, medium)
-                self._new += 1
+                if self._wait(key, page, medium):
+                    self._new[medium] += 1
 
-    def _wait(self, key: bytes, page: _Page, medium: Medium) -> None:
-        if not page.waits & medium:
-            page.waits |= medium
-            self._waiting[medium].append(key)
+    def _wait(self, key: bytes, page: _Page, medium: Medium) -> bool:
+        """Adds the page to the medium's queue, unless it is there or announced already; returns whether it did."""
+        if (page.waits | page.told) & medium:
+            return False
+        page.waits |= medium
+        self._waiting[medium].append(key)
+        return True
 
     def _left(self, keys: Keys, medium: Medium) -> None:
         for row in keys:
@@ -352,8 +356,8 @@ class Announcements(CacheListener):
 
     def take(self, unpacked: Callable[[bytes], Record]) -> News:
         """Takes the changes since the last call. If many pages are to be announced that are not new, some wait for the
-        next call: each call takes as many pages per medium as are new, and MOST_STORED more. Pages of a tier that is
-        out of use count as removed, and are announced again once it is back.
+        next call: for each medium, a call takes as many pages as are new there, and MOST_STORED more. Pages of a tier
+        that is out of use count as removed, and are announced again once it is back.
 
         Args:
             unpacked: makes a record from what an earlier process packed.
@@ -365,9 +369,8 @@ class Announcements(CacheListener):
                 self._in_use ^= medium
                 self._turned(medium)
         news, self._news = self._news, News()
-        most, self._new = MOST_STORED + self._new, 0
         for medium, waiting in self._waiting.items():
-            room = most
+            room, self._new[medium] = MOST_STORED + self._new[medium], 0
             while waiting and room:
                 room -= 1
                 page = self._pages.get(waiting.popleft())

@@ -385,6 +385,47 @@ def test_many_new_pages_in_host_memory_keep_none_on_disk_waiting(
     assert stored_in(news, Medium.DISK) == first
 
 
+def waiting(announced: Announced) -> int:
+    """How many announced pages routers hear of again with the next steps."""
+    announced.told.forget_told()
+    return len(announced.told._waiting[Medium.DISK])
+
+
+def test_new_pages_in_host_memory_make_no_room_for_old_ones_on_disk(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "MOST_STORED", 1)
+    announced = make(host__bytes=2 * HOST_SLOTS * PAGE_BYTES)
+    announced.store(chain(0, 5, 1, 5))
+    announced.settle()
+    assert waiting(announced) == 5
+    new = chain(1, 3, 1, 3)
+    announced.store(new)
+    parts = [announced.told.take(Page.unpacked) for _ in range(2)]
+    assert [len(stored_in(news, Medium.HOST)) for news in parts] == [1 + len(new), 1]
+    assert [len(stored_in(news, Medium.DISK)) for news in parts] == [1, 1]
+
+
+def test_pages_that_wait_already_are_not_new_to_another_store(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "MOST_STORED", 1)
+    announced, prompt = make(), chain(0, 5, 1, 5)
+    announced.store(prompt)
+    announced.settle()
+    assert waiting(announced) == 5
+    announced.store(prompt)
+    assert stored_in(announced.told.take(Page.unpacked), Medium.DISK) == prompt[:1]
+
+
+def test_announced_pages_that_are_stored_again_do_not_wait(make: Make) -> None:
+    announced, prompt = make(), chain(0, 5, 1, 5)
+    announced.store(prompt)
+    announced.settle()
+    announced.store(prompt)
+    assert not announced.told.has_more
+
+
 @pytest.mark.parametrize("lasts", [True, False])
 def test_a_found_page_stays_in_the_file_if_a_store_names_it_in_another_way(
     make: Make, monkeypatch: pytest.MonkeyPatch, lasts: bool
