@@ -1,6 +1,7 @@
 """Checks that the machine has what a build needs, and names the command that installs what is missing.
 
-`python -m build_support.preflight build` for `make demo`, `... test` for `make test`. Uses the standard library only.
+`python -m build_support.preflight build` for `make demo`, `... test` for `make test`, which also says which tests are
+skipped for lack of a program. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from build_support import system_packages
 from build_support.console import fail, say
 
 OLDEST_PYTHON = (3, 10)
+
+SFTP_SERVERS = (Path("/usr/lib/openssh/sftp-server"), Path("/usr/libexec/openssh/sftp-server"))
 
 CXX20_PROBE = """
 #include <concepts>
@@ -46,6 +50,17 @@ class Need:
     name: str
     reason: str
     missing: Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class OptionalNeed(Need):
+    """A need of some tests only, which are skipped without it.
+
+    Attributes:
+        skipped: the tests, below `tests/`.
+    """
+
+    skipped: str
 
 
 def compiler() -> str | None:
@@ -113,6 +128,19 @@ def _no_redis() -> str | None:
     return None if found else "there is no redis-server and no redis-check-rdb on PATH"
 
 
+def no_sftp() -> str | None:
+    """None if the machine can serve a folder by SFTP and mount it, else what it lacks."""
+    lacking = [] if shutil.which("sshfs") else ["no sshfs on PATH"]
+    if sftp_server() is None:
+        lacking.append(f"none of {', '.join(map(str, SFTP_SERVERS))}")
+    return f"there is {' and '.join(lacking)}" if lacking else None
+
+
+def sftp_server() -> Path | None:
+    """OpenSSH's SFTP server, which is on nobody's PATH."""
+    return next((path for path in SFTP_SERVERS if path.exists()), None)
+
+
 BUILD_NEEDS = (
     Need("c++", "a C++20 compiler builds the native core", lambda: _build_probe(CXX20_PROBE)),
     Need("python headers", "the native core is a Python module", _no_headers),
@@ -129,6 +157,17 @@ TEST_NEEDS = (
         "ibverbs", "Mooncake's client links it, with RDMA and without", lambda: _not_loaded("libibverbs.so.1")
     ),
 )
+OPTIONAL_TEST_NEEDS = (
+    OptionalNeed(
+        "sshfs",
+        "two mounts of one folder stand for two machines",
+        no_sftp,
+        "unit/peers/test_network_folders.py",
+    ),
+)
+
+
+AnyNeed = TypeVar("AnyNeed", bound=Need)
 
 
 def has_gpu() -> bool:
@@ -171,17 +210,31 @@ def check(needs: tuple[Need, ...]) -> None:
     fail("this machine lacks\n" + "\n".join(lines) + f"\n{advice}")
 
 
-def _missing(needs: tuple[Need, ...]) -> list[tuple[Need, str]]:
+def advise(needs: tuple[OptionalNeed, ...]) -> None:
+    """Says in one line for each missing need what is skipped without it, and how to install it. Installs nothing."""
+    for need, why in _missing(needs):
+        command = system_packages.install_command([need.name]) or "your package manager"
+        say(
+            f"preflight: tests/{need.skipped} ({need.reason}) is skipped: {why}; install {need.name} with: {command}"
+        )
+
+
+def _missing(needs: tuple[AnyNeed, ...]) -> list[tuple[AnyNeed, str]]:
     found = [(need, need.missing()) for need in needs]
     return [(need, why) for need, why in found if why is not None]
 
 
 def main() -> None:
-    levels = {"build": BUILD_NEEDS, "test": TEST_NEEDS}
+    levels: dict[str, tuple[tuple[Need, ...], tuple[OptionalNeed, ...]]] = {
+        "build": (BUILD_NEEDS, ()),
+        "test": (TEST_NEEDS, OPTIONAL_TEST_NEEDS),
+    }
     if len(sys.argv) != 2 or sys.argv[1] not in levels:
         fail(f"usage: python -m build_support.preflight {'|'.join(levels)}")
-    check(levels[sys.argv[1]])
+    required, optional = levels[sys.argv[1]]
+    check(required)
     say(f"preflight: everything for `{sys.argv[1]}` is there")
+    advise(optional)
 
 
 if __name__ == "__main__":

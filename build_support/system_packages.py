@@ -44,6 +44,7 @@ MANAGERS = (
             "numa": ("libnuma1",),
             "redis": ("redis-tools",),
             "ibverbs": ("libibverbs1",),
+            "sshfs": ("sshfs", "openssh-sftp-server"),
         },
     ),
     PackageManager(
@@ -58,6 +59,7 @@ MANAGERS = (
             "numa": ("numactl-libs",),
             "redis": ("redis",),
             "ibverbs": ("libibverbs",),
+            "sshfs": ("fuse-sshfs", "openssh-server"),
         },
     ),
 )

@@ -7,7 +7,6 @@ attributes for a time, a mount is not notified of what another has written, and 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -15,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from build_support import preflight
 from demo.engine_child import die_with_parent
 
-SERVERS = (Path("/usr/lib/openssh/sftp-server"), Path("/usr/libexec/openssh/sftp-server"))
 DEVICE = Path("/dev/fuse")
 START_DEADLINE_S = 20.0
 END_DEADLINE_S = 10.0
@@ -36,9 +35,8 @@ class SftpMount:
     """
 
     def __init__(self, export: Path, path: Path, options: str) -> None:
-        server = next((server for server in SERVERS if server.exists()), None)
-        if shutil.which("sshfs") is None or server is None:
-            raise NoMounts("no sshfs, or no sftp-server of OpenSSH")
+        if (lacking := preflight.no_sftp()) is not None:
+            raise NoMounts(lacking)
         if not os.access(DEVICE, os.R_OK | os.W_OK):
             raise NoMounts(f"{DEVICE} cannot be opened")
         path.mkdir()
@@ -46,7 +44,9 @@ class SftpMount:
         told = path.with_name(f"{path.name}.server")
         started = path.with_name(f"{path.name}.ssh")
         # sshfs runs this instead of ssh, and uses its standard input and output.
-        started.write_text(f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec {server}\n")
+        started.write_text(
+            f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec {preflight.sftp_server()}\n"
+        )
         started.chmod(0o700)
         self._log = path.with_name(f"{path.name}.log")
         with self._log.open("wb") as out:

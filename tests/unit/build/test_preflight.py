@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from build_support import preflight, system_packages
-from build_support.preflight import TEST_NEEDS, Need, check
+from build_support.preflight import OPTIONAL_TEST_NEEDS, TEST_NEEDS, Need, OptionalNeed, advise, check
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_this_machine_can_run_the_tests() -> None:
@@ -32,6 +35,62 @@ def test_missing_things_are_named_with_reason_and_command(
     assert "no libasan" in said
     assert "it builds" not in said
     assert "sudo apt-get install -y --no-install-recommends doctest-dev g++" in said
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_missing_optional_need_is_one_line_and_nothing_is_installed(
+    known: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(system_packages, "may_install", lambda: True)
+    monkeypatch.setattr(system_packages, "install", lambda needs: pytest.fail("installs"))
+    monkeypatch.setattr(system_packages, "manager", lambda: system_packages.MANAGERS[0] if known else None)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    advise(
+        (
+            OptionalNeed("sshfs", "it mounts", lambda: "there is no sshfs", "unit/test_mounts.py"),
+            OptionalNeed("redis", "it stores", lambda: None, "unit/test_stores.py"),
+        )
+    )
+    command = (
+        "sudo apt-get install -y --no-install-recommends sshfs openssh-sftp-server"
+        if known
+        else "your package manager"
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "flexkv: preflight: tests/unit/test_mounts.py (it mounts) is skipped: there is no sshfs; "
+        f"install sshfs with: {command}"
+    ]
+
+
+def test_optional_needs_name_tests_that_exist() -> None:
+    assert OPTIONAL_TEST_NEEDS
+    assert all((ROOT / "tests" / need.skipped).is_file() for need in OPTIONAL_TEST_NEEDS)
+
+
+@pytest.mark.parametrize("level", ["build", "test"])
+def test_only_tests_have_optional_needs_and_go_on_without_them(
+    level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need = replace(OPTIONAL_TEST_NEEDS[0], missing=lambda: "a test takes it away")
+    monkeypatch.setattr(preflight, "OPTIONAL_TEST_NEEDS", (need,))
+    for required in ("BUILD_NEEDS", "TEST_NEEDS"):
+        monkeypatch.setattr(preflight, required, ())
+    monkeypatch.setattr("sys.argv", ["preflight", level])
+    preflight.main()
+    said = capsys.readouterr().out
+    assert f"everything for `{level}` is there" in said
+    assert ("a test takes it away" in said) == (level == "test")
+
+
+def test_programs_that_mount_by_sftp_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = tmp_path / "sftp-server"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(preflight, "SFTP_SERVERS", (server,))
+    assert preflight.no_sftp() == f"there is no sshfs on PATH and none of {server}"
+    (tmp_path / "sshfs").symlink_to("/bin/true")
+    assert preflight.no_sftp() == f"there is none of {server}"
+    server.touch()
+    assert preflight.no_sftp() is None
 
 
 def test_an_unknown_distribution_is_told_without_a_command(
