@@ -48,7 +48,7 @@ def test_a_reset_peer_is_left_and_serves_nothing(make_engine: Make, folder: Path
     assert live_tiers(one)[0].down
 
 
-HANGS_S = 1.0
+HANGS_S = 4.0
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["", "control"])
