@@ -1,6 +1,6 @@
 """TensorRT-LLM's KV pools: one block-first pool, or regions of slots.
 
-TrtllmHandler.from_pool(pool, TrtllmModel(kv_heads=(8,) * 32, head_size=128, tokens_per_block=32))
+TrtllmHandler.from_pool(pool, TrtllmModel(kv_heads=8, head_size=128, tokens_per_block=32))
 TrtllmHandler.from_regions([TrtllmRegion(base, size, stride, num_slots, buffers=...)], ...)
 """
 
@@ -21,20 +21,16 @@ class TrtllmModel:
     """The model as the runtime's arguments describe it. They are checked against the pool, which is authoritative.
 
     Attributes:
-        kv_heads: KV heads on this rank, per layer. Empty if the caller does not know them; they are then not checked.
+        kv_heads: KV heads on this rank, the same in all layers; 1 for MLA. 0 if not known.
         head_size: elements of one head, K or V; for MLA rank + rope. 0 if not known.
-        tokens_per_block: tokens per block of the pool: with MLA 64, whatever the arguments say. 0 if not known.
+        tokens_per_block: tokens per block of the pool. 0 if not known.
         latent: MLA (kv_factor 1).
-        scale_pools: pools of block scales beside the data (NVFP4).
-        indexer_pools: pools of indexer keys beside the data.
     """
 
-    kv_heads: tuple[int, ...] = ()
+    kv_heads: int = 0
     head_size: int = 0
     tokens_per_block: int = 0
     latent: bool = False
-    scale_pools: int = 0
-    indexer_pools: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +66,9 @@ class TrtllmHandler(GroupTable):
         """The primary pool, shape [num_blocks, layers, kv_factor, block_elems], C-contiguous.
 
         Raises:
-            GeometryError: the pool does not have that shape, disagrees with `model`, or is only a part of the model's
-                KV, so that the rest would be lost silently.
+            GeometryError: the pool does not have that shape, disagrees with `model`, or nothing says how many tokens a
+                block has.
         """
-        _refuse_partial(model)
         check_tensor("pool", pool, 4)
         shape = tuple(int(size) for size in pool.shape)
         check_strides("pool", shape, byte_strides(pool), dense_strides(shape, pool.element_size()))
@@ -82,10 +77,6 @@ class TrtllmHandler(GroupTable):
         if kv_factor != allowed:
             raise GeometryError(
                 f"pool: kv_factor is {kv_factor}; allowed is {allowed} (latent={model.latent})"
-            )
-        if model.kv_heads and len(model.kv_heads) != layers:
-            raise GeometryError(
-                f"pool: has {layers} layers, the model {len(model.kv_heads)}: other pools hold the rest"
             )
         tokens = _tokens_per_block(elements, model)
         run_bytes = elements * pool.element_size()
@@ -140,33 +131,13 @@ class TrtllmHandler(GroupTable):
         return cls([GroupLayout(view, FormatId.of_view(view, interior, tokens_per_block, ranks, owner))])
 
 
-def _refuse_partial(model: TrtllmModel) -> None:
-    """Raises for every model that also keeps KV in other pools, because the engine hands over only the primary pool."""
-    if len(set(model.kv_heads)) > 1:
-        raise GeometryError(
-            f"layers have {sorted(set(model.kv_heads))} KV heads: each count has a pool of its own "
-            "and only one is handed over"
-        )
-    if model.scale_pools:
-        raise GeometryError(
-            f"{model.scale_pools} scale pools (NVFP4) are not handed over: KV would lose its scales"
-        )
-    if model.indexer_pools:
-        raise GeometryError(
-            f"{model.indexer_pools} indexer pools are not handed over: sparse attention would break"
-        )
-
-
 def _tokens_per_block(elements: int, model: TrtllmModel) -> int:
     """Tokens per block: from the pool's shape if the model gives enough facts, else as the model says."""
-    heads = 1 if model.latent else (model.kv_heads[0] if model.kv_heads else 0)
-    per_token = heads * model.head_size
-    if not per_token:
-        return model.tokens_per_block
-    tokens, rest = divmod(elements, per_token)
-    if rest or (model.tokens_per_block and tokens != model.tokens_per_block):
+    per_token = model.kv_heads * model.head_size
+    tokens, rest = divmod(elements, per_token) if per_token else (model.tokens_per_block, 0)
+    if not tokens or rest or elements % tokens or tokens != (model.tokens_per_block or tokens):
         raise GeometryError(
             f"pool: {elements} elements a block are not {model.tokens_per_block or 'whole'} tokens "
-            f"of {per_token} ({heads} heads x {model.head_size})"
+            f"of {per_token or 'unknown size'} ({model.kv_heads} heads x {model.head_size})"
         )
     return tokens

@@ -15,6 +15,9 @@ from flexkv.unit.capacity import PromptLimit
 
 logger = get_logger(__name__)
 
+LATENT_TOKENS = 64
+"""Tokens per block of an MLA pool: the engine's kernels need this number, whatever the arguments say."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
@@ -123,9 +126,8 @@ class EngineArguments:
                 f"the pool has {pool_layers} layers, the model {self.layers}: other pools hold the rest, and only "
                 "one is handed over, so what was restored would be incomplete"
             )
-        tokens = 0 if latent else self.tokens_per_block
-        heads = (self.heads,) * pool_layers if self.heads else ()
-        return TrtllmModel(kv_heads=heads, head_size=self.head_size, tokens_per_block=tokens, latent=latent)
+        heads, tokens = (1, LATENT_TOKENS) if latent else (self.heads, self.tokens_per_block)
+        return TrtllmModel(heads, self.head_size, tokens, latent)
 
 
 def _draft_model(speculative: Any) -> str:

@@ -8,11 +8,8 @@ from typing import Any, TypeVar
 from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.errors import GeometryError
-from flexkv.layout.format_id import FormatId, Interior
+from flexkv.layout.format_id import Interior
 from flexkv.layout.trtllm import TrtllmBuffer, TrtllmHandler, TrtllmRegion
-
-LATENT_TOKENS = 64
-"""Tokens per block of an MLA pool: the engine's kernels need this number, whatever the arguments say."""
 
 OWNER = "tensorrt-llm"
 KV_ROLES = ("key", "value")
@@ -30,29 +27,15 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> RankPool:
         raise GeometryError(
             f"the pool has shape {tuple(pool.shape)}; expected are [blocks, layers, 1 or 2, elements of a block]"
         )
-    _, layers, kv_factor, elements = (int(size) for size in pool.shape)
+    _, layers, kv_factor, _ = (int(size) for size in pool.shape)
     latent = kv_factor == 1
-    model = arguments.model_of(layers, latent)
     replicas = arguments.ranks if latent else 1
-    ranks = arguments.ranks // replicas
-    handler = TrtllmHandler.from_pool(pool, model, ranks)
-    tokens = handler.format_id(0).interior_tokens
-    if not tokens:
-        # Neither the model's shape nor the arguments give the tokens per block.
-        tokens = LATENT_TOKENS if latent else 0
-    if latent and tokens != LATENT_TOKENS:
-        raise GeometryError(
-            f"the pool's blocks hold {tokens} tokens of the model's latent; MLA pools have {LATENT_TOKENS}"
-        )
-    if not tokens or elements % tokens:
-        raise GeometryError(
-            f"the pool has {elements} elements a block, which are no whole number of tokens (arguments say "
-            f"{tokens or 'nothing about'} tokens a block)"
-        )
-    view = handler.view(0)
-    interior = Interior.LATENT if latent else Interior.KV_SPLIT_HND
-    format_id = FormatId.of_view(view, interior, tokens, ranks)
-    return RankPool(view, format_id, tokens, (pool,), layers, arguments.heads, replicas)
+    model = arguments.model_of(layers, latent)
+    handler = TrtllmHandler.from_pool(pool, model, arguments.ranks // replicas)
+    format_id = handler.format_id(0)
+    return RankPool(
+        handler.view(0), format_id, format_id.interior_tokens, (pool,), layers, arguments.heads, replicas
+    )
 
 
 def geometry_of_layout(layout: Any, arguments: EngineArguments) -> RankPool:

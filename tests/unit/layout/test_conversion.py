@@ -81,7 +81,7 @@ def sglang(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
 def trtllm(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
     raw = np.zeros(BLOCKS * layers * 2 * heads * TOKENS * ROW, np.uint8)
     tensor = fake_tensor(raw.reshape(BLOCKS, layers, 2, heads * TOKENS * ROW), raw, ITEM)
-    model = TrtllmModel(kv_heads=(heads,) * layers, head_size=SIZE, tokens_per_block=TOKENS)
+    model = TrtllmModel(kv_heads=heads, head_size=SIZE, tokens_per_block=TOKENS)
     handler = TrtllmHandler.from_pool(tensor, model)
     blocks = raw.reshape(BLOCKS, layers, 2, heads, TOKENS, ROW)
     encoding = PageEncoding.of_view(handler.view(), handler.format_id(), heads, "bfloat16")

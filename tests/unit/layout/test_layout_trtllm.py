@@ -28,7 +28,7 @@ def test_a_pool_is_one_segment(
 ) -> None:
     heads = 1 if latent else heads
     pool = np.zeros((blocks, layers, 1 if latent else 2, heads * tokens * 6 * 2), np.uint8)
-    model = TrtllmModel((heads,) * layers, 6, tokens, latent)
+    model = TrtllmModel(heads, 6, tokens, latent)
     handler = TrtllmHandler.from_pool(fake_tensor(pool, pool), model)
     view = handler.view()
     assert len(view.segments) == 1
@@ -45,7 +45,7 @@ def test_a_pool_is_one_segment(
 
 def test_a_pool_of_one_layer_and_an_odd_tail() -> None:
     pool = np.zeros((3, 1, 2, 13), np.uint8)
-    view = TrtllmHandler.from_pool(fake_tensor(pool, pool, 1), TrtllmModel()).view()
+    view = TrtllmHandler.from_pool(fake_tensor(pool, pool, 1), TrtllmModel(tokens_per_block=13)).view()
     assert view.stripe_bytes == 26
 
     def write(block: int, page: np.ndarray) -> None:
@@ -82,16 +82,11 @@ def test_unsupported_pools_are_refused_with_the_reason() -> None:
     array = np.zeros((4, 2, 2, 64), np.uint8)
     pool = fake_tensor(array, array)
     cases = [
-        (TrtllmModel(kv_heads=(8, 4)), "each count has a pool of its own"),
-        (TrtllmModel(scale_pools=1), "scale pools"),
-        (TrtllmModel(indexer_pools=1), "indexer pools"),
         (TrtllmModel(latent=True), "kv_factor is 2; allowed is 1"),
-        (TrtllmModel(kv_heads=(2, 2, 2)), "has 2 layers, the model 3"),
-        (
-            TrtllmModel(kv_heads=(2, 2), head_size=4, tokens_per_block=8),
-            "32 elements a block are not 8 tokens",
-        ),
-        (TrtllmModel(kv_heads=(3, 3), head_size=4), "are not whole tokens"),
+        (TrtllmModel(2, 4, 8), "32 elements a block are not 8 tokens of 8"),
+        (TrtllmModel(3, 4), "are not whole tokens of 12"),
+        (TrtllmModel(tokens_per_block=7), "are not 7 tokens of unknown size"),
+        (TrtllmModel(), "are not whole tokens of unknown size"),
     ]
     for model, message in cases:
         with pytest.raises(GeometryError, match=message):

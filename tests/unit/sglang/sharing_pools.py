@@ -50,7 +50,7 @@ def sglang(dtype: torch.dtype = FLOAT, tokens: int = TOKENS) -> EnginePool:
 
 def trtllm() -> EnginePool:
     whole = torch.zeros(BLOCKS, LAYERS, 2, HEADS * TOKENS * SIZE)
-    model = TrtllmModel(kv_heads=(HEADS,) * LAYERS, head_size=SIZE, tokens_per_block=TOKENS)
+    model = TrtllmModel(kv_heads=HEADS, head_size=SIZE, tokens_per_block=TOKENS)
     blocks = whole.view(BLOCKS, LAYERS, 2, HEADS, TOKENS, SIZE)
     return EnginePool(
         TrtllmHandler.from_pool(whole, model), whole, (whole,), lambda block: blocks[block].transpose(2, 3)

@@ -103,7 +103,7 @@ def test_latent_blocks_have_64_tokens_whatever_the_arguments_say(tmp_path: Path)
     given = EngineArguments.of(arguments(tokens=32, model=model(tmp_path, **LATENT)))
     found = geometry_of_pool(pool(kv=1, elements=64 * 8), given)
     assert (found.block_tokens, found.format_id.interior) == (64, Interior.LATENT)
-    with pytest.raises(GeometryError, match="MLA pools have 64"):
+    with pytest.raises(GeometryError, match="are not 64 tokens"):
         geometry_of_pool(pool(kv=1, elements=32 * 8), given)
 
 
