@@ -1,4 +1,4 @@
-"""vLLM's KV pool: per-layer views of one allocation in one of six physical orders, or raw bytes (Mamba).
+"""vLLM's KV pool: per-layer views of one allocation in one of six physical orders.
 
 An adapter builds the handler from plain values of `kv_cache_config` (nothing of vLLM is imported here):
 
@@ -62,15 +62,12 @@ class VllmGroup:
     Attributes:
         layers: names in execution order; the position is the layer's number in the view, not counting layers that share
             the KV of an earlier one.
-        page_bytes: bytes of a block in one layer without padding; needed only for raw caches (1-D byte tensors, as
-            Mamba layers have them), checked against the tensor's shape otherwise.
         interior: what a page's bytes mean; None derives it from the order. Use LATENT for MLA, and OPAQUE for Mamba and
             for attention kernels with their own arrangement inside a block (vLLM's CPU backend).
         owner: who can read an OPAQUE interior, e.g. "vllm-cpu-attn".
     """
 
     layers: tuple[str, ...]
-    page_bytes: int | None = None
     interior: Interior | None = None
     owner: str = ""
 
@@ -88,8 +85,8 @@ class VllmHandler(GroupTable):
     """One rank's pool. All geometry is checked here.
 
     Args:
-        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or the raw 1-D byte buffer. B
-            may be num_blocks x ratio if vLLM splits a block into kernel blocks. Layers without a placement of their own
+        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or a layer's states. B may be
+            num_blocks x ratio if vLLM splits a block into kernel blocks. Layers without a placement of their own
             must be views of a placed layer's first byte (they share its KV).
         placements: as vLLM made them. Groups may use the same bytes, because a block belongs to one group at a time.
         num_blocks: blocks of the pool, as the scheduler counts them.
@@ -172,14 +169,9 @@ class VllmHandler(GroupTable):
                 return place
         raise GeometryError(f"{layer}: has no placement and shares no placed layer's KV")
 
-    def _page_shape(self, layer: str, place: _Place, group: VllmGroup) -> PageShape:
+    def _page_shape(self, layer: str, place: _Place) -> PageShape:
         """Checks the layer's tensor against its placement, and returns the shape of one block of it."""
         tensor, placement = self._cache(layer), place.placement
-        if len(tuple(tensor.shape)) == 1:
-            if group.page_bytes is None or group.page_bytes < 1:
-                raise GeometryError(f"{layer}: a raw cache needs page_bytes, given was {group.page_bytes}")
-            check_tensor(layer, tensor, 1)
-            return PageShape.raw(group.page_bytes, placement.block_stride)
         check_tensor(layer, tensor, 4)
         blocks, heads, tokens, content = tensor.shape
         ratio, rest = divmod(blocks, self._num_blocks)
@@ -199,12 +191,7 @@ class VllmHandler(GroupTable):
         )
         expected = (*strides[1:4], tensor.element_size())
         check_strides(layer, tuple(tensor.shape), byte_strides(tensor), expected)
-        page = PageShape(ratio, heads, tokens, shape[4], strides[1], strides[2], strides[3])
-        if group.page_bytes not in (None, page.page_bytes):
-            raise GeometryError(
-                f"{layer}: a page has {page.page_bytes} bytes, the group says {group.page_bytes}"
-            )
-        return page
+        return PageShape(ratio, heads, tokens, shape[4], strides[1], strides[2], strides[3])
 
     def _build(self, group: VllmGroup, ranks: int) -> GroupLayout:
         if not group.layers:
@@ -213,7 +200,7 @@ class VllmHandler(GroupTable):
         numbers: dict[int, int] = {}
         for layer in group.layers:
             place = self._place_of(layer)
-            page = self._page_shape(layer, place, group)
+            page = self._page_shape(layer, place)
             number = numbers.setdefault(place.base, len(numbers))
             self._layer_numbers[layer] = number
             tokens = page.tokens

@@ -35,15 +35,6 @@ class PageShape:
     head_stride: int
     token_stride: int
 
-    @classmethod
-    def raw(cls, page_bytes: int, block_stride: int) -> PageShape:
-        """A page without inner structure."""
-        return cls(1, 1, 1, page_bytes, block_stride, page_bytes, page_bytes)
-
-    @property
-    def page_bytes(self) -> int:
-        return self.pieces * self.heads * self.tokens * self.content_bytes
-
 
 def runs_of_page(page: PageShape) -> Iterator[tuple[int, int]]:
     """The page's contiguous runs as (offset from the page's first byte, bytes), outer axes first."""

@@ -1,4 +1,4 @@
-"""SGLang pools: K and V halves of one allocation, joined MLA buffers, sidecars; page 0 is never touched."""
+"""SGLang pools: K and V halves of one allocation, joined MLA buffers; page 0 is never touched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexkv import c_ext
 from flexkv.errors import BlockRangeError, GeometryError
 from flexkv.layout.format_id import Interior
-from flexkv.layout.sglang import SglangHandler, SglangSidecar
+from flexkv.layout.sglang import SglangHandler
 from tests.unit.layout.fake_tensor import fake_tensor
 from tests.unit.layout.page_check import check_view
 
@@ -56,27 +56,17 @@ def test_page_0_is_reserved() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 16, 64]), st.integers(0, 2**32 - 1))
-def test_mla_with_an_indexer_beside_it(layers: int, pages: int, page: int, seed: int) -> None:
-    latent, index_bytes = 72 * 2, 132 * page
-    kv_bytes = layers * (pages + 1) * page * latent
-    raw = np.zeros(kv_bytes + layers * (pages + 1) * index_bytes, np.uint8)
-    kv = raw[:kv_bytes].reshape(layers, (pages + 1) * page, 1, latent)
-    index = raw[kv_bytes:].reshape(layers, pages + 1, index_bytes)
-    handler = SglangHandler(
-        page,
-        kv_buffers=[fake_tensor(kv[layer], raw) for layer in range(layers)],
-        sidecars=[SglangSidecar("indexer", tuple(fake_tensor(index[i], raw, 1) for i in range(layers)), 1)],
-    )
+def test_joined_buffers_of_mla(layers: int, pages: int, page: int, seed: int) -> None:
+    latent = 72 * 2
+    raw = np.zeros(layers * (pages + 1) * page * latent, np.uint8)
+    kv = raw.reshape(layers, (pages + 1) * page, 1, latent)
+    handler = SglangHandler(page, kv_buffers=[fake_tensor(kv[layer], raw) for layer in range(layers)])
     by_page = kv.reshape(layers, pages + 1, page * latent)
 
-    def read(block: int) -> np.ndarray:
-        return np.concatenate([by_page[:, block], index[:, block]], axis=1).reshape(-1)
-
     def write(block: int, data: np.ndarray) -> None:
-        rows = data.reshape(layers, -1)
-        by_page[:, block], index[:, block] = rows[:, : page * latent], rows[:, page * latent :]
+        by_page[:, block] = data.reshape(layers, -1)
 
-    check_view(handler.view(), raw, read, write, seed)
+    check_view(handler.view(), raw, lambda b: by_page[:, b].reshape(-1), write, seed)
     assert handler.format_id().interior is Interior.LATENT
 
 
@@ -117,5 +107,3 @@ def test_wrong_buffers_are_refused_by_name() -> None:
         SglangHandler(8, k_buffers=k, v_buffers=v)
     with pytest.raises(GeometryError, match="share bytes"):
         SglangHandler(2, k_buffers=[*k, *other], v_buffers=[*v, k[0].but(address=k[0].address + 2)])
-    with pytest.raises(GeometryError, match="indexer has 2 layers"):
-        SglangHandler(2, k_buffers=k, v_buffers=v, sidecars=[SglangSidecar("indexer", (*other, *other), 2)])

@@ -14,7 +14,6 @@ from flexkv.errors import BlockRangeError, GeometryError
 from flexkv.layout.format_id import Interior, PageOrder
 from flexkv.layout.vllm import VllmGroup, VllmHandler
 from flexkv.layout.vllm_order import ORDERS
-from tests.unit.layout.fake_tensor import fake_tensor
 from tests.unit.layout.page_check import check_view
 from tests.unit.layout.vllm_pool import Placement, Pool, Shape, build_pool, pools
 
@@ -112,22 +111,6 @@ def test_blocks_split_into_kernel_blocks(order: str, blocks: int, heads: int, ra
     check_view(view, pool.raw, read, write, seed)
 
 
-def test_raw_byte_caches_with_padded_strides() -> None:
-    raw = np.zeros(64 + 2 * 5 * 96, np.uint8)
-    placement = Placement(raw.nbytes, ["m0", "m1"], 5 * 96, 96, 64)
-    caches = {name: fake_tensor(raw, raw, 1) for name in placement.layers}
-    group = VllmGroup(("m0", "m1"), page_bytes=80, interior=Interior.OPAQUE, owner="mamba")
-    handler = VllmHandler(caches, [placement], [group], 5, "LBHNC")
-    pages = raw[64:].reshape(2, 5, 96)[:, :, :80]
-
-    def write(block: int, page: np.ndarray) -> None:
-        pages[:, block] = page.reshape(2, 80)
-
-    check_view(handler.view(), raw, lambda b: pages[:, b].reshape(-1), write, 3)
-    with pytest.raises(GeometryError, match="page_bytes"):
-        VllmHandler(caches, [placement], [VllmGroup(("m0", "m1"))], 5, "LBHNC")
-
-
 def test_layers_that_share_kv_are_kept_once() -> None:
     pool = build_pool("LBHNC", 4, [Shape(2, 2, 4, 16)], 2)
     pool.tensors["shared"] = pool.tensors["p0.l1"]
@@ -178,15 +161,6 @@ def wrong_pools() -> list[tuple[str, dict[str, object]]]:
         ("lies .* bytes from where", placed(layer_stride=place.layer_stride + 64)),
         ("byte strides", placed(block_stride=place.block_stride + 64)),
         ("end at byte", placed(size=place.size - 1)),
-        (
-            "share bytes",
-            {
-                "groups": [VllmGroup(("a", "b"), page_bytes=128)],
-                "caches": {n: fake_tensor(pool.raw, pool.raw, 1) for n in "ab"},
-                "placements": [Placement(place.size, ["a", "b"], 64, 128, 0)],
-            },
-        ),
-        ("a page has 128 bytes", {"groups": [VllmGroup(("p0.l0",), page_bytes=64)]}),
         ("'x' has no KV tensor", {"groups": [VllmGroup(("x",))]}),
         ("no layers", {"groups": [VllmGroup(())]}),
         ("no KV cache groups", {"groups": []}),
