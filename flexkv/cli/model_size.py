@@ -16,6 +16,8 @@ from flexkv.unit.capacity import PromptLimit, TierCapacity
 BLOCK_TOKENS = 16
 """The block size that engines choose on a GPU unless they are configured otherwise."""
 SLOT_MULTIPLE_BYTES = 4096
+MOST_LAYERS = 10_000
+"""More than any model has; a damaged number would take all memory."""
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SEEN = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kinds of layers that see a limited number of tokens, and the name of that number in a configuration."""
@@ -43,6 +45,8 @@ class ModelSize:
         file = folder / "config.json"
         try:
             config = json.loads(file.read_text())
+            if not isinstance(config, dict):
+                raise TypeError(f"it is {shown(config)}; expected a mapping")
             return cls._of(config.get("text_config", config))
         except OSError as error:
             raise ConfigError(f"--model: {file} cannot be read: {error.strerror}") from error
@@ -90,7 +94,7 @@ class ModelSize:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    layers, kinds = _count(config, "num_hidden_layers"), config.get("layer_types")
+    layers, kinds = _count(config, "num_hidden_layers", MOST_LAYERS), config.get("layer_types")
     if kinds is None:
         if named := [name for name in STATES if name in config]:
             raise KeyError(f"{named[0]} is of a model with recurrent states, and nothing tells their size")
@@ -111,13 +115,13 @@ def _seen_tokens(config: dict[str, Any], kind: Any, longest: int) -> int:
     return min(longest, _count(config, SEEN[kind]))
 
 
-def _count(config: dict[str, Any], name: str) -> int:
+def _count(config: dict[str, Any], name: str, most: int = MAX_COUNT) -> int:
     """
     Raises:
         KeyError: it is missing.
-        TypeError: it is no whole number from 1 to MAX_COUNT.
+        TypeError: it is no whole number from 1 to `most`.
     """
     value = config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
-        raise TypeError(f"{name} is {shown(value)}; expected a whole number from 1 to {MAX_COUNT}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise TypeError(f"{name} is {shown(value)}; expected a whole number from 1 to {most}")
     return value

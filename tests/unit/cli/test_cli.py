@@ -321,7 +321,7 @@ def test_info_tells_what_the_host_tier_holds_of_a_model(
         (None, "config.json cannot be read: No such file or directory\n"),
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        ("[]", "does not say"),
+        ("[]", "does not say what a token takes: it is []; expected a mapping"),
         ('{"torch_dtype": "int3"}', "int3"),
     ],
 )
@@ -345,6 +345,7 @@ def test_a_model_without_sizes_is_one_line(
         {"head_dim": None, "hidden_size": 1},
         {"num_hidden_layers": 0},
         {"num_hidden_layers": -2},
+        {"num_hidden_layers": 1 << 30},
         {"max_position_embeddings": 0},
         {"max_position_embeddings": -5},
         {"max_position_embeddings": 1 << 40},
