@@ -131,11 +131,21 @@ def ask_embeddings(llm: Any, seeds: list[int], tokens: int, max_tokens: int) -> 
     return {"requests": results}
 
 
-def ask_with_lora(llm: Any, request: dict[str, Any], folder: str, number: int) -> dict[str, Any]:
-    """Sends one prompt with a LoRA adapter, or without one if `folder` is empty."""
+def ask_with_lora(
+    llm: Any, request: dict[str, Any], folder: str, number: int, in_place: bool = False
+) -> dict[str, Any]:
+    """Sends one prompt with a LoRA adapter, or without one if `folder` is empty.
+
+    Args:
+        in_place: load the adapter again, even if one of this number is loaded.
+    """
     from vllm.lora.request import LoRARequest
 
-    lora = LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder) if folder else None
+    lora = (
+        LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder, load_inplace=in_place)
+        if folder
+        else None
+    )
     tracker = RequestTracker(llm)
     tracker.add(f"l{number}-{time.monotonic_ns()}", request, lora_request=lora)
     while tracker.step():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from .conftest import Engines, connector
 from .lora_files import write_lora
 from .session import EngineSession, Prompt
@@ -59,6 +61,39 @@ def test_lora_adapters_are_never_served_each_others_pages(
         answer, cached = ask(folder, number)
         assert answer == tokens
         assert cached >= prompt.whole_blocks
+
+
+@pytest.mark.parametrize(("number", "in_place"), [(2, False), (1, True)])
+def test_adapter_loaded_anew_from_its_path_is_not_served_the_former_ones_pages(
+    engines: Engines, stream: int, tmp_path: Path, number: int, in_place: bool
+) -> None:
+    """The engine computes with the former content until the adapter is loaded again, as another number or in place;
+    until then only the files have the new content.
+    """
+    session = engines.get(connector(), enable_lora=True, max_lora_rank=8)
+    alone = engines.another(None, enable_lora=True, max_lora_rank=8, enable_prefix_caching=False)
+    folder = tmp_path / "adapter"
+    prompt, other = Prompt.of(150, stream), Prompt.of(150, stream + 1)
+
+    def ask(
+        prompt: Prompt, number: int, in_place: bool = False, of: EngineSession = session
+    ) -> tuple[list[int], int]:
+        arguments = {"folder": str(folder), "number": number, "in_place": in_place}
+        [result] = of.call("ask_with_lora", request=prompt.wire(), **arguments)["requests"]
+        return result["tokens"], result["cached"]
+
+    write_lora(folder, 1)
+    ask(prompt, 1)
+    shutil.rmtree(folder)
+    write_lora(folder, 2)
+    former, _ = ask(other, 1)
+    session.forget(1)
+    wanted, _ = ask(other, 2, of=alone)
+    assert wanted != former
+    assert ask(other, number, in_place) == (wanted, 0)
+    session.forget(2)
+    # The control: pages of the adapter that was loaded anew are found again.
+    assert ask(other, number, in_place) == (wanted, other.whole_blocks)
 
 
 def test_an_adapter_trained_anew_over_the_lives_of_three_processes(

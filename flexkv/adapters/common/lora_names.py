@@ -30,6 +30,9 @@ engine's scheduler wait."""
 READ_BYTES = 1 << 20
 """Bytes read at a time from a file that is read whole."""
 
+RUN_PREFIX = "run:"
+"""Begins names that are valid only in this process."""
+
 GIT_DIGITS = 40
 """Digits of a git object's name. The hub's cache names small files so, and large files by their SHA-256."""
 
@@ -128,7 +131,8 @@ class LoraNames:
 
     def name(self, path: str) -> str:
         """The name of the content at `path` (a folder, or a hub name). It is equal for equal content in every process,
-        unless it is valid only in this process (see above).
+        unless it is valid only in this process (see above): it then begins with RUN_PREFIX, and the engine may have
+        read other content than is there now.
         """
         # Path.expanduser would raise for the home of an unknown user; os.path treats it as an ordinary name.
         folder = Path(os.path.expanduser(path))
@@ -148,7 +152,7 @@ class LoraNames:
         except Exception as error:  # such as no memory or no thread for the digest: the engine must go on
             reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
         logger.warning("%s; KV computed with it is found again in this run only", reason)
-        return f"run:{os.urandom(16).hex()}"
+        return f"{RUN_PREFIX}{os.urandom(16).hex()}"
 
 
 def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from flexkv.adapters.common.framed import framed
-from flexkv.adapters.common.lora_names import LoraNames
+from flexkv.adapters.common.lora_names import RUN_PREFIX, LoraNames
 from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, named_mark, namespace_digest
 from flexkv.cache.stores.base import GROUP
 from flexkv.facts.keys import Keys
@@ -58,6 +58,10 @@ class RequestNamespaces:
         if adapter is None:
             return self.engine
         name = self._loras.name(adapter.lora_path)
+        if name.startswith(RUN_PREFIX):
+            # After the files have changed, vLLM computes with the former content until it loads the adapter again: as
+            # another number, or in place.
+            name += f":{adapter.lora_int_id}:{adapter.load_inplace}"
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest(
                 {"engine": self.engine, "adapter": name, "settings": self._adapters}

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from transformers import Idefics3Config, Idefics3VisionConfig, LlamaConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 
 from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.common.model_identity import plain_config
@@ -133,6 +134,27 @@ def of_adapter(config: Any) -> bytes:
     names = RequestNamespaces(bytes(32), adapter_settings(config))
     names._loras = SimpleNamespace(name=lambda path: path)  # type: ignore[assignment]
     return names.of(make_request([1, 2, 3], lora_request=lora("x")))
+
+
+@pytest.mark.parametrize(("name", "separate"), [("run:0", True), ("content", False)])
+def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
+    name: str, separate: bool
+) -> None:
+    """Its files do not show which content the engine has read."""
+    names = RequestNamespaces(bytes(32), {})
+    names._loras = SimpleNamespace(name=lambda path: name)  # type: ignore[assignment]
+    first, second, again, in_place = (
+        names.of(make_request([1, 2, 3], lora_request=each))
+        for each in (
+            lora("x", 1),
+            lora("x", 2),
+            lora("x", 1),
+            LoRARequest(lora_name="x", lora_int_id=1, lora_path="/adapters/x", load_inplace=True),
+        )
+    )
+    assert first == again
+    assert (first != second) is separate
+    assert (first != in_place) is separate
 
 
 # --- the lists are complete ---
