@@ -56,9 +56,9 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
     told = arguments(model, connector(base, **settings)) | {"async_scheduling": False}
     session = engines.another(None)
     mine, yours = [[Prompt.of(290 + 10 * n, stream + 4 * k + n) for n in range(3)] for k in range(2)]
-    if base is FLEXKV:  # a start that fails leaves no connector in the process
-        too_small = arguments(model, connector(base, host__bytes=64)) | {"async_scheduling": False}
-        assert make(session, "failed", too_small).startswith("CapacityError")
+    # A start that fails leaves no connector in the process.
+    too_small = arguments(model, connector(base, host__bytes=64, **settings)) | {"async_scheduling": False}
+    assert make(session, "failed", too_small).startswith("CapacityError")
     assert make(session, "first", told) == ""
     check_cold_and_hit(session, "first", *mine)
     same_name = told["kv_transfer_config"] | {"engine_id": "one"}

@@ -40,7 +40,7 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.stores.base import StoreWatch
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
-from flexkv.observe import get_logger, warn_once
+from flexkv.observe import get_logger
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,7 @@ class FlexKVConnectorV1Impl:
         ConfigError: a setting is unknown or not allowed, the engine may sleep, has more than one rank or another
             connector of flexkv, or cannot recover from a failed load as its policy says, or `check_engine` refuses it.
         KeySchemeError: the engine's block hashes are not cryptographic.
+        CapacityError: not even one slot fits in host memory.
     """
 
     _worker: WorkerSide
@@ -96,17 +97,13 @@ class FlexKVConnectorV1Impl:
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
         self._scheduler: SchedulerSide | None = None
+        """None in the worker's role, and if the worker is in another process."""
         self._is_worker = role is KVConnectorRole.WORKER
         if self._is_worker:
             self._worker = WorkerSide(self._settings, 0, 1)
             self._own_pools = OwnPools()
         else:
             check_agent(vllm_config)
-        # A connector that is refused must not be registered as its engine's, so this comes after the checks.
-        register_only(self, role, vllm_config)
-        if self._is_worker:
-            local_engines.announce(self._worker, vllm_config.cache_config)
-        else:
             log_start(logger, asked, "vllm")
             warn_of_version()
             warn_of_policy(transfer)
@@ -116,6 +113,12 @@ class FlexKVConnectorV1Impl:
                 "For all of flexkv set %s",
                 FULL_CONNECTOR,
             )
+            with ending_failed_start(vllm_config):
+                self._scheduler = self._make_side()
+        # Last, because a connector that is refused must not be registered as its engine's.
+        register_only(self, role, vllm_config)
+        if self._is_worker:
+            local_engines.announce(self._worker, vllm_config.cache_config)
 
     def shutdown(self) -> None:
         if self._is_worker:
@@ -177,43 +180,39 @@ class FlexKVConnectorV1Impl:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        side = self._side()
+        side = self._scheduler
         return side.match(request, num_computed_tokens) if side is not None else (0, False)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if (side := self._side()) is not None:
-            side.allocated(request, blocks, num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
-        side = self._side()
+        side = self._scheduler
         return side.build(scheduler_output) if side is not None else ConnectorMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if (side := self._side()) is not None:
-            side.update(connector_output)
-            side.collect()
+        if self._scheduler is not None:
+            self._scheduler.update(connector_output)
+            self._scheduler.collect()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if (side := self._side()) is not None:
-            side.finished(request)
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        side = self._side()
+        side = self._scheduler
         return side.events.take_events() if side is not None and side.events is not None else ()
 
-    @log_refusal(logger)
-    def _side(self) -> SchedulerSide | None:
-        """The scheduler's side, made once the worker has registered its KV caches; None before."""
-        if self._scheduler is not None:
-            return self._scheduler
+    def _make_side(self) -> SchedulerSide | None:
+        """Makes the scheduler's side. vLLM makes the scheduler's connector after the worker has registered its KV
+        caches; None if no worker of this process has."""
         worker = local_engines.worker_of_engine(self._vllm_config.cache_config)
         if worker is None or worker.kv_config is None or (handshake := worker.handshake()) is None:
-            warn_once(
-                logger,
-                "builtin-no-worker",
+            logger.warning(
                 "no worker in this process: vLLM's built-in FlexKVConnectorV1 carries nothing between processes, so "
                 "nothing is cached. Set %s",
                 FULL_CONNECTOR,
@@ -230,7 +229,6 @@ class FlexKVConnectorV1Impl:
         side = SchedulerSide(spec)
         side.bind_watch(StoreWatch())
         side.take_handshake({0: handshake})
-        self._scheduler = side
         return side
 
 

@@ -12,6 +12,7 @@ from flexkv.observe import get_logger, warn_once
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
 
     from flexkv.adapters.vllm.pool_geometry import PoolGeometry
     from flexkv.config import FlexKVConfig
@@ -115,19 +116,25 @@ def check_batch_invariance(config: VllmConfig) -> None:
         ConfigError: the message names the backend, and what to do.
     """
     from vllm import envs
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     if not envs.VLLM_BATCH_INVARIANT:
         return
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
-    names = {layer.get_attn_backend().get_name() for layer in layers}
+    names = {backend.get_name() for backend in backends_of_layers(config)}
     if refused := sorted(names & BATCH_VARIANT_AFTER_A_HIT):
         raise ConfigError(
             f"VLLM_BATCH_INVARIANT is set and the attention backend is {', '.join(refused)}, with which vLLM turns "
             "prefix caching off: after a hit it would give other output than without one; choose another "
             "--attention-backend, unset VLLM_BATCH_INVARIANT, or leave --kv-transfer-config out"
         )
+
+
+def backends_of_layers(config: VllmConfig) -> list[type[AttentionBackend]]:
+    """The attention backend of each layer in this process; none if the model is not in this process."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    return [layer.get_attn_backend() for layer in layers]
 
 
 def _kind_of(model: ModelConfig) -> str:

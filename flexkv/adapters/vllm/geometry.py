@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from flexkv.adapters.common.rank_pool import RankPool
+from flexkv.adapters.vllm.engine_checks import backends_of_layers
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
 from flexkv.errors import GeometryError
 from flexkv.layout.format_id import Interior
@@ -61,12 +62,8 @@ def required_layout(config: VllmConfig) -> str | None:
 
 def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
     """The attention backends that are known; none if the workers choose them in their own processes."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
-    if layers:
-        return [layer.get_attn_backend() for layer in layers]
+    if of_layers := backends_of_layers(config):
+        return of_layers
     attention = config.attention_config
     named = [attention.backend, *attention.backend_per_kind.values()]
     return [backend.get_class() for backend in named if backend is not None]
