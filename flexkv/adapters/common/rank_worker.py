@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flexkv.adapters.common.layerwise import LayerLoads
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_lanes import attach_views, open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_pool import RankPool
@@ -56,6 +58,7 @@ class RankWorker:
         slots: slots of the host pool; -1 before `attach`.
         plugin_rank: the rank in the names of its plugins: the engine's rank, if a unit has one rank.
         unit: the unit that this rank serves, permanently from its grant on; NO_UNIT before.
+        layer_loads: the layerwise loads of the step under way; `busy` while there are any.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
@@ -78,6 +81,7 @@ class RankWorker:
         self._views_attached = False
         self._gds_lane: GdsLane | None = None
         self._ops = RankOps(config, rank, self.counters)
+        self.layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._reported = RankReport(rank, ready=-1)
         """The last value that was reported of each field that is sent when it has changed."""
         self.plugin_rank = rank
@@ -220,6 +224,29 @@ class RankWorker:
         """Slots that are ready in this process and, where this rank has a GPU, registered with it."""
         pinned_first = self.device is not None
         return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
+
+    def begin_step_loads(self, jobs: Sequence[LoadJob], by_layer: bool = True) -> bool:
+        """Called when a step's loads are submitted, just before its forward pass: waits for the loads that the forward
+        pass needs complete when it starts. `layer_loads` has the layerwise ones from now on.
+
+        Args:
+            by_layer: False if the forward pass waits for no layer.
+
+        Returns:
+            Whether there are loads that the forward pass does not wait for layer by layer.
+
+        Raises:
+            ClosedError: see `RankOps.finish_load`.
+        """
+        layerwise: list[LoadJob] = []
+        for job in jobs:
+            if job.by_layer and by_layer:
+                layerwise.append(job)
+            elif job.sync:
+                self._ops.finish_load(job)
+        if layerwise or self.layer_loads.busy:
+            self.layer_loads.begin(layerwise, self.views[0].num_layers)
+        return len(layerwise) < len(jobs)
 
     def add_news(self, report: RankReport) -> None:
         """Adds to a report what has changed on this rank since the last report."""

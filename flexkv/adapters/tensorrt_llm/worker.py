@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexkv.adapters.common.layerwise import LayerLoads
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_pool import RankPool
@@ -64,7 +63,6 @@ class WorkerSide(RankWorker):
         self._saves: dict[int, Awaited] = {}
         self._cancelled: set[int] = set()
         self._awaited_of: dict[OpId, tuple[int, Awaited]] = {}
-        self._layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._hooks_missed = False
         self._closed = False
         self._foreign_logged = False
@@ -106,15 +104,7 @@ class WorkerSide(RankWorker):
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
-        by_layer: list[LoadJob] = []
-        for job in metadata.loads:
-            if job.by_layer and not self._hooks_missed:
-                by_layer.append(job)
-            else:
-                self._ops.finish_load(job)
-        if by_layer:
-            self._layer_loads.begin(by_layer, self.views[0].num_layers)
-        if len(by_layer) < len(metadata.loads):
+        if self.begin_step_loads(metadata.loads, by_layer=not self._hooks_missed):
             self._report(self._end_ops())
             self._refuse_lost("the forward must not read them")
 
@@ -145,7 +135,7 @@ class WorkerSide(RankWorker):
         Args:
             stream: the engine's stream, if the pool is on a device.
         """
-        self._layer_loads.wait(layer, None if self.device is None else stream_address(stream))
+        self.layer_loads.wait(layer, None if self.device is None else stream_address(stream))
 
     def forward_ended(self) -> None:
         """Called when the iteration's forward pass was run (or enqueued), before tokens are sampled from it.
@@ -154,8 +144,8 @@ class WorkerSide(RankWorker):
             TransferError: the forward pass did not wait for every layer of its loads, or a load did not arrive: the
                 output must not be used.
         """
-        if self._layer_loads.busy:
-            self._hooks_missed |= not self._layer_loads.finish()
+        if self.layer_loads.busy:
+            self._hooks_missed |= not self.layer_loads.finish()
             self._report(self._end_ops())
             self._refuse_lost(
                 "the forward did not call the hooks of its layers, and from now on loads end before it"
@@ -180,7 +170,7 @@ class WorkerSide(RankWorker):
             return
         logger.error("rank %d: a step broke off; no request that had begun by then is stored", self.rank)
         self._in_forward, self._broken_step = False, self._step
-        self._layer_loads.finish()
+        self.layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
         """Starts requests that the engine names here for the first time. Returns the ids of ended stores and loads,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.platforms import current_platform
 
-from flexkv.adapters.common.layerwise import LayerLoads, LayerStores
+from flexkv.adapters.common.layerwise import LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.geometry import build_views, layer_numbers, replicas
@@ -51,7 +51,7 @@ class WorkerSide(RankWorker):
     Attributes:
         kv_config: the engine's KV cache configuration; None before its tensors are registered.
         is_hybrid: see `PoolGeometry`.
-        layer_loads, layer_stores: the layerwise loads and stores of the step under way; `busy` while there are any.
+        layer_stores: the layerwise stores of the step under way; `busy` while there are any.
         settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows.
         reports: the reports for the unit that ordered the step under way, which the engine's hooks carry.
         blend: this rank's part in blending; None unless blending is requested.
@@ -68,7 +68,6 @@ class WorkerSide(RankWorker):
         self.kv_config: KVCacheConfig | None = None
         self._layer_numbers: dict[str, int] = {}
         self.is_hybrid = False
-        self.layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self.layer_stores = LayerStores(self._ops)
         self._foreign = ForeignSteps(config, rank, self.counters)
         self.reports = self._ops.reports
@@ -183,12 +182,7 @@ class WorkerSide(RankWorker):
             # vLLM may begin a load between steps, and reset its cache before the step that orders the load.
             if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
-        for job in orders.loads:
-            if job.sync and not job.by_layer:
-                self._ops.finish_load(job)
-        by_layer = [job for job in orders.loads if job.sync and job.by_layer]
-        if by_layer or self.layer_loads.busy:
-            self.layer_loads.begin(by_layer, self.views[0].num_layers)
+        self.begin_step_loads(orders.loads)
 
     def wait_for_layer(self, name: str) -> None:
         """Called when the forward pass is about to read this attention layer: waits until the `layer_loads` have filled

@@ -178,7 +178,7 @@ def test_a_rotation_takes_them() -> None:
 def test_a_worker_of_tensorrt_llm_takes_them() -> None:
     waited: list[tuple[int, int | None]] = []
     loads = SimpleNamespace(wait=lambda layer, stream: waited.append((layer, stream)))
-    worker: Any = SimpleNamespace(device=0, _layer_loads=loads)
+    worker: Any = SimpleNamespace(device=0, layer_loads=loads)
     WorkerSide.wait_for_layer(worker, 3, Speaks((0, ADDRESS)))
     WorkerSide.wait_for_layer(worker, 4, SimpleNamespace(cuda_stream=5))
     assert waited == [(3, ADDRESS), (4, 5)]
