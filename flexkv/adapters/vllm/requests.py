@@ -53,6 +53,7 @@ class RequestTracker(StoreRequest):
     Attributes:
         namespace: namespace of the request's keys; see `RequestNamespaces.of`.
         has_own_namespace: the namespace is that of an adapter or one that the caller names, not the engine's.
+        namespaces: makes the namespaces of requests.
         asked: the settings that the caller gives; in a streaming session those of its last piece.
         first_namespace: the caller's namespace when the request began, which is in its keys.
         read_from: sampling parameters from which `asked` was read; vLLM replaces the object with each piece of a
@@ -72,6 +73,7 @@ class RequestTracker(StoreRequest):
     request: Request
     namespace: bytes
     has_own_namespace: bool
+    namespaces: RequestNamespaces
     read_from: SamplingParams | None
     sampling: SamplingParams | None
     asked: RequestSettings = NO_SETTINGS
@@ -85,6 +87,13 @@ class RequestTracker(StoreRequest):
     supplied: tuple[int, ...] = ()
     made_way: bool = False
     unloadable: bool = False
+
+    def is_stale(self) -> bool:
+        """Also whether the files of its adapter have changed: from then on the engine may compute with their new
+        content, while the keys name the former."""
+        if not self.stale and self.request.lora_request is not None:
+            self.stale = self.namespaces.of(self.request, self.first_namespace) != self.namespace
+        return self.stale
 
     def keys(self) -> list[Keys]:
         """The keys of all whole blocks whose tokens are known, per group."""
@@ -186,6 +195,7 @@ class RequestTable:
                 request,
                 namespace,
                 namespace != self._namespaces.engine,
+                self._namespaces,
                 sampling,
                 sampling,
                 asked=settings,
@@ -222,7 +232,15 @@ class RequestTable:
         if tracker.block_ids:
             _lose(tracker, preempted)
         tracker.preemptions = tracker.request.num_preemptions
+        if tracker.request.lora_request is not None:
+            self._name_again(tracker)
         self._read_piece(tracker)
+
+    def _name_again(self, tracker: RequestTracker) -> None:
+        """Makes new keys for a request without blocks if the files of its adapter have changed."""
+        namespace = self._namespaces.of(tracker.request, tracker.first_namespace)
+        if namespace != tracker.namespace:
+            tracker.namespace, tracker.tables = namespace, self._tables(tracker.request, namespace)
 
     def follow(
         self,

@@ -265,6 +265,43 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     assert ask("four", lora_request=adapter) == HIT
 
 
+@pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_kv_of_an_adapter_that_is_trained_anew_under_a_running_request_is_not_stored(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, changed: bool
+) -> None:
+    """The engine may load the adapter again in place, while the request's keys name the former content."""
+    engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
+    folder = write(tmp_path / "adapter")
+    request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
+    assert engine.add(request) == 0
+    keys = engine.side.requests.of(request).keys()[0]
+    if changed:
+        write(folder, b"two")
+    engine.step()
+    engine.finish("one")
+    push_out(engine)
+    assert engine.unit.manager.known(0, keys).tolist() == [not changed] * len(keys)
+
+
+def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_looked_up_under_the_new_name(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path
+) -> None:
+    engine = make_engine(blocks=12)
+    folder = write(tmp_path / "adapter")
+    adapter = lora("x", 1, str(folder))
+    assert engine.run(make_request(PROMPT, "one", lora_request=adapter)) == 0
+    engine.forget()
+    waiting = make_request(PROMPT, "two", lora_request=adapter)
+    engine.side.enter(waiting)
+    former = engine.side.requests.of(waiting).namespace
+    write(folder, b"two")
+    assert engine.run(waiting) == 0, "pages of the former content"
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three", lora_request=adapter)) == HIT
+    assert former != engine.side.requests.of(make_request(PROMPT, "four", lora_request=adapter)).namespace
+
+
 def push_out(engine: MiniEngine) -> None:
     """Other requests take all blocks of the engine, so that lazy stores offer what was computed with the former
     content.
