@@ -513,3 +513,30 @@ def test_a_tier_that_is_out_of_use_is_not_announced(make_world: Make) -> None:
     world = make_world()
     world.engine.unit.manager.tiers[1].go_down("its lane has ended")
     assert found(world) == []
+
+
+def test_blocks_that_lazy_stores_name_by_their_hashes_stay_announced_by_the_next(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`store.mode` changes over a restart, and a block is stored lazily before the file that names it is read."""
+    make_world().engine.run(one_request())
+    lazy = {"blocks": 9, "store.mode": "lazy", "store.max_reference_share": 1.0}
+    with monkeypatch.context() as slow:
+        slow.setattr(event_book.EventBook, "take", lambda book: [])
+        world = make_world(**lazy)
+        slow.setattr(world.engine, "drain", world.engine.step)  # it waits for what is read
+        events = world.engine.side.events
+        assert events is not None
+        not_loaded = {"kv_transfer_params": {"flexkv.max_load_tokens": 0}}
+        assert world.engine.run(one_request(extra_args=not_loaded)) == 0
+        world.engine.run(make_request(range(300, 328), "another"))
+        keys = {key.tobytes() for key in world.engine.keys_of(one_request())}
+        world.engine.until(lambda: bool(keys & events._pages.keys()))
+    monkeypatch.setattr(event_book, "SLACK_RECORDS", 0)
+    monkeypatch.setattr(event_book, "RECORDS_PER_PAGE", 0)
+    world.settle()
+    world.engine.run(make_request(range(600, 628), "third"))
+    world.settle()
+    hashes = {maybe_convert_block_hash(each) for each in one_request().block_hashes}
+    assert hashes <= world.router.has["STORAGE"]
+    assert hashes <= {each for event in found(make_world()) for each in event.block_hashes}
