@@ -92,7 +92,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.config:SpeculativeConfig": ("draft_load_config", "method", "use_eagle_block_drop"),
     "vllm.config:VllmConfig": ("lora_config",),
     "vllm.envs": ("VLLM_BATCH_INVARIANT", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
-    "vllm.lora.request:LoRARequest": ("adapter_id", "lora_path", "name"),
+    "vllm.lora.request:LoRARequest": ("adapter_id", "load_inplace", "lora_int_id", "lora_path", "name"),
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": (
         "get_attn_backend",
         "get_kv_cache_spec",
