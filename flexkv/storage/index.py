@@ -21,6 +21,7 @@ from flexkv.storage.generations import MOST_OPENS, write_opens
 from flexkv.storage.index_database import (
     LOG_SUFFIX,
     database_faults,
+    odd_file,
     open_database,
     remove_index,
     set_aside_index,
@@ -94,7 +95,7 @@ class SlotIndex:
         self._remaking = False
         self._written: list[tuple[int, int]] = []
         try:
-            damage = log_damage(path.with_name(path.name + LOG_SUFFIX))
+            damage = odd_file(path) or log_damage(path.with_name(path.name + LOG_SUFFIX))
         except OSError as error:
             raise disk_error(path, error) from error
         if damage:

@@ -58,6 +58,20 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
     return database
 
 
+def odd_file(path: Path) -> str:
+    """Names the database, or its log, if something other than a file is in its place: to open a pipe would wait. Empty
+    if there is none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for name in (path.name, path.name + LOG_SUFFIX):
+        place = path.with_name(name)
+        if place.exists() and not place.is_file():
+            return f"{name} is no file"
+    return ""
+
+
 def database_faults(database: sqlite3.Connection) -> list[str]:
     """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
     try:

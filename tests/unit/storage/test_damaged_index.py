@@ -33,6 +33,21 @@ def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> N
     assert (slab.parent / "index.damaged").exists()
 
 
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+def test_a_pipe_in_the_indexs_place_keeps_nobody_waiting(make_disks: MakeDisks, name: str) -> None:
+    slab, _ = filled(make_disks)
+    odd = slab.parent / name
+    odd.unlink(missing_ok=True)
+    os.mkfifo(odd)
+    assert any(f"{name} is no file" in problem for problem in check_folder(slab.parent).problems)
+    with pytest.raises(DamagedIndexError, match=f"{name} is no file"):
+        SlotIndex(slab.parent / "index.sqlite", [32])
+    world = make_disks()
+    assert sorted(world.unit.rows(0).places.tolist()) == list(range(6))
+    assert world.close()
+    assert check_folder(slab.parent).clean
+
+
 def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     world = make_disks()
