@@ -31,6 +31,12 @@ from flexkv.transfer.graph import OpId, OpResult, SlotIds, TransferGraph, Transf
 logger = get_logger(__name__)
 
 
+NAMELESS = (
+    "the cache was reset, for new weights or a sleep, and nothing names what the engine computes from now on until it "
+    "starts again"
+)
+"""Why a reset takes a tier that other units read out of use."""
+
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """Name of a metric, and its labels with their values."""
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_ENTRY, EntryIds, sharing
 from flexkv.cache.tiers.contract import (
+    NAMELESS,
     Plane,
     Prober,
     Series,
@@ -286,9 +287,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
     def begin_reset(self) -> None:
         # Nothing names the new weights: pages stored under the fingerprint belong to the weights that the process
         # started with.
-        self.go_down(
-            "the weights were exchanged, and nothing names the new ones until the engine starts again"
-        )
+        self.go_down(NAMELESS)
         self.presence.clear()
         self._absent.clear()
         self._liars.clear()

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from flexkv.c_ext import BlockIndex, PeerDirectory
 from flexkv.cache.base import NO_ENTRY, EntryIds
 from flexkv.cache.ledger.page_times import Expiries
-from flexkv.cache.tiers.contract import Follower, Plane, Series, Source, Tier, TierCounts, TierFacts
+from flexkv.cache.tiers.contract import (
+    NAMELESS,
+    Follower,
+    Plane,
+    Series,
+    Source,
+    Tier,
+    TierCounts,
+    TierFacts,
+)
 from flexkv.cache.tiers.running_peers.keeper import DepartedPeers, PeerKeeper
 from flexkv.cache.tiers.tables import TierContext
 from flexkv.cache.tiers.unexpired import unexpired_leading, unexpired_present
@@ -235,9 +244,7 @@ class LivePeerTier(Tier, Source, Follower):
     def begin_reset(self) -> None:
         # The new weights have no name, neither here nor at peers.
         self._share.retire()
-        self.go_down(
-            "the weights were exchanged, and nothing names the new ones until the engine starts again"
-        )
+        self.go_down(NAMELESS)
         self._clear()
 
     @property
