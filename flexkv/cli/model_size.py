@@ -43,6 +43,8 @@ class ModelSize:
             ConfigError: there is no configuration, or it does not say what a token takes.
         """
         file = folder / "config.json"
+        if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
+            raise ConfigError(f"--model: {file} is no file")
         try:
             config = json.loads(file.read_text())
             if not isinstance(config, dict):

@@ -65,10 +65,6 @@ class LatencyRow:
     times: int
     pinned: bool = True
 
-    @property
-    def layer_bytes(self) -> int:
-        return self.run_bytes * self.blocks
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessorRow:

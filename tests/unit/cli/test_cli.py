@@ -334,6 +334,14 @@ def test_a_model_without_sizes_is_one_line(
     assert words in one_line(capsys.readouterr())
 
 
+def test_a_pipe_in_place_of_the_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["info", "--model", str(tmp_path)]) == 2
+    assert "config.json is no file" in one_line(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     "changes",
     [
