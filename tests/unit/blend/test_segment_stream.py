@@ -67,6 +67,17 @@ def begun(cache: SegmentCache) -> SegmentLoad:
     return loads[0]
 
 
+def begun_in_reads(
+    patch: pytest.MonkeyPatch, make: Callable[..., SegmentCache], page: int
+) -> tuple[SegmentCache, SegmentLoad]:
+    """A load of whole segments: the read of this page goes on until the load has begun, however quick the disk is."""
+    cache, faults = with_hanging(patch, page, LAST, make)
+    load = begun(cache)
+    faults.release()
+    assert [hit.tokens for hit in load.hits] == [len(tokens) for tokens in SEGMENTS]
+    return cache, load
+
+
 def rows_of(cache: SegmentCache, load: SegmentLoad, hit: Hit, layer: int) -> np.ndarray:
     found = np.empty((2, hit.tokens, SHAPE.heads, SHAPE.head_dim), np.float32)
     rows = TurnedRows(cache, ROTATION, load, [Stretch(hit, 0, hit.tokens, 0)])
@@ -114,11 +125,14 @@ def test_control_without_streaming_nothing_is_promised_before_the_last_range(
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, 5])
 def test_a_flipped_bit_in_any_range_loses_its_segment_and_no_other(
-    make: Callable[..., SegmentCache], pages: dict[tuple[int, int], int], tmp_path: Path, layer: int
+    make: Callable[..., SegmentCache],
+    pages: dict[tuple[int, int], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layer: int,
 ) -> None:
     flip(tmp_path, pages[1, 1], layer)
-    cache = make()
-    load = begun(cache)
+    cache, load = begun_in_reads(monkeypatch, make, pages[1, 2])
     first, second = load.hits
     its_range = max(each for each in RANGES if each <= layer)
     with pytest.raises(LostRows, match="did not verify"):
@@ -146,8 +160,7 @@ def test_control_a_load_that_does_not_wait_for_its_layers_gives_other_rows(
     layer: int,
 ) -> None:
     flip(tmp_path, pages[1, 1], layer)
-    cache = make()
-    load = begun(cache)
+    cache, load = begun_in_reads(monkeypatch, make, pages[1, 2])
     second = load.hits[1]
     wait_for(lambda: not load.moves)
     monkeypatch.setattr(SegmentLoad, "wait_layer", lambda *given: None)
