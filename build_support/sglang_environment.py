@@ -58,7 +58,7 @@ def _link_working_tree(folder: Path) -> None:
     program = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
     site = Path(done.stdout.strip())
-    (site / "flexkv-working-tree.pth").write_text(f"{ROOT}\n{STAND_INS}\n")
+    (site / "flexkv-working-tree.pth").write_text(f"{ROOT}\n{STAND_INS}\nimport torchvision_operators\n")
     # Metadata alone: an editable install would rebuild the native core with this environment's paths.
     command = [str(python), "setup.py", "-q", "dist_info", "--output-dir", str(site)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

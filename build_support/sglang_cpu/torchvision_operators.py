@@ -1,5 +1,5 @@
-"""Adds operators that SGLang's wheel expects and that torch for a CPU lacks. Python loads this file at start, in
-children too.
+"""Adds operators that SGLang's wheel expects and that torch for a CPU lacks. A line of the environment's .pth file
+imports this when Python starts, in children too; a `sitecustomize` would lose to that of Debian's Python.
 
 torchvision from PyPI is linked to CUDA: its native part does not load beside a CPU's torch, and then its own import
 fails over undeclared operators. Once declared they need no code, because nothing here calls them.
