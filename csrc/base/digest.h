@@ -13,8 +13,8 @@ namespace flexkv {
 
 inline constexpr int64_t kLeafBytes = 4096;
 inline constexpr int kLeafWords = kLeafBytes / 8;
-// Words are summed separately by their index modulo this, so that changes to two words of a leaf do not
-// cancel out.
+// Words are summed separately by their index modulo this, so changes to words of different lanes cannot
+// cancel out in a sum; within a lane, the products depend on each word's position.
 inline constexpr int kDigestLanes = 8;
 
 // SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction, read at position `i`.

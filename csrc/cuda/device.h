@@ -62,9 +62,9 @@ class RelaxedCapture {
 };
 
 // Makes a device this thread's current one for a scope, with relaxed capture, and leaves both as they were:
-// the calling thread may be the engine's. Pushing a retained primary context creates no other; going back by
-// the runtime's cudaSetDevice would create device 0's in every thread that never chose one. For callers that
-// report a refusal, or can do nothing about it.
+// the calling thread may be the engine's. Pushing a retained primary context creates no other. Restoring with
+// the runtime's cudaSetDevice would, in a thread that never chose a device, create the primary context of
+// device 0. For callers that report a refusal, or can do nothing about it.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);

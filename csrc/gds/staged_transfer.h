@@ -65,7 +65,7 @@ class PageGate {
 struct TransferHooks {
   PageGate* gate = nullptr;
   // A point in the engine's stream: no byte of the pool is read or written before the engine's work has
-  // reached it. Null: the stream's end when the transfer starts.
+  // reached it. Null: all work that is enqueued on the stream when the transfer starts.
   StreamEvent* fence = nullptr;
 };
 
@@ -92,7 +92,7 @@ class TransferControl {
   bool cancelled() const { return cancelled_.load(); }
   bool late() const { return Clock::now() >= deadline_; }
   // How long I/O may make no progress before the transfer gives up and leaves its own staging to that I/O.
-  // For direct I/O and a lent buffer it waits without limit, because it does not own that memory and cannot
+  // For direct I/O or a lent buffer it waits without limit, because it does not own that memory and cannot
   // keep it alive.
   double stuck_s() const { return stuck_s_; }
 

@@ -1,6 +1,6 @@
-// Detects that another process has ended, even if its pid has been reused since. An attached host pool
-// watches the process that made it. RankOp in flexkv/cache/ledger/ops.py says what becomes of the
-// slots of a rank that died.
+// Detects that another process has ended; with pidfd even if its pid has been reused since. An attached
+// host pool watches the process that made it. RankOp in flexkv/cache/ledger/ops.py says what becomes of
+// the slots of a rank that died.
 #pragma once
 #include <sys/types.h>
 

@@ -163,7 +163,8 @@ class SegmentLoad:
         """Waits for pages that still move, and frees the staging blocks. Idempotent.
 
         Raises:
-            TransferError: some pages still move at the deadline. The cache frees their blocks once they do not.
+            TransferError: some pages still move at the deadline. The cache frees their blocks once they have
+                stopped.
         """
         ends_s = time.monotonic() + self._deadline_s
         hits, self.hits = self.hits, []

@@ -72,12 +72,12 @@ class SegmentFolders:
 class SegmentUnit:
     """The unit of one segment cache, driven by the cache's thread; only `wait_while`, `flush` and `close` wait.
 
-    A prompt computes pages that a load did not bring. No page is left to the model on purpose, because the model's
-    speed is not measured.
+    Pages that a load did not bring are computed with the prompt. No page is left to the model merely because computing
+    may be sooner than loading: the model's speed is not measured.
 
     Args:
         slots: slots of the host pool.
-        view: view of the staging pool; a page has its runs.
+        view: view of the staging pool; it says which runs make up a page.
         pages: pages of the staging pool, which is also the largest number of pages being stored at once.
         namespace: 32 bytes: everything that separates two callers. Each namespace has its own folders.
         ops: reads that one lookup may plan.
@@ -86,7 +86,7 @@ class SegmentUnit:
     Attributes:
         close_s: how long a close may take.
         streams: whether pages are promised while they are being read.
-        wait_s: how long a lookup waits for them otherwise.
+        wait_s: if not `streams`, how long a lookup waits for pages that are being read.
 
     Raises:
         CapacityError: the available memory does not hold the pool.

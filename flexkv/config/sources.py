@@ -103,7 +103,7 @@ def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, 
 
 
 def _of_kubernetes(variable: str, value: str) -> bool:
-    """Whether Kubernetes set the variable. A bare ..._PORT of Kubernetes holds an address; others are set by users."""
+    """Whether Kubernetes set the variable. It sets a bare ..._PORT to an address; any other value there is a user's."""
     is_address = variable.endswith("_PORT") and _KUBERNETES_ADDRESS.fullmatch(value) is not None
     return is_address or _KUBERNETES.fullmatch(variable) is not None
 
@@ -146,7 +146,7 @@ def _read_file(path: Path) -> bytes:
     # O_NONBLOCK, because opening a pipe without a writer would wait.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Checked before the file object is made: for a folder, Python would raise an errno without a name.
+        # Checked before the file object is made: for a folder, Python's OSError would not name the file.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
         with open(fd, "rb", closefd=False) as file:

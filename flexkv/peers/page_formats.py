@@ -52,7 +52,7 @@ class UnitPages:
     """The pages of this unit's KV groups.
 
     Args:
-        heads: of each group, heads of K and V on one rank; 0 if there are none.
+        heads: heads of K and V on one rank, per group; 0 if there are none.
         rewrites: pages of other formats are rewritten, which only keys without an engine's own names allow.
     """
 

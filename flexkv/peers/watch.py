@@ -162,7 +162,8 @@ class PeerWatch:
         try:
             line, _ = self._door.accept()
         except OSError:
-            # If this process has no descriptor left, the connection stays pending, and this would run in a busy loop.
+            # If this process has no descriptor left, the connection stays pending; without a pause, the loop would spin
+            # on it.
             time.sleep(FOLLOW_S)
             return
         if len(self._served) >= MOST_CONNECTIONS or not is_same_user(line):
@@ -208,7 +209,7 @@ class PeerWatch:
         self._again_s = {unit: at_s for unit, at_s in self._again_s.items() if unit in self._found}
 
     def _ask(self, unit: str, now_s: float, wanted: bool) -> None:
-        """Asks a unit for its card. Removes the files of one that has ended."""
+        """Asks a unit for its card. If the unit has ended, removes its files."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.setblocking(False)
         try:

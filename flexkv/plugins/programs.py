@@ -106,7 +106,8 @@ def _is_text(name: str) -> bool:
 
 
 def _distrusted_modules(folder: str, names: list[str]) -> str:
-    """Why a module in the folder, which a plugin would import before all others, is not trusted; empty if all are."""
+    """Why a module in the folder is not trusted; empty if all are. Plugins search this folder first when they
+    import."""
     for name in names:
         if name.endswith(".py") and CLAIMS.match(name) is None:
             try:

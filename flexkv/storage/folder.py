@@ -30,7 +30,7 @@ LOCK_WAIT_S = 2.0
 """How long a starting unit waits for its folder, which another unit may lock briefly to read its index."""
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
-"""Errors of flock when another process has the lock."""
+"""Errors of flock when another process holds the lock."""
 
 UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -237,7 +237,7 @@ def _has_name(fd: int, path: Path) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    """Writes who has the lock into the lock file, for users. If the disk is full, does nothing.
+    """Writes who holds the lock into the lock file, for users. If the disk is full, does nothing.
 
     Raises:
         OSError: it could not be written, though the disk is not full.
@@ -261,7 +261,7 @@ def _holder(fd: int) -> str:
 def _lock_until(fd: int, ends_s: float) -> None:
     """
     Raises:
-        OSError: another process still has the lock at `ends_s`.
+        OSError: another process still holds the lock at `ends_s`.
     """
     while True:
         try:

@@ -2,7 +2,8 @@
 
 All rows of a group are in memory, and in the database in chunks of fixed size, one per database page: an update writes
 a few array elements and later the chunks that it touched, opening is one scan, and there is no Python object per row.
-An opening detects any damage, because each chunk has a digest, and so have the meta values, which count the chunks.
+Opening the index detects any damage: each chunk has a digest, and so do the meta values, which include the number of
+chunks.
 """
 
 from __future__ import annotations

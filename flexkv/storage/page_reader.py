@@ -49,7 +49,7 @@ class PageReader(ABC):
     verified. A page that does not match, or cannot be read, is a failed page of its op.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
         groups: this unit's KV groups, by the numbers that ops name.
         pool: host pool with slots for this unit's images.
         queue_ops: ops that may wait; beyond it `submit` returns None.

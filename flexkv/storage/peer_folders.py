@@ -116,10 +116,11 @@ def rewrites_of(
     """For each KV group, how its pages become ours.
 
     Args:
-        heads: of each group, heads of K and V on one rank; 0 if there are none.
+        heads: heads of K and V on one rank, per group; 0 if there are none.
 
     Raises:
-        GeometryError: there is no exact conversion, or a hit needs other pages; says why, and of which group.
+        GeometryError: no exact conversion exists, or the groups' rules differ. The message says why and, of several
+            groups, names the one concerned.
         ConfigError: see `slab_numbers`.
     """
     if len(theirs) != len(ours):
@@ -181,7 +182,7 @@ def open_slab(
 
     Args:
         ours: this unit's groups.
-        heads: of each group, heads of K and V on one rank; 0 if there are none.
+        heads: heads of K and V on one rank, per group; 0 if there are none.
 
     Raises:
         DiskError: it is another model's, damaged, or unreadable.

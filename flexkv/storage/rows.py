@@ -18,13 +18,13 @@ it.
 
 
 def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> IndexRows:
-    """The rows of all disks by place, least recently used first.
+    """The rows of all disks with their places, least recently used first.
 
     A key of one group on several disks (they were not always used together) keeps its newest generation.
 
     Args:
         disks: each disk's rows; None for a disk without rows.
-        now: unix seconds; rows that expire until then are left out.
+        now: unix seconds; rows that have expired by then are left out.
         shared: whether several groups use the slabs.
     """
     parts, places = [], []

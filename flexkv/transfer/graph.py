@@ -124,9 +124,9 @@ class TransferOp:
         blocks: engine blocks, or empty for an op without a device side. Read-only if unpickled, like `slots`.
         slots: host slots, one per page; empty for the GDS kinds and DISK_SEAL.
         layerwise: whether to move layer 0 of all pages, then layer 1, and so on, as `TransferEngine.wait_layer` needs
-            it. If not, the op moves page by page, which is faster and lets stream edges start early.
+            it. If not, the op moves page by page, which is faster, and ops that follow it page by page start early.
         places: for the disk and GDS kinds, the disk slots, one per page; empty for other kinds.
-        tags: for these kinds, the tag of the page that each place must hold or will hold; empty for other kinds.
+        tags: for the disk and GDS kinds, the tag of the page that each place must hold or will hold; else empty.
         digests: for DISK_SEAL, the digests that the GDS_WRITE ops reported, side by side in the order of the ranks.
         reads: for H2D, the DISK_READ that fills each page's slot, or 0 if the slot is already filled; empty if all are.
             The read may run on another transfer engine with the same host pool, even in another process, and may have

@@ -52,7 +52,7 @@ class FakeGpu {
 
   // Runs `work` on the engine's stream. Precondition: the GIL is held.
   void enqueue(py::function work) {
-    // The stream's thread deletes it while it has the GIL; a std::function may be copied without the GIL.
+    // The stream's thread deletes it while it holds the GIL; a std::function may be copied without the GIL.
     auto* held = new py::function(std::move(work));
     const py::gil_scoped_release release;
     fake_cuda::enqueue(stream_, [held] {

@@ -238,7 +238,7 @@ class Announcements(CacheListener):
             gone = [row.tobytes() for row in keys]
             if self._book.is_settled:
                 gone = [key for key in gone if (page := self._pages.get(key)) is not None and page.lasts]
-            # Before that, the book may name pages that are not known yet.
+            # Until the book is settled, it may name pages that are not in `_pages` yet, so every key is dropped.
             self._book.drop(gone)
         self._left(keys, Medium.DISK)
 

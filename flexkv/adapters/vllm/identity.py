@@ -138,7 +138,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         mode["pool_dtype"] = first.kv_dtype
     return mode | {
         "engine": "vllm",
-        # Another version may compute other KV for the same model, or arrange a page's bytes in another way.
+        # Another version may compute different KV for the same model, or arrange a page's bytes differently.
         "version": vllm_version.partition("+")[0],
         "weights": settings.identity.model or _weights_of(model),
         "random_weights": _seed_of_weights(config),

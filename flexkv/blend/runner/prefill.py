@@ -76,7 +76,8 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why this model's keys are not moved; empty if they are. Checks each model once, and warns if they are not."""
+    """Why this model's keys cannot be moved to other positions; empty if they can. Checks each model once, and warns if
+    they cannot."""
     if not hasattr(model, _CHECKED):
         reason = ""
         try:

@@ -324,8 +324,8 @@ class Hub:
         self.presence.finish(lost, np.zeros(len(lost), np.uint8))
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Makes blocks misses, whether visible or pending, and returns how many. A leased slot is freed with its last
-        lease."""
+        """Turns blocks into misses, whether they are visible or still being filled, and returns how many. A leased slot
+        is freed with its last lease."""
         was_ready = self.index.ready(entries) if self.listeners else None
         keys = self.index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
         removed = int(np.count_nonzero(self.presence.remove(entries)))

@@ -57,7 +57,8 @@ class BlockTable:
         ids: the engine's blocks, in order, as the engine gave them; 0 if it gave none. A block that has left the window
             stays in the list, although the engine has taken it back.
         cursor: all blocks before this index are stored, being stored, or not to be stored.
-        has_pending: there was no room yet for certain blocks from the cursor on.
+        has_pending: blocks from the cursor on are certain (see `StoreRequest.certain`), but there was no room for them
+            yet.
     """
 
     keys: BlockKeySource
@@ -164,7 +165,8 @@ class StoreRequest(ABC):
 
 
 class StepBlocks(Protocol):
-    """The engine's data on its blocks in one step; needed only with windows, chunks or states."""
+    """The engine's data on its blocks in one step; needed only if a group's rule is window, chunk or
+    state."""
 
     def blocks(self, request_id: str) -> BlocksByGroup | None:
         """The request's present blocks; None if the engine does not give them."""

@@ -19,11 +19,11 @@ from flexkv.facts.keys import Rule
 LEAST_CHECKPOINT_TOKENS = 4096
 CHECKPOINT_WINDOWS = 8
 """By default two checkpoints are this many times the largest window apart, and at least LEAST_CHECKPOINT_TOKENS. So a
-group of windows stores at most an eighth of a long prompt's pages."""
+group whose rule is window stores at most an eighth of a long prompt's pages."""
 
 StateBlocks = Mapping[int, int]
-"""For one boundary: a group of states -> the engine block that holds its states. Empty where the engine hands none
-over: the blocks are then in the request's own tables."""
+"""For one boundary: a group whose rule is state -> the engine block that holds its states. Empty where the engine hands
+none over: the blocks are then in the request's own tables."""
 
 NO_STATES: StateBlocks = {}
 
@@ -130,7 +130,7 @@ class Boundaries:
 
 
 def pages_at(group: StoreGroup, boundary: int) -> tuple[int, int]:
-    """The pages [first, end) that a hit of `boundary` tokens needs from a group of windows, chunks or states.
+    """The pages [first, end) that a hit of `boundary` tokens needs from a group whose rule is window, chunk or state.
 
     The rule is that of `GroupRule::first_page` in `csrc/index/group_rule.h`, which lookups use.
     """

@@ -79,9 +79,10 @@ Take = Callable[[Sequence[int], Causes], None]
 
 
 class Mover(ABC):
-    """Carries out messages of one kind, batch by batch, with its own client and trailers.
+    """Carries out messages of one direction (reads, or writes and removals) with its own client and trailers.
 
-    While a batch is under way, a second thread works on another one: it verifies the previous batch, or seals the next.
+    Pages move batch by batch. While a batch is under way, a second thread works on another one: it verifies the
+    previous batch, or seals the next.
     """
 
     def __init__(self, work: Work) -> None:

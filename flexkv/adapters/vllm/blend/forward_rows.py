@@ -170,7 +170,7 @@ class CachedRows:
         return found
 
     def close(self) -> Exception | None:
-        """Closes all of them, even if one fails. Returns the failure. Idempotent."""
+        """Closes the rows of all sources, even if one fails. Returns the first failure. Idempotent."""
         opened, self._opened = self._opened, []
         failure: Exception | None = None
         for each in opened:
