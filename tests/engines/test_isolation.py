@@ -64,7 +64,7 @@ def test_lora_adapters_are_never_served_each_others_pages(
 
 
 @pytest.mark.parametrize(("number", "in_place"), [(2, False), (1, True)])
-def test_adapter_loaded_anew_from_its_path_is_not_served_the_former_ones_pages(
+def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new_one(
     engines: Engines, stream: int, tmp_path: Path, number: int, in_place: bool
 ) -> None:
     """The engine computes with the former content until the adapter is loaded again, as another number or in place;
@@ -76,7 +76,11 @@ def test_adapter_loaded_anew_from_its_path_is_not_served_the_former_ones_pages(
     prompt, other = Prompt.of(150, stream), Prompt.of(150, stream + 1)
 
     def ask(
-        prompt: Prompt, number: int, in_place: bool = False, of: EngineSession = session
+        prompt: Prompt,
+        number: int,
+        in_place: bool = False,
+        of: EngineSession = session,
+        folder: Path = folder,
     ) -> tuple[list[int], int]:
         arguments = {"folder": str(folder), "number": number, "in_place": in_place}
         [result] = of.call("ask_with_lora", request=prompt.wire(), **arguments)["requests"]
@@ -90,10 +94,15 @@ def test_adapter_loaded_anew_from_its_path_is_not_served_the_former_ones_pages(
     session.forget(1)
     wanted, _ = ask(other, 2, of=alone)
     assert wanted != former
+    # The engine does not say which content it computes with, so nothing is found, and nothing is stored.
     assert ask(other, number, in_place) == (wanted, 0)
     session.forget(2)
-    # The control: pages of the adapter that was loaded anew are found again.
-    assert ask(other, number, in_place) == (wanted, other.whole_blocks)
+    assert ask(other, number) == (wanted, 0)
+    # The control: from a new path the same content is stored, and found.
+    anew = shutil.copytree(folder, tmp_path / "anew")
+    assert ask(other, 3, folder=anew) == (wanted, 0)
+    session.forget(3)
+    assert ask(other, 3, folder=anew) == (wanted, other.whole_blocks)
 
 
 def test_an_adapter_trained_anew_over_the_lives_of_three_processes(

@@ -108,10 +108,11 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 
 
 class LoraNames:
-    """Names of adapters' contents, one per path, made when a path is first seen or its files have changed.
+    """Names of adapters' contents, one per path, made when a path is first seen.
 
-    Each call costs a few stats. To make a name, the adapter's weights and configuration are read completely while a
-    request waits; the engine reads as much to load the adapter.
+    To make a name, the adapter's weights and configuration are read completely while a request waits; the engine reads
+    as much to load the adapter. Once the files have changed, no name tells which content the engine computes with: it
+    keeps the former content until it loads the adapter again, of which it says nothing.
 
     The name is valid only in this process in these cases:
       - An error occurs: the caller is the engine's scheduler, which must go on.
@@ -119,7 +120,6 @@ class LoraNames:
       - Its files changed after `since_ns`, or it is no folder on this machine. An engine reads an adapter some time
         after its start, keeps it, and does not say which content it read; KV computed with one content must not be
         found under the name of another.
-      - Anything else has appeared at a path that was named before, however old the new content is.
 
     Args:
         since_ns: a time (unix, ns) before the engine reads any adapter; None for the time of this call.
@@ -128,24 +128,36 @@ class LoraNames:
     def __init__(self, since_ns: int | None = None) -> None:
         self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._named: dict[str, tuple[Stamp, str]] = {}
+        self._changed: set[str] = set()
 
     def name(self, path: str) -> str:
-        """The name of the content at `path` (a folder, or a hub name). It is equal for equal content in every process,
-        unless it is valid only in this process (see above): it then begins with RUN_PREFIX, and the engine may have
-        read other content than is there now.
+        """The name of the content that was at `path` (a folder, or a hub name) at the first call. It is equal for equal
+        content in every process, unless it is valid only in this process (see above): it then begins with RUN_PREFIX.
         """
-        # Path.expanduser would raise for the home of an unknown user; os.path treats it as an ordinary name.
-        folder = Path(os.path.expanduser(path))
-        stamp = Stamp.of(folder)
-        known = self._named.get(path)
-        if known is None or known[0] != stamp:
-            known = self._named[path] = (stamp, self._new_name(folder, known is not None))
+        if (known := self._named.get(path)) is None:
+            folder = _folder(path)
+            # The stamp comes first, so that a change while the files are read is seen by `has_changed`.
+            known = self._named[path] = (Stamp.of(folder), self._new_name(folder))
         return known[1]
 
-    def _new_name(self, folder: Path, changed: bool) -> str:
+    def has_changed(self, path: str) -> bool:
+        """Whether anything else has appeared at a path since it was named, however old the new content is. Stays true,
+        because the engine may still hold any content that the path had. Costs a few stats.
+        """
+        if path in self._changed:
+            return True
+        if Stamp.of(_folder(path)) == self._named[path][0]:
+            return False
+        self._changed.add(path)
+        logger.warning(
+            "adapter %s has changed since it was first used: nothing more is stored or loaded for it in this run. Load "
+            "changed weights from a new path",
+            path,
+        )
+        return True
+
+    def _new_name(self, folder: Path) -> str:
         try:
-            if changed:
-                raise ConfigError(f"adapter {folder} is another than at an earlier request")
             return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
             reason = str(error)
@@ -153,6 +165,11 @@ class LoraNames:
             reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
         logger.warning("%s; KV computed with it is found again in this run only", reason)
         return f"{RUN_PREFIX}{os.urandom(16).hex()}"
+
+
+def _folder(path: str) -> Path:
+    # Path.expanduser would raise for the home of an unknown user; os.path treats it as an ordinary name.
+    return Path(os.path.expanduser(path))
 
 
 def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -> str:

@@ -44,8 +44,8 @@ class RequestNamespaces:
         self._made: dict[str, bytes] = {}
 
     def of(self, request: Request, named: str = "") -> bytes:
-        """The request's namespace: 32 bytes, and a mark if the caller names one (`named_mark`). Reads the adapter's
-        files if they are new or have changed.
+        """The request's namespace: 32 bytes, and a mark if the caller names one (`named_mark`). Reads the files of an
+        adapter that is new.
 
         Args:
             named: `RequestSettings.namespace`.
@@ -53,14 +53,23 @@ class RequestNamespaces:
         own = self._of_adapter(request)
         return namespace_digest({"request": own, "named": named}) + named_mark(named) if named else own
 
+    @property
+    def have_adapters(self) -> bool:
+        """Whether a request has had an adapter."""
+        return bool(self._made)
+
+    def adapter_changed(self, path: str) -> bool:
+        """Whether the files of an adapter that has a namespace have changed since the adapter was first used: the
+        namespace no longer tells what the engine computes with."""
+        return self._loras.has_changed(path)
+
     def _of_adapter(self, request: Request) -> bytes:
         adapter = request.lora_request
         if adapter is None:
             return self.engine
         name = self._loras.name(adapter.lora_path)
         if name.startswith(RUN_PREFIX):
-            # After the files have changed, vLLM computes with the former content until it loads the adapter again: as
-            # another number, or in place.
+            # vLLM may have read the files before they changed, and may load them again: as another number, or in place.
             name += f":{adapter.lora_int_id}:{adapter.load_inplace}"
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest(

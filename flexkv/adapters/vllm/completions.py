@@ -34,7 +34,7 @@ class Retired:
     """
 
     step: int
-    request_id: str
+    tracker: RequestTracker
     block_ids: list[int]
 
 
@@ -105,6 +105,18 @@ class CompletionHandler:
             self._retired = [table for table in self._retired if table.step > step]
         return step
 
+    def end_changed(self) -> list[RequestTracker]:
+        """Revokes what requests with a changed adapter have stored and not published; returns these requests. Called
+        before a step's results are taken, because the step may have read the adapter's files after they changed.
+        """
+        if not self._requests.have_adapters:
+            return []
+        lately = (table.tracker for table in self._retired)
+        changed = self._requests.take_changed([*self._requests.live.values(), *lately])
+        for tracker in changed:
+            self._unit.manager.discard_from(tracker.request_id, 0)
+        return changed
+
     def take_failed_blocks(self, failed: set[int]) -> None:
         """Revokes the publishing of all blocks that were computed from these ones. The engine computes them again,
         unless it runs Model Runner V2 and the request was running."""
@@ -122,7 +134,7 @@ class CompletionHandler:
         for table in self._retired:
             first = first_failed(table.block_ids, failed)
             if first is not None:
-                self._unit.manager.discard_from(table.request_id, first * self._block_tokens)
+                self._unit.manager.discard_from(table.tracker.request_id, first * self._block_tokens)
                 bad.update(table.block_ids[first:])
         self._stores.load_failed(bad)
 
@@ -140,7 +152,7 @@ class CompletionHandler:
         """Keeps the block table of a request that loses its blocks until `step` is reported, because its stores may
         still be under way."""
         if tracker.block_ids and self._unit.unit_id != NO_UNIT:
-            self._retired.append(Retired(step, tracker.request_id, tracker.block_ids))
+            self._retired.append(Retired(step, tracker, tracker.block_ids))
 
     def _complete(self, rank: int, result: OpResult) -> None:
         completion = self._unit.manager.complete(rank, result)

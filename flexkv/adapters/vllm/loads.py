@@ -100,6 +100,7 @@ class Loads:
             request.skip_reading_prefix_cache
             or tracker.settings.skip_load
             or tracker.unloadable
+            or tracker.adapter_changed
             or computed_tokens % self._alignment_tokens
             or computed_tokens >= wanted_end
         ):
@@ -286,6 +287,10 @@ class Loads:
         return sources
 
     # --- in flight ---
+
+    def ops_of(self, request_id: str) -> list[OpId]:
+        """The ops of the request's loads in flight."""
+        return [op_id for op_id, job in self.jobs.items() if job.request_id == request_id]
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
         """Forgets a load's op that has ended on every rank; `tracker` is that of its request, if that still lives."""

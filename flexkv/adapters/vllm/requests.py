@@ -3,7 +3,7 @@ which follow the engine's schedule of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,6 @@ class RequestTracker(StoreRequest):
     Attributes:
         namespace: namespace of the request's keys; see `RequestNamespaces.of`.
         has_own_namespace: the namespace is that of an adapter or one that the caller names, not the engine's.
-        namespaces: makes the namespaces of requests.
         asked: the settings that the caller gives; in a streaming session those of its last piece.
         first_namespace: the caller's namespace when the request began, which is in its keys.
         read_from: sampling parameters from which `asked` was read; vLLM replaces the object with each piece of a
@@ -68,12 +67,13 @@ class RequestTracker(StoreRequest):
         supplied: tokens of the last load, by the number of the tier that supplied them.
         made_way: the request's load has already waited one step for stores of the blocks that it will be given.
         unloadable: the engine took up a promise without having the blocks for it, so no further tokens are promised.
+        adapter_changed: the files of its adapter have changed since the adapter was first used, so nothing more is
+            loaded or stored.
     """
 
     request: Request
     namespace: bytes
     has_own_namespace: bool
-    namespaces: RequestNamespaces
     read_from: SamplingParams | None
     sampling: SamplingParams | None
     asked: RequestSettings = NO_SETTINGS
@@ -87,13 +87,7 @@ class RequestTracker(StoreRequest):
     supplied: tuple[int, ...] = ()
     made_way: bool = False
     unloadable: bool = False
-
-    def is_stale(self) -> bool:
-        """Also whether the files of its adapter have changed: from then on the engine may compute with their new
-        content, while the keys name the former."""
-        if not self.stale and self.request.lora_request is not None:
-            self.stale = self.namespaces.of(self.request, self.first_namespace) != self.namespace
-        return self.stale
+    adapter_changed: bool = False
 
     def keys(self) -> list[Keys]:
         """The keys of all whole blocks whose tokens are known, per group."""
@@ -147,7 +141,7 @@ class RequestTracker(StoreRequest):
             table.ids = []
             table.cursor = 0
             table.has_pending = False
-        self.stale = False
+        self.stale = self.adapter_changed
         self.suspect_from = None
         self.certain = 0
         self.reached_tokens = 0
@@ -195,7 +189,6 @@ class RequestTable:
                 request,
                 namespace,
                 namespace != self._namespaces.engine,
-                self._namespaces,
                 sampling,
                 sampling,
                 asked=settings,
@@ -205,6 +198,11 @@ class RequestTable:
             tracker.kept_out.ask(settings.skip_save, 0, 0)
             self.live[request.request_id] = tracker
         return tracker
+
+    @property
+    def have_adapters(self) -> bool:
+        """Whether a request has had an adapter."""
+        return self._namespaces.have_adapters
 
     def keys_of(self, request: Request) -> list[Keys]:
         """Keys of the whole blocks of a request that the engine does not know, by KV group."""
@@ -232,15 +230,27 @@ class RequestTable:
         if tracker.block_ids:
             _lose(tracker, preempted)
         tracker.preemptions = tracker.request.num_preemptions
-        if tracker.request.lora_request is not None:
-            self._name_again(tracker)
+        self.take_changed([tracker])
         self._read_piece(tracker)
 
-    def _name_again(self, tracker: RequestTracker) -> None:
-        """Makes new keys for a request without blocks if the files of its adapter have changed."""
-        namespace = self._namespaces.of(tracker.request, tracker.first_namespace)
-        if namespace != tracker.namespace:
-            tracker.namespace, tracker.tables = namespace, self._tables(tracker.request, namespace)
+    def take_changed(self, trackers: Iterable[RequestTracker]) -> list[RequestTracker]:
+        """Looks whether the adapters of these requests have changed, and marks and returns those requests for which
+        that is new. Costs a few stats per adapter.
+        """
+        looked: dict[str, bool] = {}
+        changed = []
+        for tracker in trackers:
+            adapter = tracker.request.lora_request
+            if adapter is None or tracker.adapter_changed:
+                continue
+            path = adapter.lora_path
+            if path not in looked:
+                looked[path] = self._namespaces.adapter_changed(path)
+            if looked[path]:
+                tracker.adapter_changed = tracker.stale = True
+                tracker.promise = None
+                changed.append(tracker)
+        return changed
 
     def follow(
         self,

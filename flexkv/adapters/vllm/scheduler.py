@@ -216,7 +216,7 @@ class SchedulerSide:
         if self.blend is None and tracker.settings.blend is not None:
             self.counters.add("flexkv_blend_requests_total", result=BlendResult.OFF.result)
             tracker.settings = replace(tracker.settings, blend=None)  # counted once
-        tracker.stale = False
+        tracker.stale = tracker.adapter_changed
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
         # Starts to read the pages that the lookup found on disk.
@@ -371,6 +371,8 @@ class SchedulerSide:
                 ours.append(report)
             elif not self.handshakes.refuses(report, own) and report.handshake is not None and own == NO_UNIT:
                 self.take_handshake({report.rank: report.handshake})
+        for tracker in self._completions.end_changed():
+            self.orders.void += self._loads.ops_of(tracker.request_id)
         step = self._completions.take(ours)
         if self._steps is not None and step:
             self._steps.ended(step)
@@ -440,7 +442,7 @@ class SchedulerSide:
         self.orders.void.extend(self._loads.jobs)
         self.counters.add("flexkv_resets_total")
         for tracker in self.requests.live.values():
-            tracker.stale = bool(tracker.block_ids)
+            tracker.stale = tracker.adapter_changed or bool(tracker.block_ids)
             tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
         self._stores.reset(self._watch.hashes())

@@ -149,10 +149,6 @@ class StoreRequest(ABC):
             block_hash: the pool's hash of the block.
         """
 
-    def is_stale(self) -> bool:
-        """Whether none of the request's KV may be stored from now on; asked before blocks are offered."""
-        return self.stale
-
     def storable(self, tokens: int) -> int:
         """How many of the request's first `tokens` tokens its settings allow to be stored."""
         most = self.settings.max_store_tokens

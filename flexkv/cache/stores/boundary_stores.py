@@ -40,7 +40,7 @@ class BoundaryStores:
         """Plans stores of the pages that end at the boundaries which the step reaches."""
         self._note_end(request)
         reached = list(self._reached(request, step))
-        if request.is_stale():
+        if request.stale:
             for group in self.boundaries.groups:
                 self._planner.taint(request, request.tables[group].ids)
         blocks = step.blocks(request.request_id) if reached else None
@@ -104,7 +104,7 @@ class BoundaryStores:
     ) -> list[TransferGraph]:
         """Plans stores of all windows, chunks and states that a hit of `boundary` tokens needs. Plans none if the
         engine has given away one of these pages, without which no hit could end there."""
-        if request.is_stale() or not boundary:
+        if request.stale or not boundary:
             return []
         pages: dict[int, tuple[int, list[int]]] = {}
         for at, group in self.boundaries.groups.items():

@@ -138,7 +138,7 @@ class EagerStores(RequestStores):
             if end - table.cursor < fewest:
                 table.has_pending = table.has_pending and end > table.cursor
                 continue
-            if request.is_stale():
+            if request.stale:
                 self.taint(request, table.ids[table.cursor : end])
                 self.count(
                     sum(last - first for first, last in self._runs(request, group, end)), PageLoss.RESET
@@ -285,7 +285,7 @@ class EagerStores(RequestStores):
     def _plan_tail(self, request: StoreRequest) -> TransferGraph | None:
         """Plans the store of the tokens after the last whole block, at the request's end."""
         block, tokens = divmod(request.certain, self._block_tokens)
-        if request.is_stale() or request.kept_out.within(request.certain - tokens, request.certain):
+        if request.stale or request.kept_out.within(request.certain - tokens, request.certain):
             return None
         if tokens == 0 or block >= len(request.block_ids):
             return None

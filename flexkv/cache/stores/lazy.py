@@ -80,7 +80,7 @@ class LazyStores(RequestStores, CacheListener):
 
     def preempted(self, request: StoreRequest) -> None:
         self._settle(request)
-        if not request.is_stale() and request.settings.ttl_s is None:
+        if not request.stale and request.settings.ttl_s is None:
             self._count_preempted(request)
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
@@ -122,7 +122,7 @@ class LazyStores(RequestStores, CacheListener):
     def _settle(self, request: StoreRequest) -> None:
         """Finds out which blocks of a request that loses them hold the KV that their hash stands for; the others become
         suspects."""
-        if request.is_stale():
+        if request.stale:
             self._suspect(request.block_ids)
             self.taint(request, request.block_ids)
             return
@@ -224,7 +224,7 @@ class LazyStores(RequestStores, CacheListener):
         before the queue is read again: in a small pool these are all blocks. Like the blocks of a live request, they
         are not limited by `store.max_reference_share`.
         """
-        if request.is_stale():
+        if request.stale:
             return None
         ids = request.block_ids
         end = min(request.certain // self._block_tokens, len(ids))

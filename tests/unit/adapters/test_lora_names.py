@@ -9,12 +9,15 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from flexkv.adapters.common import lora_names
 from flexkv.adapters.common.lora_names import MOST_NAMED_BYTES, LoraNames, content_before
+from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.errors import ConfigError
 from flexkv.weights.files import process_start_ns
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -70,16 +73,16 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     old = os.stat(folder / "adapter_model.safetensors")
     start_ns = time.time_ns() + 1
     known = LoraNames(start_ns)
-    first = known.name(str(folder))
-    assert not first.startswith("run:")
+    assert not known.name(str(folder)).startswith("run:")
     wait_for_clock(tmp_path, start_ns)
+    assert not known.has_changed(str(folder)), "the control"
     shutil.copy(folder / "adapter_config.json", folder / "adapter_model.safetensors")
     # A copy that keeps the content's time is noticed too.
     os.utime(folder / "adapter_model.safetensors", ns=(old.st_atime_ns, old.st_mtime_ns))
-    changed = known.name(str(folder))
-    assert changed.startswith("run:")
-    assert known.name(str(folder)) == changed
-    assert LoraNames(time.time_ns() - LATER_NS).name(str(folder)) not in (first, changed)
+    assert known.has_changed(str(folder))
+    seen = LoraNames(start_ns).name(str(folder))
+    assert seen.startswith("run:")
+    assert LoraNames(start_ns).name(str(folder)) != seen
 
 
 def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
@@ -220,22 +223,30 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     known = LoraNames()
     if named_before:
         assert known.name(asked).startswith("content:")
+        assert not known.has_changed(asked)
     wait_for_clock(tmp_path, time.time_ns())
     swap(tmp_path)
-    assert known.name(asked).startswith("run:")
+    if named_before:
+        assert known.has_changed(asked)
+    else:
+        assert known.name(asked).startswith("run:")
 
 
-def test_a_path_that_changed_once_is_never_named_by_content_again(tmp_path: Path) -> None:
+def test_a_path_that_changed_once_has_changed_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The engine may still hold any earlier content of that path."""
-    first, other = write(tmp_path / "first"), write(tmp_path / "other", b"two")
-    link_to(first, tmp_path / "latest")
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    folder = write(tmp_path / "first")
     known = names()
-    seen = [known.name(str(tmp_path / "latest"))]
-    for target in (other, first):
-        link_to(target, tmp_path / "latest")
-        seen.append(known.name(str(tmp_path / "latest")))
-        assert seen[-1].startswith("run:")
-    assert len(set(seen)) == 3
+    known.name(str(folder))
+    stamp = lora_names.Stamp.of(folder)
+    write(folder, b"two")
+    assert known.has_changed(str(folder))
+    monkeypatch.setattr(lora_names.Stamp, "of", lambda folder: stamp)
+    assert known.has_changed(str(folder))
+    [record] = caplog.records
+    assert "nothing more is stored or loaded for it in this run" in record.getMessage()
 
 
 def test_this_process_began_before_now_and_not_long_ago() -> None:
@@ -262,7 +273,20 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     assert ask("without") == 0
     write(folder, b"two")
     assert ask("three", lora_request=adapter) == 0
-    assert ask("four", lora_request=adapter) == HIT
+    # The engine may load the new content at any time without a word, so nothing that it computes is stored.
+    new = make_request([7, *PROMPT], "four", lora_request=adapter)
+    assert engine.add(new) == 0
+    keys = engine.side.requests.of(new).keys()[0]
+    engine.step()
+    engine.finish("four")
+    push_out(engine)
+    assert not engine.unit.manager.known(0, keys).any()
+    in_place = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(folder), load_inplace=True)
+    assert ask("five", lora_request=in_place) == 0
+    assert ask("six", lora_request=in_place) == 0
+    anew = lora("x", 2, str(shutil.copytree(folder, tmp_path / "anew")))
+    assert ask("seven", lora_request=anew) == 0
+    assert ask("eight", lora_request=anew) == HIT
 
 
 @pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
@@ -284,8 +308,9 @@ def test_kv_of_an_adapter_that_is_trained_anew_under_a_running_request_is_not_st
     assert engine.unit.manager.known(0, keys).tolist() == [not changed] * len(keys)
 
 
-def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_looked_up_under_the_new_name(
-    make_engine: Callable[..., MiniEngine], tmp_path: Path
+@pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
+def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_served_nothing(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
 ) -> None:
     engine = make_engine(blocks=12)
     folder = write(tmp_path / "adapter")
@@ -294,12 +319,67 @@ def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_looked_up_und
     engine.forget()
     waiting = make_request(PROMPT, "two", lora_request=adapter)
     engine.side.enter(waiting)
-    former = engine.side.requests.of(waiting).namespace
-    write(folder, b"two")
-    assert engine.run(waiting) == 0, "pages of the former content"
+    if changed:
+        write(folder, b"two")
+    assert engine.run(waiting) == (0 if changed else HIT)
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
+@pytest.mark.parametrize("ends", [True, False], ids=["ends at once", "runs on"])
+def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, ends: bool, changed: bool
+) -> None:
+    """The step's stores are planned under the name of the former content before the worker reads the files."""
+    engine = make_engine(blocks=12)
+    folder = write(tmp_path / "adapter")
+    request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
+    assert engine.add(request) == 0
+    keys = engine.side.requests.of(request).keys()[0]
+    tell = engine.hold_reports()
+    engine.step(before_forward=lambda: write(folder, b"two") and None if changed else None)
+    if ends:
+        # The engine ends a request before it passes the step's report on.
+        engine.finish("one")
+    tell()
+    if not ends:
+        engine.finish("one")
+    engine.drain()
+    assert engine.unit.manager.known(0, keys).tolist() == [not changed] * len(keys)
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
+def test_a_load_under_way_for_an_adapter_that_is_trained_anew_fails(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
+) -> None:
+    """The engine would compute the rest of the prompt with the new content."""
+    engine = make_engine(blocks=12)
+    folder = write(tmp_path / "adapter")
+    adapter = lora("x", 1, str(folder))
+    assert engine.run(make_request(PROMPT, "one", lora_request=adapter)) == 0
     engine.forget()
-    assert engine.run(make_request(PROMPT, "three", lora_request=adapter)) == HIT
-    assert former != engine.side.requests.of(make_request(PROMPT, "four", lora_request=adapter)).namespace
+    assert engine.add(make_request(PROMPT, "two", lora_request=adapter)) == HIT
+    if changed:
+        write(folder, b"two")
+        # Its report shows the change before the load is begun.
+        engine.side.update(
+            SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=WorkerMetadata([]))
+        )
+    engine.end_load("two")
+    assert bool(engine.live["two"].request.num_computed_tokens) == (not changed)
+
+
+def test_the_files_of_an_adapter_are_looked_at_once_per_step(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(blocks=24)
+    adapter = lora("x", 1, str(write(tmp_path / "adapter")))
+    for name in ("one", "two", "three"):
+        engine.add(make_request([ord(name[0]), *PROMPT], name, lora_request=adapter))
+    looked: list[Path] = []
+    stamp = lora_names.Stamp.of(tmp_path / "adapter")
+    monkeypatch.setattr(lora_names.Stamp, "of", lambda folder: looked.append(folder) or stamp)
+    engine.step()
+    assert len(looked) == 1
 
 
 def push_out(engine: MiniEngine) -> None:
