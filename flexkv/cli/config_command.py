@@ -98,7 +98,7 @@ def markdown_reference() -> str:
     lines += ["", "Names that other systems use, accepted in every source:", ""]
     lines += ["| name | setting | value |", "|---|---|---|"]
     lines += [f"| `{name}` | `{alias.key}` | {alias.meaning} |" for name, alias in ALIASES.items()]
-    lines += ["", "Variables with the same prefix that are no settings:", ""]
+    lines += ["", "Variables with the same prefix that are not settings:", ""]
     lines += ["| variable | use |", "|---|---|"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in OTHER_VARIABLES.items()]
     return "\n".join(lines)

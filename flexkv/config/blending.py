@@ -77,7 +77,7 @@ class BlendConfig(Section):
     )
     run_tokens: OptionalCount = Field(
         None,
-        description="Reused rows are computed again in runs of so many neighbours, those whose keys differ most on "
+        description="Reused rows are computed again in runs of this many neighbours, those whose keys differ most on "
         "average. An attention kernel reads all earlier keys once per run. Unset: 16 for an engine on a GPU, 1 on a "
         "CPU, where a row by itself costs no more.",
     )

@@ -191,7 +191,7 @@ class RequestSettings:
     max_store_tokens: int | None = _setting(
         None,
         TOKENS,
-        "no page beyond so many leading tokens of the request is stored",
+        "no page beyond this many leading tokens of the request is stored",
         "a whole number",
         {"max_offload_tokens": TOKENS.read, "lmcache.max_offload_tokens": TOKENS.read},
     )
@@ -213,7 +213,7 @@ class RequestSettings:
     ttl_s: int | None = _setting(
         None,
         SECONDS,
-        "a page that the request stores is a miss so many seconds later, in every tier, also after a restart",
+        "a page that the request stores is a miss this many seconds later, in every tier, also after a restart",
         f"a whole number from 1 to {MOST_TTL_S}",
     )
     namespace: str = _setting(
