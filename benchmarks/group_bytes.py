@@ -33,7 +33,8 @@ SLOT_ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """
+    """The layers of a model: their number, kinds and sizes.
+
     Attributes:
         full, others: numbers of layers of the two kinds, each with one spec; in the model they alternate.
         window, chunk: tokens that the `others` attend to.
@@ -94,7 +95,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Group:
-    """
+    """One KV group of a model, with the bytes of its pages.
+
     Attributes:
         image_bytes: bytes of a page, without padding of the engine's pool.
     """

@@ -36,7 +36,8 @@ TOKENS = (1_000_000, 3_000_000, 5_100_000)
 
 @dataclass(frozen=True)
 class Request:
-    """
+    """One request of a trace.
+
     Attributes:
         keys: keys of the blocks that a hit may end with: the last token is always computed.
         tokens: tokens of the whole prompt.
@@ -60,7 +61,8 @@ def read_trace(path: Path) -> list[Request]:
 
 
 class Cache:
-    """
+    """A cache for one group of full attention and five of windows, on a native index.
+
     Args:
         slots: number of pages, of any group.
         reach: length of a window in blocks.

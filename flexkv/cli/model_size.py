@@ -27,7 +27,8 @@ STATES = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "conv
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """
+    """The bytes that a token of a model takes in the cache, and the tokens of its longest prompt.
+
     Attributes:
         token_bytes: bytes of K and V, or of the latent, in all layers, in the weights' dtype. For layers that see only
             a window or a chunk, only its bytes count, spread over the longest prompt.
@@ -121,7 +122,7 @@ def _count(config: dict[str, Any], name: str, most: int = MAX_COUNT) -> int:
     """
     Raises:
         KeyError: it is missing.
-        TypeError: it is no whole number from 1 to `most`.
+        TypeError: it is not a whole number from 1 to `most`.
     """
     value = config[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:

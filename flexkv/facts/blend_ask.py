@@ -13,7 +13,8 @@ FIELDS = ("segments", "ratio", "store")
 
 @dataclass(frozen=True, slots=True)
 class BlendAsk:
-    """
+    """How a request asks to be blended, or to be kept as a segment.
+
     Attributes:
         segments: [first, end) of each piece of the prompt that may be reused; None cuts the prompt at the configured
             separators.

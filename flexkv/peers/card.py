@@ -92,7 +92,8 @@ class GroupCard:
 
 @dataclass(frozen=True, slots=True)
 class UnitCard:
-    """
+    """A unit's description for its peers, as it is sent to them.
+
     Attributes:
         fingerprint: 64 hex digits; units exchange pages only if theirs are equal.
         weights: 64 hex digits that name all content of the weights; empty if the fingerprint names it.

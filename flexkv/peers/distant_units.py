@@ -34,7 +34,8 @@ class SharingTerms(Protocol):
 
 
 class DistantUnits:
-    """
+    """The units of other machines with which this unit shares pages through folders.
+
     Args:
         directory: gets the pages of their folders.
         beat_s: time between heartbeats.

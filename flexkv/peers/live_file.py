@@ -46,7 +46,7 @@ MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.item
 APPENDED_BYTES = 4 << 20
 """Most bytes appended to an edition before a new one replaces it."""
 MOST_FILE_BYTES = 64 << 20
-"""A longer file is no unit's: an edition begins with 11 MiB of rows at most, and one heartbeat adds as many."""
+"""No unit writes a longer file: an edition begins with 11 MiB of rows at most, and one heartbeat adds as many."""
 MOST_READ_BYTES = 16 << 20
 """Most bytes read from one file at a time; the rest waits for the next look."""
 MOST_FRAMES = 1024
@@ -64,7 +64,8 @@ LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
 
 @dataclass(frozen=True, slots=True)
 class LiveHead:
-    """
+    """The frame at the start of a unit's file, which names the unit and its machine.
+
     Attributes:
         card: the unit's; its folders are relative to the folder that all machines see.
         machine: unique to a machine: the random number that its kernel drew at boot.
@@ -233,7 +234,7 @@ def open_live(path: Path) -> LiveFile:
     """
     Raises:
         OSError: it cannot be opened.
-        DiskError: it is no file of this user, or too long for one.
+        DiskError: it is not a regular file of this user, or is longer than any unit's.
     """
     # Opening a pipe of this name must not block.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

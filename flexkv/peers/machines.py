@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 MACHINE_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 GONE_BEATS = 5
-"""A unit whose heartbeat has stood still for so many of its intervals, or of this unit's if those are longer, is
+"""A unit whose heartbeat has stood still for this many of its intervals, or of this unit's if those are longer, is
 gone."""
 
 SCAN_BEATS = 5
@@ -158,7 +158,8 @@ class DistantUnit:
 
 
 class MachineWatch:
-    """
+    """The thread that writes this unit's heartbeats and follows those of units on other machines.
+
     Args:
         parent: the folder that all machines see.
         writer: keeps this unit's own file.

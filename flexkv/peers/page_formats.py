@@ -37,7 +37,8 @@ class OtherFormat:
 
 @dataclass(frozen=True, slots=True)
 class PeerFormats:
-    """
+    """How one peer's pages become this unit's: copied as they are, or rewritten.
+
     Attributes:
         plain: copied as they are, as pieces and runs for `PeerDirectory.add`, by group. Without pieces the pages have
             another format.

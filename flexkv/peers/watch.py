@@ -64,7 +64,8 @@ class Asked:
 
 
 class PeerWatch:
-    """
+    """The thread that shows this unit to its peers, finds them, and follows their boards.
+
     Args:
         folder: the runtime folder.
         card: this unit's; its descriptors go with it.

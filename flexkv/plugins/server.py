@@ -95,7 +95,8 @@ class Connection:
 
 
 class UnitServer:
-    """
+    """The thread that serves plugins' calls on the unit's socket.
+
     Args:
         name: see `socket_name`.
 

@@ -56,7 +56,8 @@ class RemoteTotals:
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """
+    """The limits of a `RemotePlane`.
+
     Attributes:
         queue_ops: most ops under way.
         questions: most questions that the process has yet to answer, including late ones.

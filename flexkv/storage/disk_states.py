@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class DiskStates:
-    """
+    """The states of a unit's disks. Logs each change once.
+
     Attributes:
         lost: why disks were taken out, by disk.
     """

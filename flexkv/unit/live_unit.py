@@ -25,7 +25,8 @@ EXPIRE_EVERY_S = 1.0
 
 
 class LiveUnit(EngineUnit):
-    """
+    """A unit that serves requests, with its pools, tiers and gate.
+
     Args:
         places: each rank's share of a slot, by group.
         slabs: for workers that move pages directly between a tier and the engine's pool; None if no worker does.

@@ -124,7 +124,8 @@ class NullManager(CacheManager):
 
 
 class NullUnit(EngineUnit):
-    """
+    """A unit that caches nothing.
+
     Args:
         reason: why nothing is cached, for a unit that will never be usable; empty while ranks are awaited.
     """

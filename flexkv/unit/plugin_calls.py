@@ -75,7 +75,8 @@ class Pin:
 
 
 class PluginCalls(CallTaker):
-    """
+    """The plugins' calls that wait for the unit's thread, and the pins that they made.
+
     Args:
         prompt_keys: None if the adapter has none; calls about a prompt are then refused.
     """

@@ -19,7 +19,8 @@ ROWS = "vllm:flexkv_blend_rows_total{{kind={}}}"
 
 @dataclass(frozen=True)
 class Shape:
-    """
+    """The shape of one blended prompt.
+
     Attributes:
         sizes: tokens of each segment.
         order: which segments the prompt contains, in order.

@@ -19,7 +19,9 @@ MOST_BYTES = 512 << 20
 
 
 class RedisServer:
-    """Args:
+    """A Redis server in a process of its own.
+
+    Args:
         folder: folder for its log.
         options: options on its command line.
         port: 0 for a free one.

@@ -27,7 +27,8 @@ class NoMounts(Exception):
 
 
 class SftpMount:
-    """
+    """One mount of an exported folder through SFTP.
+
     Attributes:
         path: where the folder is mounted.
         client: the pid of sshfs.

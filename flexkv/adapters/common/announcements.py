@@ -79,7 +79,8 @@ class Named(NamedTuple):
 
 @dataclass(slots=True)
 class _Page:
-    """
+    """One page, and what routers know about it.
+
     Attributes:
         group: number of the KV group.
         record, lasts: see `Named`.

@@ -21,7 +21,8 @@ device takes it."""
 
 @dataclass(slots=True)
 class Room:
-    """
+    """Host memory for the rows of one chunk in one layer, on their way to a device's buffers.
+
     Attributes:
         memory: [planes, tokens, heads, head_width].
         copied: the end of the last copy out of it.

@@ -56,10 +56,11 @@ class BenchRow:
 
 @dataclass(slots=True)
 class BenchResult:
-    """
+    """The measured rows of one store, and what went wrong.
+
     Attributes:
         reason: why the first failing call failed; empty if none did.
-        wrong: values that came back with other bytes.
+        wrong: values that came back with different bytes.
         left: names that could not be removed.
         removed: values that the store had accepted and no longer has.
     """

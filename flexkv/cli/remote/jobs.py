@@ -23,7 +23,8 @@ MOST_VALUE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """
+    """Whether one server of a store can be used, and how fast it answers.
+
     Attributes:
         url: a server's URL, without secrets.
         why_not: why it cannot be used; empty if it can.

@@ -25,9 +25,10 @@ MOST_RUNS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """
+    """What a value's trailer says, and whether an engine would take the value.
+
     Attributes:
-        bytes: size of the whole value.
+        bytes: size of the value with its trailer.
         fault: why no engine would take the value, as far as that can be told; empty if nothing was found.
         runs: runs whose digests the trailer has.
         runs_matching: how many match if the stripes are cut into that many equal parts; None if they cannot be.

@@ -27,7 +27,8 @@ KILL_LOOK_S = 0.01
 
 
 class Keeper:
-    """
+    """Runs the plugins of one order, on one thread, until the engine's process is gone.
+
     Args:
         woken: descriptor that a signal makes readable.
     """

@@ -28,7 +28,8 @@ PRCTL = ctypes.CDLL(None).prctl
 
 
 class PluginRun:
-    """
+    """One plugin's process, and when to start it again.
+
     Attributes:
         pid: the process, which leads its own session; 0 while there is none.
         output: descriptor to read its output from; -1 after its end.

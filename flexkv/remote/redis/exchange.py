@@ -41,7 +41,8 @@ class Command:
 
 
 class Exchange:
-    """
+    """Commands sent to one server, and the replies received so far.
+
     Attributes:
         replies: replies that came, in the order of `commands`; the last ones may be missing. The bytes of a `Bulk` are
             in its memory if their size is right; else they were dropped.

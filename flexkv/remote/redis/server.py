@@ -15,7 +15,8 @@ PING = (Command((command(b"PING"),), 0, frozenset((b"+PONG",))),)
 
 
 class Server:
-    """
+    """One of a store's servers, with its connection and breaker.
+
     Args:
         rests: whether the server may be left alone. A store's only server may not, because the store's caller decides
             about it.

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 
 class TurnWait(NamedTuple):
-    """
+    """What a step waits for before it continues.
+
     Attributes:
         fd: the socket's descriptor; -1 to wait only for a time.
         events: events of `poll`.

@@ -51,9 +51,11 @@ CHOICES: dict[str, Choice] = {"lru": oldest, "bonus_lru": oldest_with_bonus}
 
 
 class ModelIndex:
-    """Args:
-    slots: number of slots, all of them ready.
-    choice: chooses the block to evict, among those that may leave.
+    """A model of one group of a block index.
+
+    Args:
+        slots: number of slots, all of them ready.
+        choice: chooses the block to evict, among those that may leave.
     """
 
     def __init__(self, slots: int, choice: Choice) -> None:

@@ -64,9 +64,11 @@ def page_bytes(key: bytes, rank: int, size: int) -> NDArray[np.uint8]:
 
 
 class RemoteUnit:
-    """Args:
-    url: URL of the store.
-    settings: further settings; keys with dots.
+    """A unit with a remote tier, and the calls that an engine would make.
+
+    Args:
+        url: URL of the store.
+        settings: further settings; keys with dots.
     """
 
     def __init__(

@@ -43,9 +43,11 @@ LATEST_S = 0.006
 
 
 class Killing:
-    """Attributes:
-    hits: number of kills, by the kind of op under way.
-    compared: pages that were delivered; each of their bytes was compared.
+    """A reader, and victims whose helpers are killed during their ops.
+
+    Attributes:
+        hits: number of kills, by the kind of op under way.
+        compared: pages that were delivered; each of their bytes was compared.
     """
 
     def __init__(self, url: str, folder: Path, patch: pytest.MonkeyPatch, seed: int) -> None:

@@ -50,12 +50,13 @@ class Capture:
 
 
 class BlendPages:
-    """
+    """One rank's segments: those in the cache, those being loaded, and those being captured.
+
     Args:
         dtype: torch's name of the cache's dtype.
         device: the device of the engine's pool.
-        first_layers: if the disks stream, a request's segments count as arrived once so many of their layers have;
-            None: all layers.
+        first_layers: if the disks stream, segments count as arrived once this many of their layers are there; None:
+            all.
 
     Attributes:
         cache, rotation, dtype, device: as given.
@@ -166,7 +167,7 @@ class BlendPages:
         if self._first_layers is None:
             return not load.moves
         has_come = load.has_layers(self._first_layers)
-        # After that call, because it counts a failed read as one that has arrived.
+        # Called after `has_layers`, which counts a failed read as one that has arrived.
         self._drop_lost(load)
         return has_come
 

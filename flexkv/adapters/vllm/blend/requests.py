@@ -98,7 +98,8 @@ class BlendedRequest:
 
 
 class BlendRequests(CacheListener):
-    """
+    """The requests of an engine that are blended, on the scheduler's side.
+
     Args:
         block_tokens: tokens of the engine's block.
         ranks: number of workers.
@@ -274,7 +275,7 @@ class BlendRequests(CacheListener):
             self._disk_busy.discard(rank)
 
     def _agree(self, blended: BlendedRequest) -> None:
-        """Called when every rank has answered: only what all of them have is reused."""
+        """Called when every rank has answered: only rows that all ranks have loaded are reused."""
         loaded = list(blended.loaded.values())
         blended.loaded.clear()
         common = [min(tokens) for tokens in zip(*(each.tokens for each in loaded), strict=True)]

@@ -86,7 +86,8 @@ class Limits:
 
 
 class SelfTest:
-    """
+    """The test that an engine's start runs before blending is on.
+
     Args:
         model: one of flexkv's model classes, with its KV cache.
         num_blocks: blocks of the engine's pool, none of which is in use.

@@ -29,7 +29,8 @@ def most_pages(vllm_config: VllmConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlendSpec:
-    """
+    """Facts about an engine, and its settings, that the scheduler's side needs for blending.
+
     Attributes:
         separators: the configured separators' tokens.
         most_pages: see the function.

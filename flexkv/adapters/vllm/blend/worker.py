@@ -50,7 +50,8 @@ def run_rows_of(blend: BlendConfig, device: Any) -> int:
 
 
 class BlendWorker:
-    """
+    """One rank's part in blending; off, with a reason, if the engine cannot blend.
+
     Attributes:
         refusal: why blending is off; empty if it is on.
         may_begin_again: whether the step's forward pass may begin again after some of its layers, so that what these

@@ -12,7 +12,8 @@ from flexkv.facts.keys import Keys
 
 
 class KeyMemory:
-    """
+    """A set of keys, by group, that forgets each key after some seconds.
+
     Args:
         keep_s: seconds that a key is remembered.
         most: most keys; the ones added first are dropped first.

@@ -35,7 +35,8 @@ WRITE_SHARE = 8
 
 
 class RemotePlan(TierPlan):
-    """
+    """The plan of the remote tier: what its pages need in a host slot, and how the tier is opened.
+
     Raises:
         ConfigError: a setting cannot be fulfilled; the message says what to do.
     """
