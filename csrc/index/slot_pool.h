@@ -16,7 +16,7 @@ namespace flexkv {
 
 class SlotPool {
  public:
-  // Throws CapacityError if there is no memory for so many slots.
+  // Throws CapacityError if there is no memory for `max_slots` slots.
   explicit SlotPool(uint32_t max_slots) : max_slots_(max_slots) {
     try {
       freed_.reserve(max_slots);

@@ -44,7 +44,7 @@ FLEXKV_AVX2 void put(void* to, __m256 value) {
   put<kWrite>(to, _mm256_castps_si256(value));
 }
 
-// Copies past the caches. Precondition: `dst` is aligned to kStreamAlign.
+// Copies; its writes bypass the caches. Precondition: `dst` is aligned to kStreamAlign.
 FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t bytes) {
   size_t at = 0;
   for (; at + kStreamAlign <= bytes; at += kStreamAlign) {

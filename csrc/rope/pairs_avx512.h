@@ -22,7 +22,7 @@ inline bool is_supported() {
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 // Turns all pairs of a head, in place or elsewhere, or none if their number is not a multiple of sixteen;
-// returns how many it turned. With `streamed` it writes past the caches, to a `dst` aligned to 32 bytes.
+// returns how many it turned. With `streamed`, writes bypass the caches; `dst` is aligned to 32 bytes.
 template <Pairing kPairing>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"), noinline)) int32_t
 turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const float* sines, int32_t half,

@@ -13,8 +13,8 @@ namespace {
 using SharedWord = std::atomic<uint64_t>;
 static_assert(sizeof(SharedWord) == 8 && SharedWord::is_always_lock_free);
 
-// Writes a word past the caches if the CPU can, because nothing reads the copy before it goes to the engine's
-// pool.
+// Writes a word, bypassing the caches if the CPU can, because nothing reads the copy before it goes to the
+// engine's pool.
 inline void put_word(std::byte* to, uint64_t word) {
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
   _mm_stream_si64(reinterpret_cast<long long*>(to), static_cast<long long>(word));

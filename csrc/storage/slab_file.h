@@ -27,7 +27,7 @@ class SlabFile {
   const std::string& path() const { return path_; }
   const SlabShape& shape() const { return shape_; }
   int fd() const { return fd_; }
-  // Whether I/O goes past the page cache.
+  // Whether I/O bypasses the page cache.
   bool direct() const { return buffered_because_.empty(); }
   // Why I/O goes through the page cache; empty if it does not.
   const std::string& buffered_because() const { return buffered_because_; }

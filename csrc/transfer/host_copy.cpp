@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. Streaming stores fill whole cache lines only if they start on one.
 constexpr size_t kLineBytes = 64;
-// Unit: bytes. stream_pair() copies so many bytes of one run, then of the other: one load of eight vector
+// Unit: bytes. stream_pair() copies this many bytes of one run, then of the other: one load of eight vector
 // registers.
 constexpr size_t kStepBytes = 256;
 // Unit: bytes. How far ahead of the copy to prefetch. Best of 256..4096 on a Zen 3 core with

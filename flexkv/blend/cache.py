@@ -108,8 +108,8 @@ class SegmentCache:
         return SegmentLoad(self._moves, hits, self.deadline_s)
 
     def load_staged(self, tokens: int) -> SegmentLoad:
-        """A load of so many tokens whose rows the caller itself writes to the staging pool, to the blocks of the load's
-        only hit.
+        """A load of `tokens` tokens whose rows the caller itself writes to the staging pool, to the blocks of the
+        load's only hit.
 
         Raises:
             CapacityError: the staging pool has no room.

@@ -52,8 +52,8 @@ class RowDevice:
 
     Attributes:
         dtype: the device's dtype for the cache's elements.
-        rooms: makes the memory between host memory and the buffers of one load, for so many layers at a time and with
-            so many seconds to wait; see `Passage`.
+        rooms: called with a number of layers and of seconds, makes the memory between host memory and the buffers of
+            one load: for that many layers at a time, with waits of at most that long. See `Passage`.
     """
 
     device: LayerDevice

@@ -437,7 +437,7 @@ class CacheManager(ABC):
         Raises:
             ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.
             BlockRangeError: no such group, or a block of the engine or of the request outside [0, MOST_BLOCKS).
-            KeySchemeError: `keys` is no C-contiguous uint8 array of shape [blocks, KEY_BYTES].
+            KeySchemeError: `keys` is not a C-contiguous uint8 array of shape [blocks, KEY_BYTES].
         """
 
     @abstractmethod

@@ -125,7 +125,7 @@ def tail_candidates(
 
     Raises:
         KeySchemeError: the parent key is missing, too short or too long.
-        TokenError: a token is no integer in [0, 2**32); the message names its position and value.
+        TokenError: a token is not an integer in [0, 2**32); the message names its position and value.
     """
     longest = min(len(tokens), block_tokens - 1)
     if longest < 1:

@@ -246,7 +246,7 @@ def full_names(names: Sequence[str], prefix: str | None) -> list[str]:
 def _size(text: str) -> int:
     """
     Raises:
-        ConfigError: it is no size.
+        ConfigError: it is not a size.
     """
     try:
         return int(str(parse_size(text)))

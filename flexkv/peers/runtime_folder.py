@@ -30,7 +30,7 @@ MOST_UNITS = 256
 """Most units that a folder is searched for."""
 
 MOST_FACTS_BYTES = 64 << 10
-"""The longest file of a unit; a longer one is no unit's."""
+"""The longest file that a unit writes; a longer one is not a unit's."""
 
 CREDENTIALS = struct.Struct("3i")
 """struct ucred"""
@@ -94,8 +94,8 @@ def write_card(folder: Path, unit: str, facts: dict[str, Any]) -> None:
 
 
 def read_cards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The units with a file in the folder, and what it says. Files of other users, and those that are no unit's, are
-    left out."""
+    """The units with a file in the folder, and what it says. Files of other users, and those that are not a unit's,
+    are left out."""
     with suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(CARD_SUFFIX))
         for name in names[:MOST_UNITS]:

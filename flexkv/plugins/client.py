@@ -87,7 +87,7 @@ class UnitClient:
         return int(self._call("erase_namespace", namespace=name)["pages"])
 
     def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:
-        """Keeps a prompt's pages that are in host memory from being evicted, for so many seconds (an hour at most), as
+        """Keeps a prompt's pages that are in host memory from being evicted, for `seconds` (an hour at most), as
         far as there is room for pins; returns how many pages, from the prompt's first one on. `unpin`, the end of this
         connection and a reset of the cache end it earlier."""
         return int(self._call("pin", tokens=list(tokens), salt=salt, seconds=seconds)["pages"])
@@ -142,7 +142,7 @@ def connect(name: str | None = None, deadline_s: float = 30.0) -> UnitClient:
         deadline_s: how long each call may take, 600 s at most.
 
     Raises:
-        PluginCallError: no name is given and this process is no plugin, or no unit of this user listens there.
+        PluginCallError: no name is given and this process is not a plugin, or no unit of this user listens there.
     """
     name = name or os.environ.get("FLEXKV_PLUGIN_SOCKET", "")
     if not name:

@@ -101,7 +101,7 @@ def _program(path: Path) -> tuple[Program | None, str]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be logged. `os.listdir` makes surrogates of bytes that are no UTF-8, which do not print."""
+    """Whether a name can be logged. `os.listdir` makes surrogates of bytes that are not UTF-8; they do not print."""
     return name.isprintable()
 
 

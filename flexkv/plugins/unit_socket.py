@@ -50,7 +50,7 @@ def encoded(message: dict[str, Any]) -> bytes:
 def decoded(line: bytes) -> dict[str, Any]:
     """
     Raises:
-        PluginCallError: the line is no JSON object.
+        PluginCallError: the line is not a JSON object.
     """
     try:
         message = json.loads(line)

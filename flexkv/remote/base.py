@@ -44,8 +44,8 @@ class Outcome(IntEnum):
     ABSENT = 1
     """A get: the store has no such name."""
     OTHER_SIZE = 2
-    """A get: the store has another number of bytes under the name, or something that is no value of bytes. The bytes
-    that were read are of no use."""
+    """A get: the store has another number of bytes under the name, or something that is not a string of bytes. The
+    bytes that were read are of no use."""
     FULL = 3
     """A put: the store has no room, or accepts nothing now. An immediate retry would not help."""
     FAILED = 4

@@ -225,7 +225,7 @@ def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
 
     Raises:
         BlockingIOError: a socket that does not block has no message now.
-        StoreError: the packet is no message, so the other end is broken.
+        StoreError: the packet is not a message, so the other end is broken.
     """
     try:
         packet = sock.recv(PACKET_BYTES)

@@ -70,7 +70,7 @@ class HelperProcess:
         """The next message; None if there is none now.
 
         Raises:
-            StoreError: the packet is no message of a helper.
+            StoreError: the packet is not a message of a helper.
         """
         try:
             message = receive(self._sock)

@@ -238,7 +238,7 @@ class StoredPages(ABC):
 
     @abstractmethod
     def strange_disks(self, weights: bytes) -> tuple[int, ...]:
-        """The disks that hold pages computed with other weights than these, or with unknown weights.
+        """The disks that hold pages computed with different weights than these, or with unknown weights.
 
         Args:
             weights: 32 bytes that name all content of the engine's weights.

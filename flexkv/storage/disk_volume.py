@@ -56,7 +56,7 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
 def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
     """
     Raises:
-        CapacityError: the index of so many slots does not fit the memory that is available.
+        CapacityError: the index of `slots` slots does not fit the memory that is available.
     """
     needed = COPIES_OF_ROWS * ROW.itemsize * slots * slabs
     available, limit = c_ext.available_memory()

@@ -61,7 +61,7 @@ def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup])
     """The folder of a unit's slabs under `root`: one for the unit, in one for the model in this encoding.
 
     Raises:
-        ConfigError: the unit's name is no file name, or the fingerprint has another length than 32; see also
+        ConfigError: the unit's name is not a file name, or the fingerprint is not 32 bytes long; see also
             `slab_numbers`.
         GeometryError: see `slab_numbers`.
     """

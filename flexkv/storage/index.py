@@ -144,7 +144,7 @@ class SlotIndex:
     def _number(self, name: str, most: int) -> int:
         """
         Raises:
-            DamagedIndexError: the value is no number in [0, most].
+            DamagedIndexError: the value is not a number in [0, most].
         """
         value = self._meta.get(name)
         if value is None or not 0 <= value <= most:

@@ -1,5 +1,6 @@
-"""Finds folders of the same model whose pages have other keys, because other weights or settings made them, or a
-version of flexkv with other keys. No engine with the current keys finds a page there, and only a user deletes them.
+"""Finds folders of the same model whose pages have different keys, because they were made with different weights or
+settings, or by a version of flexkv that makes keys differently. No engine with the current keys finds a page there, and
+only a user deletes them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def keyed_units(root: Path) -> list[KeyedUnit]:
 
 
 def units_of_other_keys(own: Path) -> list[KeyedUnit]:
-    """Units beside `own` with the same model and unit name but other keys, which are not in use."""
+    """Units beside `own` with the same model and unit name but different keys, which are not in use."""
     mine = KeyedUnit.of(own)
     if mine is None:
         return []
@@ -68,7 +69,7 @@ def units_of_other_keys(own: Path) -> list[KeyedUnit]:
 
 
 def older_units(root: Path) -> list[KeyedUnit]:
-    """Unused units that are older than another unit of the same model and name with other keys."""
+    """Unused units that are older than another unit of the same model and name with different keys."""
     alike: dict[tuple[str, str], list[KeyedUnit]] = defaultdict(list)
     for unit in keyed_units(root):
         alike[unit.model, unit.folder.name].append(unit)
@@ -98,8 +99,8 @@ def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
 
 
 def name_other_keys(own: Path) -> None:
-    """Logs which units beside a unit's folder have other keys. This is a warning if the unit's own folder is new and
-    empty.
+    """Logs which units beside a unit's folder have different keys. This is a warning if the unit's own folder is new
+    and empty.
 
     Raises:
         OSError: a folder cannot be looked into.

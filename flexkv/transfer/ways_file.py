@@ -129,7 +129,7 @@ def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None
     """The table to copy by on a device; None for the built-in lengths, with a warning if the table has another key.
 
     Raises:
-        ConfigError: there is no whole table.
+        ConfigError: the file has no complete table.
     """
     try:
         return ways_of(settings, device)
@@ -152,7 +152,7 @@ def read_ways(path: str, key: WaysKey) -> CopyWays:
     """Reads a table that was measured on `key`.
 
     Raises:
-        ConfigError: there is no whole table.
+        ConfigError: the file has no complete table.
         OtherKeyError: it has another key; the message names both.
     """
     table = _checked(path, _content(path))

@@ -94,8 +94,8 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """Begins to open the tiers, and opens them once they have forgotten other weights or `OPEN_S` is over; returns
-        whether all are open, or down."""
+        """Begins to open the tiers. Opens them once they have forgotten the pages of other weights, or after `OPEN_S`.
+        Returns whether all are open, or down."""
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))

@@ -1,4 +1,4 @@
-"""Digests of whole files, read as fast as the disk delivers them, at low priority and past the page cache.
+"""Digests of whole files, read as fast as the disk delivers them, at low priority, bypassing the page cache.
 
 Threads read and hash the ranges of a file in parallel; the file's digest is the SHA-256 over its size and the SHA-256
 of each range. Server CPUs have SHA-256 instructions, which reach 1.5 to 2 GB/s per core.

@@ -48,11 +48,12 @@ RECORDS_PER_PAGE = 4
 """While pages come and go, half of the records say what left."""
 
 MOST_GROWTH = 8
-"""A file that cannot be rewritten begins anew once it has so many times the records at which rewriting was due."""
+"""A file that cannot be rewritten begins anew once it has this many times the records at which rewriting was due."""
 
 PIECE_BYTES = 256 << 10
 PAUSE_S = 0.001
-"""The thread lets the engine's thread run for so long after so much of the file, some 1,300 blocks at 16 tokens."""
+"""After each PIECE_BYTES of the file, some 1,300 blocks at 16 tokens, the thread sleeps this long, so that the engine's
+thread can run."""
 
 LOCK_S = 10.0
 """How long the thread waits for a process that still closes the folder."""

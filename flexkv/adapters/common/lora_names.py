@@ -117,7 +117,7 @@ class LoraNames:
     The name is valid only in this process in these cases:
       - An error occurs: the caller is the engine's scheduler, which must go on.
       - The adapter has more than `MOST_NAMED_BYTES`.
-      - Its files changed after `since_ns`, or it is no folder on this machine. An engine reads an adapter some time
+      - Its files changed after `since_ns`, or it is not a folder on this machine. An engine reads an adapter some time
         after its start, keeps it, and does not say which content it read; KV computed with one content must not be
         found under the name of another.
 
@@ -180,8 +180,8 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
 
     Raises:
         ConfigError: a file, the folder or a link on the path changed after `since_ns` (unix time, ns), so that an
-            engine may have read other content; there is no folder with weights of a known format; or the weights are
-            larger than `most_bytes`.
+            engine may have read different content; there is no folder with weights of a known format; or the weights
+            are larger than `most_bytes`.
     """
     before = Stamp.of(folder)
     if not before.files:

@@ -21,7 +21,7 @@ LOSSES = {
     OpStatus.FAILED: PageLoss.MOVE_FAILED,
     OpStatus.SKIPPED: PageLoss.MOVE_SKIPPED,
     OpStatus.LANE_DOWN: PageLoss.LANE_DOWN,
-    # This is no error: a client may have disconnected.
+    # This is not an error: a client may have disconnected.
     OpStatus.CANCELLED: PageLoss.CANCELLED,
 }
 """The loss to count for failed pages, by the op's status. OK stands for an op that ended well but had torn pages."""

@@ -95,7 +95,7 @@ def _fields(
 ) -> dict[str, Any]:
     return _apart(server_args) | {
         "engine": "sglang",
-        # Another version may compute other KV of the same model.
+        # Another version may compute different KV for the same model.
         "version": sglang_version.partition("+")[0],
         "weights": config.identity.model or _weights_of(model),
         # Random weights are the same only for the same seed.
@@ -108,7 +108,8 @@ def _fields(
         "kv_dtype": kv_dtype,
         "layers": pool.layers,
         "page_tokens": pool.block_tokens,
-        # Heads and layers are split over ranks: with another split, the same tokens have other bytes per page.
+        # Heads and layers are split over ranks: with another split, a page of the same tokens has different
+        # bytes.
         "place": place.name.partition(".")[2],
         # With EAGLE the engine hashes pairs of tokens.
         "speculative": str(server_args.speculative_algorithm),
@@ -248,8 +249,8 @@ def _adapters() -> dict[str, str]:
 
 
 def _adapter_folder(path: str) -> Path:
-    """The folder with the adapter's files: SGLang takes a path that is no folder for a hub name, and has downloaded it
-    by now."""
+    """The folder with the adapter's files: SGLang takes a path that is not a folder for a hub name, and has downloaded
+    it by now."""
     folder = Path(path)
     if folder.is_dir():
         return folder

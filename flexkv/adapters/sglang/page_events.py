@@ -150,7 +150,7 @@ class PageEvents(EngineListener):
         if first:
             parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
         self._recorder.record_store(_Node(key[slice(*tokens)], parent, hashes), session_id=session_id)
-        # The name of an adapter may stand for other content in the next process.
+        # The name of an adapter may stand for different content in the next process.
         return [
             Named(page, page.of_caller.lora_name is None)
             for event in self._recorder.take()

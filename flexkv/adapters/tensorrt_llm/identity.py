@@ -66,7 +66,7 @@ def engine_namespace(
     place = (arguments.model, arguments.revision, bool(settings.identity.model))
     fields: dict[str, Any] = {
         "engine": "tensorrt-llm",
-        # Another version may compute other KV of the same model.
+        # Another version may compute different KV for the same model.
         "version": engine_version(),
         "weights": weights,
         "architecture": plain_config(dict(arguments.architecture)),

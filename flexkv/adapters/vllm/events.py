@@ -97,7 +97,7 @@ class EventLog(Announcements):
         of_run, named = block_keys.first_of_run(), []
         for number in numbers.tolist():
             block = _block_of(request.request, self._groups[group], number)
-            # An adapter's name may stand for other content in the next process.
+            # An adapter's name may stand for different content in the next process.
             named.append(Named(block, block.lora_name is None and (of_run is None or number < of_run)))
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 

@@ -209,7 +209,7 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
         owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
     elif len(specs) > 1:
         # No single interior describes all layers: a sparse indexer keeps the values of a block before its scales, and
-        # other layers have K of another size than V.
+        # in other layers K and V have different sizes.
         order = str(config.kv_cache_layout).replace("L", "").replace("B", "")
         interior, owner = Interior.OPAQUE, f"vllm-{order}"
     else:

@@ -128,7 +128,7 @@ def _seed_of_weights(config: VllmConfig) -> int | None:
 def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
-    # Other kernels give other bits.
+    # Different kernels give different bits.
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
     if geometry.is_hybrid:
         mode["groups"] = [group.signature.hex() for group in geometry.groups]

@@ -80,7 +80,7 @@ class PoolGeometry:
 
     Attributes:
         groups: the KV groups, those of full attention first.
-        alignment_tokens: every hit is a multiple of so many tokens.
+        alignment_tokens: every hit is a multiple of this many tokens.
     """
 
     groups: tuple[BlockGeometry, ...]

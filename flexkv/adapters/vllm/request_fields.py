@@ -28,7 +28,7 @@ OF_OTHER_CONNECTORS = frozenset(
 )
 STEMS_OF_OTHERS = ("do_remote_", "remote_")
 """Fields of `kv_transfer_params` that connectors of vLLM 0.32 and 0.33 read, or their prefixes. In a MultiConnector, or
-behind a proxy, such fields are no mistake."""
+behind a proxy, such fields are not a mistake."""
 
 
 class RequestFields:

@@ -226,7 +226,7 @@ class SchedulerSide:
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
     def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
-        """Orders the stores of free blocks that a load of so many tokens may be given; returns whether the load waits
+        """Orders the stores of free blocks that a load of `tokens` tokens may be given; returns whether the load waits
         for them. It waits one step, so that the copies run during that step's forward pass, and not between two forward
         passes.
         """

@@ -103,7 +103,7 @@ class WorkerSide(RankWorker):
         self.release_pool(ASLEEP)
 
     def restore_kv_caches(self) -> None:
-        """Allows ops again: the KV memory is back at its addresses, with other content. Idempotent."""
+        """Allows ops again: the KV memory is back at its addresses, with different content. Idempotent."""
         self.restore_pool()
 
     def end_copies(self, early: Sequence[TransferGraph]) -> None:

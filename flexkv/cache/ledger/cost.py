@@ -99,9 +99,9 @@ class CostModel:
     def straight_is_faster(
         self, tier: TierId, pages: int, queued_straight: int, queued_fetches: int, now_s: float
     ) -> bool:
-        """Whether `pages` of a tier reach the engine sooner by a straight load behind `queued_straight` others than by
-        a fetch behind `queued_fetches` others and a load. A way without a reliable measurement is preferred, so that it
-        is measured; straight loads first."""
+        """Whether `pages` of a tier reach the engine sooner by a straight load, behind `queued_straight` pages, than by
+        a fetch, behind `queued_fetches` pages, and a load. A way without a reliable measurement is preferred, so that
+        it is measured; straight loads first."""
         straight, fetch = self.straight(tier), self.fetch(tier)
         if not straight.reliable(now_s):
             return True

@@ -90,8 +90,8 @@ class GroupLease:
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """A share with these whole blocks and the following blocks `held`. Precondition: all of them are in host
-        memory.
+        """A share with these whole blocks and the following blocks `held`. Precondition: all these blocks are in
+        host memory.
         """
         return GroupLease(
             np.concatenate((self.entries, held.entries)),

@@ -66,8 +66,8 @@ class OpLog:
                 )
 
     def ended(self, op: RankOp, expected: bool) -> None:
-        """Logs an op that has ended on all ranks. With `expected`, the op's failure is no warning, because nothing
-        depends on it."""
+        """Logs an op that has ended on all ranks. With `expected`, the op's failure is not logged as a warning,
+        because nothing depends on it."""
         failed = int(np.count_nonzero(op.failed))
         if self._spans.wanted:
             self._span(op, failed, "; ".join(op.reasons), {REQUEST_ID: op.request_id})

@@ -42,9 +42,10 @@ class Need:
 
     Attributes:
         slots: host slots, by the group that owns them.
-        held: the request's own pages in host memory or under way to it, likewise.
+        held: the request's own pages in host memory or under way to it, by the group that
+            owns their slots.
         pages: pages to fetch, by the tier from which they come.
-        fetches: fetch ops, likewise.
+        fetches: fetch ops, by the tier from which they read.
     """
 
     slots: dict[int, int] = field(default_factory=dict)

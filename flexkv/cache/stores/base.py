@@ -100,7 +100,7 @@ class StoreRequest(ABC):
         reached_tokens: boundaries up to here have been stored or skipped; see `Boundaries`. With states, the last
             boundary that was stored.
         states_at: the last boundary at which a step of the engine ended: the request's table has its state.
-        next_offer: a number recorded by the planner: with fewer certain tokens there is no block to offer. Code that
+        next_offer: a number recorded by the planner: while `certain` is smaller, there is no block to offer. Code that
             sets a cursor back or changes the prompt must set it to 0.
     """
 
@@ -317,7 +317,7 @@ class StoreParts:
     """A planner's inputs: the parts of one engine's scheduler, and its facts.
 
     Attributes:
-        alignment_tokens: every hit is a multiple of so many tokens.
+        alignment_tokens: every hit is a multiple of this many tokens.
         states_handed_over: a request's table may hold states that end within a block, so only the engine knows which
             block holds which state; see `StepBlocks.states`.
         namespace: namespace of the keys of requests without `has_own_names`, 32 bytes.

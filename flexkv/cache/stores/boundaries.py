@@ -32,7 +32,7 @@ class Boundaries:
     """The boundaries of one engine: lengths at which hits on its requests may end.
 
     Args:
-        alignment_tokens: every hit is a multiple of so many tokens.
+        alignment_tokens: every hit is a multiple of this many tokens.
         checkpoint_tokens: distance between checkpoints; None for a default by the largest window. It is rounded up to a
             multiple of the alignment.
 
@@ -105,7 +105,7 @@ class Boundaries:
         return ends_a_hit or boundary >= after + self.checkpoint_tokens
 
     def may_end_at(self, tokens: int) -> bool:
-        """Whether a hit may end after so many tokens."""
+        """Whether a hit may end after `tokens` tokens."""
         return tokens % self._alignment == 0
 
     def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
@@ -125,7 +125,7 @@ class Boundaries:
         )
 
     def last_before(self, tokens: int) -> int:
-        """The last boundary of at most so many tokens."""
+        """The last boundary of at most `tokens` tokens."""
         return max(0, tokens) // self._alignment * self._alignment
 
 

@@ -48,7 +48,7 @@ class StorePlanner:
         return []
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
-        """Plans the stores that should begin before the engine gives so many of its free blocks to a load."""
+        """Plans the stores that should begin before the engine gives `blocks` of its free blocks to a load."""
         return None
 
     def load_failed(self, blocks: Iterable[int]) -> None:

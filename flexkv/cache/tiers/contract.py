@@ -456,7 +456,7 @@ class Tier(ABC):
         self.held = reason
 
     def begin_open(self, weights: bytes) -> int:
-        """Begins to forget permanently the pages that were computed with other weights. Never waits.
+        """Begins to forget permanently the pages that were computed with weights other than these. Never waits.
 
         Call order:
             After `hold`; then `open_for`, once `opens` is False or the caller waits no longer.

@@ -229,7 +229,7 @@ class StoredTier(Tier, Source):
     # --- leaving ---
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Makes pages misses, and returns how many were there. A place is free once no op uses it."""
+        """Turns pages into misses, and returns how many were there. A place is free once no op uses it."""
         visible = entries[self.presence.ready(entries).view(np.bool_)]
         gone = self.presence.slots_of(visible)
         keys = self.presence.keys_of(visible) if self._tells else NO_KEYS

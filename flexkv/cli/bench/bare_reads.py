@@ -16,7 +16,7 @@ THREADS = 8
 
 
 class BareReads:
-    """A file of whole calls in `folder`, and the threads that read it past the page cache.
+    """A file of whole calls in `folder`, and the threads that read it, bypassing the page cache.
 
     Args:
         total_bytes: size of the file, rounded down to whole calls, but at least one call.

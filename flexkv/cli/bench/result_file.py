@@ -70,12 +70,12 @@ class ResultFile:
             "processor": self.processor,
         }
         self._content |= {name: [asdict(row) for row in rows] for name, rows in kinds.items()}
-        # Opened by its own name: a pipe under /proc has a target that is no path.
+        # Opened by its own name: a pipe under /proc has a target that is not a path.
         if self._path.exists() and not self._path.is_file():
             with self._path.open("w") as stream:
                 stream.write(json.dumps(self._content) + "\n")
             return
-        # Replaces the last file atomically: a reader always sees a whole file, even after a loss of power.
+        # Replaces the last file atomically: a reader always sees a complete file, even after a loss of power.
         path = self._path.resolve()
         beside = path.with_name(f".{path.name}.part")
         with beside.open("w") as file:

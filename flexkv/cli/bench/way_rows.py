@@ -21,8 +21,8 @@ KERNEL_STORES_FROM = 0.6
 steps take longer (docs/gpu.md). An H200's reaches 0.72."""
 
 ROUNDS = 3
-"""The best of so many rounds counts, some seconds apart: on a shared machine the link was seen to go at 0.6 of its rate
-for one length, and one such length decides the table."""
+"""The best of this many rounds counts, some seconds apart: on a shared machine the link was seen to go at 0.6 of its
+rate for one length, and one such length decides the table."""
 
 
 class Rates(Protocol):

@@ -21,7 +21,7 @@ from flexkv.remote.own_program import own_program
 from flexkv.remote.settings import client_environment
 
 GRACE_S = 5.0
-"""The process ends itself at the deadline that it was given; its parent waits so much longer."""
+"""The process ends itself at the deadline that it was given; its parent waits this much longer."""
 
 
 def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) -> Any:

@@ -63,7 +63,7 @@ class BlendForward:
         model: a vLLM model whose decoder is `model.model`, with layers of the form
             `layer(positions, hidden_states, residual)` whose attention is `self_attn.attn`.
         check_layer: the layer whose fresh keys are compared with the cached ones.
-        run_rows: reused rows are kept in runs of so many neighbours; see `rows_to_keep`.
+        run_rows: reused rows are kept in runs of this many neighbours; see `rows_to_keep`.
 
     Attributes:
         check_layer: as given.

@@ -92,6 +92,6 @@ class HostLoads(LoadRoute):
 
 
 def _fetches_of(fetches: ReadIds, kept: NDArray[np.intp]) -> ReadIds:
-    """The fetches that bring the pages of a load; empty if all of them are there."""
+    """The fetches that bring the pages of a load; empty if all these pages are in host memory."""
     fetches = fetches[kept]
     return fetches if fetches.any() else NO_READS

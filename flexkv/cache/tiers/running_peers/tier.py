@@ -197,7 +197,7 @@ class LivePeerTier(Tier, Source, Follower):
         return past
 
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes the pages misses in this process, until a peer stores them again."""
+        """Turns the pages into misses in this process, until a peer stores them again."""
         if self._keeper is not None:
             # They were removed on request, so they do not count as lost.
             self._keeper.take_back(group, keys)
