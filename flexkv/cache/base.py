@@ -333,7 +333,7 @@ class CacheManager(ABC):
             keys: per group, keys of all whole blocks of the request from its first token on.
             start_tokens: tokens that the engine has itself: whole blocks of every group.
             tail: per group, partial-tail candidates; only those count whose `base_block` equals the end of the match.
-                None if groups have other rules than FULL or blocks of different sizes.
+                None if a group's rule is not FULL or the groups' blocks differ in size.
             settings: the settings that the caller gave with the request; they bound the promise and the tiers that are
                 read.
 

@@ -338,7 +338,7 @@ class Volumes(StoredPages):
         Give it to this process's TransferEngine. It can be obtained only once.
 
         Raises:
-            GeometryError: a pool's slots have another size than the group's images.
+            GeometryError: the size of a pool's slots differs from that of the group's images.
             ContractError: this is the second call, or the number of pools differs from that of the groups.
         """
 

@@ -139,7 +139,7 @@ def pack_header(
         slab: number of the slab.
 
     Raises:
-        GeometryError: the fingerprint has another length than 32; see also `slab_numbers`.
+        GeometryError: the fingerprint is not 32 bytes long; see also `slab_numbers`.
         ConfigError: see `slab_numbers`.
     """
     if len(fingerprint) != 32:

@@ -114,7 +114,7 @@ class EngineArguments:
         """The shape against which a pool of `pool_layers` layers is checked; `latent` is what the pool itself says.
 
         Raises:
-            ConfigError: the pool is of another kind than the model, or lacks some of its layers.
+            ConfigError: the pool is not of the model's kind, or lacks some of the model's layers.
         """
         if self.latent is not None and self.latent != latent:
             raise ConfigError(

@@ -30,7 +30,8 @@ class RankCoordinator:
         unit: the engine's unit; a `NullUnit` until every rank has joined, and if the ranks cannot be served.
         ranks: number of the ranks.
         block_tokens: tokens per block of every rank's pool; 0 as long as the unit is a `NullUnit`.
-        namespace: that of the keys of requests without salt and adapter; empty for so long.
+        namespace: that of the keys of requests without salt and adapter; empty as long as the unit is a
+            `NullUnit`.
         requests: the live requests that were looked up. There are no more of them than the engine has requests, because
             the engine reports the end of each request.
     """

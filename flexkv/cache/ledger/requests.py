@@ -14,7 +14,7 @@ from flexkv.transfer.graph import OpId
 
 @dataclass(slots=True)
 class Wait:
-    """The wait of a request whose lookup found further pages in other tiers than host memory.
+    """The wait of a request whose lookup found further pages in tiers behind host memory.
 
     Attributes:
         since_s: by tier, the clock when the request began to wait for it.

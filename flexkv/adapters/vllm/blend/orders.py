@@ -83,7 +83,7 @@ class ChunkOrder:
     Attributes:
         first: position of its first token in the prompt.
         slots: slot of each of its rows in the engine's pool, int64 [rows]. A rank finds the rows by these slots,
-            because a batch has another order than the schedule.
+            because the batch's order differs from the schedule's.
         asks: what the rows are for.
     """
 
