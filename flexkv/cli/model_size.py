@@ -44,9 +44,9 @@ class ModelSize:
             ConfigError: there is no configuration, or it does not say what a token takes.
         """
         file = folder / "config.json"
-        if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
-            raise ConfigError(f"--model: {file} is no file")
         try:
+            if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
+                raise ConfigError(f"--model: {file} is not a file")
             config = json.loads(file.read_text())
             if not isinstance(config, dict):
                 raise TypeError(f"it is {shown(config)}; expected a mapping")

@@ -8,7 +8,15 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from flexkv.config.sections import GIB, Section
-from flexkv.config.values import Count, OptionalCount, OptionalSizeBytes, Share, SizeBytes, none_is_a_word
+from flexkv.config.values import (
+    Count,
+    OptionalCount,
+    OptionalSizeBytes,
+    Share,
+    SizeBytes,
+    none_is_a_word,
+    plain_text,
+)
 
 MAX_TOKEN = 2**32 - 1
 
@@ -30,13 +38,14 @@ def separators_of(value: object) -> object:
 def _json_list(text: str) -> list[object] | None:
     try:
         read = json.loads(text) if text.lstrip().startswith("[") else None
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return None
     return read if isinstance(read, list) else None
 
 
 def _separator(value: object) -> Separator:
     if isinstance(value, str) and value:
+        plain_text(value)
         return value
     ids = tuple(value) if isinstance(value, (list, tuple)) else ()
     if ids and all(type(each) is int and 0 <= each <= MAX_TOKEN for each in ids):

@@ -19,7 +19,7 @@ from flexkv.storage.base import DiskGroup, DiskIdentity
 from flexkv.storage.header import format_digests
 from flexkv.storage.index_database import INDEX_NAME
 from flexkv.storage.index_trouble import FULL
-from flexkv.storage.private_files import make_folders, open_private
+from flexkv.storage.private_files import make_folders, open_at_once, open_private
 
 LOCK_NAME = "lock"
 
@@ -182,8 +182,7 @@ def is_in_use(folder: Path) -> bool:
         OSError: the lock cannot be read.
     """
     try:
-        # O_NONBLOCK, because opening a pipe without a writer would wait.
-        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(str(folder / LOCK_NAME), os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -282,7 +281,7 @@ def folder_at_rest(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_at_once(str(path), os.O_RDONLY)
     except OSError as error:
         raise DiskError(f"{path}: {error.strerror}") from error
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from flexkv.storage.group_tables import (
     short_text,
     word,
 )
+from flexkv.storage.private_files import open_at_once
 from flexkv.storage.sharing import groups_of_slab, is_plain, slab_numbers
 
 MAGIC = b"FLEXKVSL"
@@ -192,11 +192,6 @@ def read_header(path: str) -> SlabHeader:
     return parse_header(raw_header(path), path)[0]
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting, because opening a pipe in its place would wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def raw_header(path: str) -> bytes:
     """Returns the bytes where a header is expected, as many as it names or one sector, unverified.
 
@@ -204,7 +199,7 @@ def raw_header(path: str) -> bytes:
         DiskError: the file cannot be read.
     """
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=open_at_once) as file:
             raw = file.read(SECTOR_BYTES) or b""  # a pipe that has a writer gives None
             if len(raw) >= FIXED.size and raw[:8] == MAGIC:
                 total = struct.unpack_from("<I", raw, 12)[0]

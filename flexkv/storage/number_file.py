@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flexkv.errors import DiskError
 from flexkv.storage.durable_line import line_digest, write_line
+from flexkv.storage.private_files import open_at_once
 
 MOST_BYTES = 64
 
@@ -33,7 +34,8 @@ def read_number(path: Path, most: int) -> int | None:
         DiskError: the file cannot be read.
     """
     try:
-        text = path.read_bytes()[:MOST_BYTES].decode("ascii", "replace")
+        with open(path, "rb", opener=open_at_once) as file:
+            text = (file.read(MOST_BYTES) or b"").decode("ascii", "replace")
     except FileNotFoundError:
         return None
     except OSError as error:

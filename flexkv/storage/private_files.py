@@ -1,4 +1,6 @@
-"""Files and folders that only their owner can read or enter, because KV reveals the text from which it was computed."""
+"""Opens files and folders: only their owner can read or enter new ones, because KV reveals the text from which it was
+computed, and a pipe in the place of a file makes nobody wait.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,16 @@ def open_private(path: Path, flags: int) -> int:
         OSError: as `os.open`.
     """
     return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """An `opener` for files that are read: opening a pipe in the place of a file would wait for a writer. Such a pipe
+    reads as an empty file, or as None while it has a writer.
+
+    Raises:
+        OSError: as `os.open`.
+    """
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def make_folders(folder: Path) -> None:

@@ -13,6 +13,7 @@ from flexkv.errors import DiskError
 from flexkv.observe import NamedThread
 from flexkv.storage.durable_line import line_digest, write_line
 from flexkv.storage.folder import sync_folder
+from flexkv.storage.private_files import open_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ def read_weights(folder: Path) -> tuple[bytes, int] | None:
     weights are then unknown, and the folder's pages count as those of other weights.
     """
     try:
-        with (folder / WEIGHTS_NAME).open("rb") as file:
-            text = file.read(MOST_BYTES).decode("ascii", "replace")
+        with open(folder / WEIGHTS_NAME, "rb", opener=open_at_once) as file:
+            text = (file.read(MOST_BYTES) or b"").decode("ascii", "replace")
     except OSError:
         return None
     line = LINE.fullmatch(text)

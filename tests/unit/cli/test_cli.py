@@ -339,7 +339,7 @@ def test_a_pipe_in_place_of_the_configuration_is_one_line(
 ) -> None:
     os.mkfifo(tmp_path / "config.json")
     assert main(["info", "--model", str(tmp_path)]) == 2
-    assert "config.json is no file" in one_line(capsys.readouterr())
+    assert "config.json is not a file" in one_line(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def test_a_pipe_in_place_of_the_lock_ends_no_command_with_a_traceback(
     lock = slab.parent / "lock"
     lock.unlink()
     os.mkfifo(lock)
-    assert main(["disk", "ls", str(tmp_path)]) == 0
+    for more in ([], ["--pages"]):
+        assert main(["disk", "ls", str(tmp_path), *more]) == 0
     capsys.readouterr()
     assert main(["fsck", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {lock}: Illegal seek\n"

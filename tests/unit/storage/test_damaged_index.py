@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from flexkv.errors import CapacityError, DiskError
+from flexkv.storage.epoch import EPOCH_NAME
 from flexkv.storage.fsck import check_folder
-from flexkv.storage.generations import MOST_OPENS, opens_of, read_opens, write_opens
+from flexkv.storage.generations import MOST_OPENS, OPENS_NAME, opens_of, read_opens, write_opens
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_trouble import DamagedIndexError, OtherVersionError
+from flexkv.storage.weights_name import WEIGHTS_NAME
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import DiskWorld, MakeDisks
 
@@ -46,6 +48,24 @@ def test_a_pipe_in_the_indexs_place_keeps_nobody_waiting(make_disks: MakeDisks, 
     assert sorted(world.unit.rows(0).places.tolist()) == list(range(6))
     assert world.close()
     assert check_folder(slab.parent).clean
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_NAME, EPOCH_NAME, OPENS_NAME])
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_a_pipe_in_place_of_a_small_file_keeps_nobody_waiting(
+    make_disks: MakeDisks, name: str, has_writer: bool
+) -> None:
+    slab, _ = filled(make_disks)
+    odd = slab.parent / name
+    odd.unlink(missing_ok=True)
+    os.mkfifo(odd)
+    writer = os.open(odd, os.O_RDWR | os.O_NONBLOCK) if has_writer else -1
+    assert any(str(odd) in problem for problem in check_folder(slab.parent).problems)
+    world = make_disks()
+    assert sorted(world.unit.rows(0).places.tolist()) == list(range(6))
+    assert world.close()
+    if has_writer:
+        os.close(writer)
 
 
 def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
