@@ -44,7 +44,7 @@ class OpLog:
             in_host = sum(len(group.slots) for group in result.groups)
             logger.debug(
                 "request %s: %d tokens looked up from %d on, %d promised (%d pages in host memory), tail %d, "
-                "%d reads waited for",
+                "%d reads waited for%s",
                 result.request_id,
                 asked,
                 result.start_tokens,
@@ -52,6 +52,7 @@ class OpLog:
                 in_host,
                 result.tail_tokens,
                 result.reads,
+                "" if result.miss is None else f"; no more: {result.miss.words}",
             )
 
     def _words(self, op: Op) -> str:

@@ -38,7 +38,7 @@ READERS = {
 }
 """Files of the product that read the environment, and what they read: the second reads variables of launchers
 (docs/tensorrt-llm.md); the third one that prometheus_client reads as well (docs/metrics.md); the fourth checks whether
-those that Mooncake's library reads are set; the last two pass theirs on."""
+those that Mooncake's library reads are set; for a process that is started, all are passed on."""
 
 
 def reads() -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import pytest
 from flexkv.cache.base import OpRole
 from flexkv.cache.moves.op_log import WORDS
 from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.observe.miss_reasons import MissReason
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
 from tests.unit.cache.host_world import end, ids, keys, make, store
@@ -154,7 +155,8 @@ def test_debug_shows_lookups_loads_and_ends(lines: Lines, caplog: pytest.LogCapt
     world.end_load(op)
     assert [line for line in lines(logging.DEBUG) if line.startswith("request r:")] == [
         "request r: 20 tokens looked up from 0 on, 4 promised (1 pages in host memory), tail 0, 1 reads waited for",
-        "request r: 20 tokens looked up from 0 on, 12 promised (3 pages in host memory), tail 0, 0 reads waited for",
+        "request r: 20 tokens looked up from 0 on, 12 promised (3 pages in host memory), tail 0, 0 reads waited for; "
+        f"no more: {MissReason.ABSENT.words}",
         f"request r: op {op.op_id} (load from host memory), 3 pages",
         f"request r: op {op.op_id} (load from host memory) has ended, 3 of 3 pages arrived",
     ]
