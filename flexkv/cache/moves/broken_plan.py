@@ -1,9 +1,9 @@
 """Undoes calls that are interrupted, because an allocation failed or the manager broke one of its own rules.
 
 A plan leases entries, hands out slots and adds ops to tables, one after the other, and an error may come between any
-two. So nothing is undone step by step. The tables decide: ops that were not submitted are removed from them, and every lease
-that no table names is ended. If the end of an op is interrupted, it is not repeated, because parts of it may have been
-done: all pages of the op count as failed.
+two. So nothing is undone step by step. The tables decide: ops that were not submitted are removed from them, and every
+lease that no table names is ended. If the end of an op is interrupted, it is not repeated, because parts of it may have
+been done: all pages of the op count as failed.
 """
 
 from __future__ import annotations
