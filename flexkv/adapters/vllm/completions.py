@@ -106,8 +106,9 @@ class CompletionHandler:
         return step
 
     def end_changed(self) -> list[RequestTracker]:
-        """Revokes what requests with a changed adapter have stored and not published; returns these requests. Called
-        before a step's results are taken, because the step may have read the adapter's files after they changed.
+        """Revokes what requests with a changed adapter have stored and not published, or left to be stored later;
+        returns these requests. Called before a step's results are taken, because the step may have read the adapter's
+        files after they changed.
         """
         if not self._requests.have_adapters:
             return []
@@ -115,6 +116,9 @@ class CompletionHandler:
         changed = self._requests.take_changed([*self._requests.live.values(), *lately])
         for tracker in changed:
             self._unit.manager.discard_from(tracker.request_id, 0)
+        if changed:
+            left = (table.block_ids for table in self._retired if table.tracker.adapter_changed)
+            self._stores.load_failed({block for blocks in left for block in blocks})
         return changed
 
     def take_failed_blocks(self, failed: set[int]) -> None:

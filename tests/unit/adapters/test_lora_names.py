@@ -326,11 +326,12 @@ def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_served_nothin
 
 @pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
 @pytest.mark.parametrize("ends", [True, False], ids=["ends at once", "runs on"])
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
-    make_engine: Callable[..., MiniEngine], tmp_path: Path, ends: bool, changed: bool
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, ends: bool, changed: bool
 ) -> None:
     """The step's stores are planned under the name of the former content before the worker reads the files."""
-    engine = make_engine(blocks=12)
+    engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
     folder = write(tmp_path / "adapter")
     request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
     assert engine.add(request) == 0
@@ -343,7 +344,7 @@ def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
     tell()
     if not ends:
         engine.finish("one")
-    engine.drain()
+    push_out(engine)
     assert engine.unit.manager.known(0, keys).tolist() == [not changed] * len(keys)
 
 
