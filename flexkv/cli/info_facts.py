@@ -26,7 +26,14 @@ from flexkv.config import (
 from flexkv.config.memory import allowed_nodes
 from flexkv.errors import ConfigError, DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
-from flexkv.storage.folder_share import device_of, folder_faults, nearest_there, shared_file_systems
+from flexkv.storage.folder_share import (
+    WholeSlots,
+    device_of,
+    folder_faults,
+    nearest_there,
+    shared_file_systems,
+)
+from flexkv.storage.header import read_header
 from flexkv.storage.other_keys import describe, older_units
 from flexkv.transfer import nvtx
 from flexkv.transfer.cufile_library import find_cufile
@@ -50,7 +57,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     memory = read_memory()
     # Which bytes in a folder belong to the engine depends on its model, which is not known here: all count as the
     # engine's.
-    lost = folder_faults(config, held_bytes)
+    lost = folder_faults(config, held_bytes, _whole_slots(config.disk))
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
     facts["copy_ways"] = copy_ways_facts(config.transfer)
@@ -159,6 +166,17 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str
             "folders": [_folder(folder, lost) for folder in config.disk.folders],
         },
     }
+
+
+def _whole_slots(disk: DiskConfig) -> WholeSlots:
+    """Rounds down to whole slots of the unit with the largest ones in the folders, for the same reason."""
+    largest = 1
+    for unit in (unit for folder in disk.folders for unit in unit_folders(Path(folder))):
+        with contextlib.suppress(DiskError):  # fsck names damaged headers
+            largest = max(
+                largest, sum(read_header(str(slab)).slot_bytes for slab in unit.glob("group*.slab"))
+            )
+    return lambda asked: asked // largest * largest
 
 
 def _folder(folder: str, faults: Mapping[str, str]) -> Facts:

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -337,7 +338,7 @@ def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
     assert engine.add(request) == 0
     keys = engine.side.requests.of(request).keys()[0]
     tell = engine.hold_reports()
-    engine.step(before_forward=lambda: write(folder, b"two") and None if changed else None)
+    engine.step(before_forward=partial(os.truncate, folder / "adapter_config.json", 0) if changed else None)
     if ends:
         # The engine ends a request before it passes the step's report on.
         engine.finish("one")
@@ -378,7 +379,12 @@ def test_the_files_of_an_adapter_are_looked_at_once_per_step(
         engine.add(make_request([ord(name[0]), *PROMPT], name, lora_request=adapter))
     looked: list[Path] = []
     stamp = lora_names.Stamp.of(tmp_path / "adapter")
-    monkeypatch.setattr(lora_names.Stamp, "of", lambda folder: looked.append(folder) or stamp)
+
+    def look(folder: Path) -> lora_names.Stamp:
+        looked.append(folder)
+        return stamp
+
+    monkeypatch.setattr(lora_names.Stamp, "of", look)
     engine.step()
     assert len(looked) == 1
 

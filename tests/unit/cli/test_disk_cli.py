@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from flexkv.cli.main import main
+from flexkv.storage.folder import held_bytes
 from flexkv.storage.header import read_header
 from flexkv.storage.weights_name import write_weights
 from tests.unit.storage.disk_world import (
@@ -27,6 +29,14 @@ from tests.unit.storage.disk_world import (
     keys_of,
     sharing_groups,
 )
+
+
+class Usage(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
 
 
 @pytest.fixture(autouse=True)
@@ -409,3 +419,21 @@ def test_ls_and_fsck_name_folders_that_cannot_be_looked_into(
     for folder in (first, second):
         folder.chmod(0o755)
     assert main(["disk", "ls", str(open_to_all)]) == 0
+
+
+@pytest.mark.parametrize(("more", "problems"), [(-1, 0), (0, 1)], ids=["less than a slot", "control"])
+def test_info_counts_whole_slots_on_a_disk_that_others_have_filled(
+    slab: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: int,
+    problems: int,
+) -> None:
+    slot, held = read_header(str(slab)).slot_bytes, held_bytes(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda root: Usage(held, held, 0))
+    monkeypatch.setenv("FLEXKV_DISK_FOLDERS", str(tmp_path))
+    monkeypatch.setenv("FLEXKV_DISK_BYTES_PER_FOLDER", str((held // slot + 1) * slot + more))
+    assert main(["info", "--json"]) == (1 if problems else 0)
+    found = json.loads(capsys.readouterr().out)["problems"]
+    assert len([problem for problem in found if "bytes_per_folder" in problem]) == problems
