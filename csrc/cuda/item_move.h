@@ -40,7 +40,8 @@ class ItemMove {
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether the item was taken without some stages that may still become free.
+  // Whether the item may still get later stages: some were not open or had not arrived when it was taken.
+  // False once it is over.
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
   // The part that is being enqueued. If there is none, begins the next one; its pages are under way from then

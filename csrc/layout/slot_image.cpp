@@ -8,7 +8,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A larger number is a mistake; sums stay far from overflow.
+// Units: bytes, and ranks. A larger number is a mistake; sums stay far from overflow.
 constexpr int64_t kMaxPartBytes = int64_t{1} << 48;
 constexpr size_t kMostRanks = 4096;
 

@@ -6,8 +6,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: threads. Small blocks fit in beside other work. A rotation may use the whole GPU, because the model's
-// own work waits for it.
+// Units: threads per block, and blocks per multiprocessor. Small blocks find room beside other work. Their
+// number is not limited to spare the model, because its own work waits for the rotation.
 constexpr int kRotateThreads = 256;
 constexpr int kRotateBlocksPerMultiprocessor = 4;
 

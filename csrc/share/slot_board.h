@@ -58,6 +58,7 @@ struct BoardParts {
 // Unit: changes. A reader that looks every 20 ms overruns it only if more than 800,000 pages change per
 // second.
 inline constexpr uint64_t kRingChanges = uint64_t{1} << 14;
+// Begins every board.
 inline constexpr uint64_t kBoardMagic = 0x3130445242564B46;  // "FKVBRD01", little-endian
 
 int64_t board_bytes(uint64_t slots);

@@ -19,8 +19,10 @@ inline constexpr uint32_t kPageVersion = 1;
 // In the image, one 64-bit digest per run follows it, those of rank 0 first. If its fields change, raise
 // kPageVersion (folders of other versions are left alone) and VALUE_VERSION in flexkv/remote/values.py
 // (values in a store have this trailer too); a test in tests/unit/storage/test_pages.py holds both versions.
-// Change HEAD in flexkv/cli/remote/stored_value.py, which also parses it, and the table in
-// docs/disk-format.md. flexkv/storage/scan.py finds pages by the magic.
+// Change HEAD in flexkv/cli/remote/stored_value.py, which also parses it, the table in docs/disk-format.md,
+// and, if the size changes, the 96 bytes there, in docs/remote.md and in tests that damage a trailer. A field
+// that a reader compares with what it wants belongs in PageTag; one that Python reads, also in trailer() of
+// csrc/bindings/bind_storage.cpp. flexkv/storage/scan.py finds pages by the magic.
 struct PageTrailer {
   uint64_t magic = kPageMagic;
   uint32_t version = kPageVersion;

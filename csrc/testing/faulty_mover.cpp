@@ -10,6 +10,7 @@ namespace {
 
 // Unit: ops. More than any queue holds at once, so that an op in flight keeps its ordinal.
 constexpr size_t kRememberedOps = 16384;
+// What a byte that is to be damaged is combined with.
 constexpr std::byte kDamage{0x5A};
 
 template <typename T, typename U>

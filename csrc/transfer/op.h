@@ -48,8 +48,8 @@ constexpr bool has_places(OpKind kind) {
   return (disk & kind_bit(kind)) != 0;
 }
 
-// Whether ops of this kind read or write slots of the host pool. An op of any other kind has one page per
-// place.
+// Whether ops of this kind read or write slots of the host pool. Such an op has as many pages as slots, one
+// of another kind as many as places.
 constexpr bool has_host_side(OpKind kind) {
   constexpr KindSet none =
       kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite) | kind_bit(OpKind::kDiskSeal);

@@ -51,8 +51,8 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
     std::vector<int32_t> pages;
   };
   // Takes up to `max_bytes` of ready pages (at least one), all at the same stage. `all_stages`: also takes
-  // their later stages that are open and have arrived, and of a layerwise op all ready pages. Precondition:
-  // has_ready().
+  // the later stages of these pages that are open and have arrived; for a layerwise op it takes all ready
+  // pages at the stage, whatever `max_bytes` is. Precondition: has_ready().
   Taken take(int64_t max_bytes, bool all_stages);
   // Any open state -> `end`, one of the bad ones. The first reason given becomes the op's. `cause` counts
   // only if `end` is kFailed: the other states imply theirs.

@@ -84,7 +84,7 @@ class WeightsCheck:
         self._soon.wait(wait_s)
 
     def stop(self, wait_s: float) -> None:
-        """Stops reading, however far it is, and waits up to `wait_s` seconds for the thread's end. Idempotent."""
+        """Stops reading, wherever it has got to, and waits up to `wait_s` seconds for the thread's end. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(wait_s)

@@ -130,7 +130,7 @@ def ranges_of(size: int) -> int:
 
 
 def file_digest(size: int, ranges: Sequence[bytes]) -> str:
-    """The digest of a file with these digests of its ranges, 64 hex digits."""
+    """The digest of a file, as 64 hex digits, from its size and the digests of its ranges."""
     digest = hashlib.sha256(b"flexkv weights 1" + size.to_bytes(8, "little"))
     for of_range in ranges:
         digest.update(of_range)

@@ -26,7 +26,8 @@ class Allocation {
   void* memory_;
 };
 
-// Unit: bytes, layers. A larger number is a mistake; products of checked numbers stay far from overflow.
+// Units: bytes, layers, and repetitions. A larger number is a mistake; products of checked numbers stay far
+// from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 46;
 constexpr int32_t kMostLayers = 1 << 16;
 constexpr int32_t kMostRepeats = 1 << 20;

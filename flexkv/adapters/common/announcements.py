@@ -161,7 +161,7 @@ class Announcements(CacheListener):
             path: file beside these disks.
             identity: what packed records mean; see `EventBook`.
         """
-        # The number of all known pages, because the book's thread must not count those on disk.
+        # All known pages, as an upper bound: to count those on disk, the book's thread would have to walk `_pages`.
         self._book = EventBook(path, identity, self._is_current, self._pages.__len__)
 
     def _is_current(self, entry: Entry) -> bool:

@@ -82,10 +82,10 @@ def watch(listener: EngineListener, *calls: str) -> None:
 
 
 def put_hook(call: str) -> None:
-    """Puts the hook that calls this method of listeners in its place, once in each process.
+    """Installs the hook that calls this method of the listeners, once in each process.
 
     Raises:
-        ConfigError: this SGLang has no such place, or a hook of another plugin is there.
+        ConfigError: this SGLang has no function to hook for it, or another plugin has hooked it.
     """
     if call in _hooked:
         return

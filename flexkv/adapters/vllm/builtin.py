@@ -258,7 +258,8 @@ KEPT = {
     # later processes would find it.
     "disk.folders": (),
 }
-"""The settings to which this connector is reduced. The defaults are in `flexkv/config/sections.py`."""
+"""The settings to which this connector is reduced. The defaults, which do not matter here, are in
+`flexkv/config/sections.py`."""
 
 
 def _reduced(asked: FlexKVConfig) -> FlexKVConfig:

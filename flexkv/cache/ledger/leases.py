@@ -111,11 +111,11 @@ class Lease:
         0                start_tokens                  + tokens         + tail_tokens
 
     Attributes:
-        since_s: the clock when it was made.
+        since_s: the time at which it was made.
         start_tokens: tokens that the engine had itself: whole blocks of every group.
         tokens: tokens promised after those: whole blocks of every group.
         tail_tokens: tokens of the partial tail; 0 for none.
-        cut: there are more than `tokens`, but no room to promise them.
+        cut: more than `tokens` were found, but there is no room to promise the rest.
         by_tier, shared_tokens: see `MatchResult`.
     """
 

@@ -68,7 +68,7 @@ class Op:
         epoch: the manager's epoch when it was planned.
         op_id, group: copied from the plan.
         pages: number of pages that it moves.
-        begun_s: the clock when it was added to the table.
+        begun_s: the time at which it was added to the table.
         ahead: pages that were then in flight on the same route.
     """
 

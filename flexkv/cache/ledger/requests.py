@@ -17,7 +17,7 @@ class Wait:
     """The wait of a request whose lookup found further pages in tiers behind host memory.
 
     Attributes:
-        since_s: by tier, the clock when the request began to wait for it.
+        since_s: by tier, the time at which the request began to wait for it.
         ends_s: the clock at which the wait ends at the latest.
         ops: fetches and questions that have not ended, with their tiers.
         held: pages that are fetched for the request, with those that its fetches found there; kept until its next

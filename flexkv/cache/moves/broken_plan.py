@@ -99,9 +99,9 @@ class BrokenPlans:
         )
 
     def _failed_op(self) -> Op | None:
-        """Marks all pages of the op whose end or report was interrupted as failed; if it was a load, also revokes the
-        request's stores. Returns the op if it has ended; None if other ranks still have to report it, or there is
-        none."""
+        """Marks as failed all pages of the load or store whose end or report was interrupted; after a load, also
+        revokes the request's stores. Returns the op if it has ended, as an op of no rank always has; None if other
+        ranks still have to report it, or if no op was ending."""
         op = self._ending
         if not isinstance(op, RankOp):
             return op

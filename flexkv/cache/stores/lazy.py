@@ -221,7 +221,7 @@ class LazyStores(RequestStores, CacheListener):
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
         """Plans stores of the last blocks of a request that ends, as far as the engine may reuse them in its next step,
-        before the queue is read again: in a small pool these are all blocks. Like the blocks of a live request, they
+        before the queue is read again: in a small pool that is all of them. Like the blocks of a live request, they
         are not limited by `store.max_reference_share`.
         """
         if request.stale:
@@ -245,8 +245,8 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _offer(self, blocks: list[PoolBlock]) -> TransferGraph | None:
-        """Offers blocks in the order of their conversations. Blocks for which there is no room are offered again
-        later.
+        """Offers blocks, given with those of a prompt's beginning before its later ones. Blocks for which there is no
+        room are offered again later.
         """
         keys = self._keys(blocks)
         ids = np.array([block.number for block in blocks], dtype=np.int32)

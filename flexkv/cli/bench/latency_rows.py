@@ -176,7 +176,7 @@ def _latency(
 def _busy(
     engine: TransferEngine, what: str, kind: OpKind, run_bytes: int, blocks: int, pinned: bool
 ) -> ProcessorRow:
-    """CPU time while ops follow each other without a pause; this thread sleeps between them."""
+    """CPU time while ops follow each other without a pause; this thread sleeps until one ends and submits the next."""
     before = path_bytes(engine)
     copies = OpStream(
         engine,

@@ -51,7 +51,8 @@ class OutputLines:
         self._lost = 0
 
     def take(self, chunk: bytes, now_s: float) -> list[str]:
-        """The lines that a piece of output completes, and how many were lost before them."""
+        """The lines that a piece of output completes, and the beginning of one that is too long. A line before them
+        says how many were lost."""
         *whole, rest = (self._begun + chunk).split(b"\n")
         lines = []
         for number, line in enumerate(whole):
