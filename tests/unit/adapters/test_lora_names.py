@@ -20,6 +20,7 @@ from flexkv.adapters.common import lora_names
 from flexkv.adapters.common.lora_names import MOST_NAMED_BYTES, LoraNames, content_before
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.errors import ConfigError
+from flexkv.facts.keys import Keys
 from flexkv.weights.files import process_start_ns
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import lora, make_request
@@ -290,17 +291,34 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     assert ask("eight", lora_request=anew) == HIT
 
 
+def admitted(
+    make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
+) -> tuple[MiniEngine, Path, Keys]:
+    """An engine with request "one" of an adapter, not computed yet; the adapter's folder, and the request's keys."""
+    engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
+    folder = write(tmp_path / "adapter")
+    request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
+    assert engine.add(request) == 0
+    return engine, folder, engine.side.requests.of(request).keys()[0]
+
+
+def stored(make_engine: Callable[..., MiniEngine], tmp_path: Path) -> tuple[MiniEngine, Path, LoRARequest]:
+    """An engine that has stored PROMPT for an adapter and has dropped its own cache; the adapter and its folder."""
+    engine = make_engine(blocks=12)
+    folder = write(tmp_path / "adapter")
+    adapter = lora("x", 1, str(folder))
+    assert engine.run(make_request(PROMPT, "one", lora_request=adapter)) == 0
+    engine.forget()
+    return engine, folder, adapter
+
+
 @pytest.mark.parametrize("changed", [True, False], ids=["trained anew", "control"])
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_kv_of_an_adapter_that_is_trained_anew_under_a_running_request_is_not_stored(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, changed: bool
 ) -> None:
     """The engine may load the adapter again in place, while the request's keys name the former content."""
-    engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
-    folder = write(tmp_path / "adapter")
-    request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
-    assert engine.add(request) == 0
-    keys = engine.side.requests.of(request).keys()[0]
+    engine, folder, keys = admitted(make_engine, tmp_path, mode)
     if changed:
         write(folder, b"two")
     engine.step()
@@ -313,11 +331,7 @@ def test_kv_of_an_adapter_that_is_trained_anew_under_a_running_request_is_not_st
 def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_served_nothing(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
 ) -> None:
-    engine = make_engine(blocks=12)
-    folder = write(tmp_path / "adapter")
-    adapter = lora("x", 1, str(folder))
-    assert engine.run(make_request(PROMPT, "one", lora_request=adapter)) == 0
-    engine.forget()
+    engine, folder, adapter = stored(make_engine, tmp_path)
     waiting = make_request(PROMPT, "two", lora_request=adapter)
     engine.side.enter(waiting)
     if changed:
@@ -332,11 +346,7 @@ def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, ends: bool, changed: bool
 ) -> None:
     """The step's stores are planned under the name of the former content before the worker reads the files."""
-    engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
-    folder = write(tmp_path / "adapter")
-    request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
-    assert engine.add(request) == 0
-    keys = engine.side.requests.of(request).keys()[0]
+    engine, folder, keys = admitted(make_engine, tmp_path, mode)
     tell = engine.hold_reports()
     engine.step(before_forward=partial(os.truncate, folder / "adapter_config.json", 0) if changed else None)
     if ends:
@@ -354,11 +364,7 @@ def test_a_load_under_way_for_an_adapter_that_is_trained_anew_fails(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
 ) -> None:
     """The engine would compute the rest of the prompt with the new content."""
-    engine = make_engine(blocks=12)
-    folder = write(tmp_path / "adapter")
-    adapter = lora("x", 1, str(folder))
-    assert engine.run(make_request(PROMPT, "one", lora_request=adapter)) == 0
-    engine.forget()
+    engine, folder, adapter = stored(make_engine, tmp_path)
     assert engine.add(make_request(PROMPT, "two", lora_request=adapter)) == HIT
     if changed:
         write(folder, b"two")
