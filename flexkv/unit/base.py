@@ -3,12 +3,12 @@
 An adapter always has a unit. Until its ranks are known, and after an error that the engine can tolerate, that is a
 `NullUnit`, which caches and stores nothing; `build_unit` makes a working unit.
 
-| state | `match` | stores | ops under way | `poll` | `reset` |
+| state | `match` | stores | ops in flight | `poll` | `reset` |
 |---|---|---|---|---|---|
-| `AWAITING_RANKS` | miss | none | none | idle | noted: `was_reset` |
-| `USABLE` | yes | yes | yes | yes | yes |
-| `DISABLED` | miss | none | end; published pages still go to other tiers | yes | yes |
-| `CLOSED` | miss | none | end | idle | yes |
+| `AWAITING_RANKS` | miss | none | none | does nothing | only sets `was_reset` |
+| `USABLE` | answers | planned | run | works | works |
+| `DISABLED` | miss | none | finish; published pages still go to other tiers | works | works |
+| `CLOSED` | miss | none | finish | does nothing | works |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnitState(Enum):
     """A rank has not described its pool yet, or the ranks' pools cannot be served."""
     USABLE = "usable"
     DISABLED = "disabled"
-    """A rank cannot use the host pool: ops under way end, and nothing new is promised or stored."""
+    """A rank cannot use the host pool. Ops in flight finish, but the unit promises and stores nothing new."""
     CLOSED = "closed"
 
 
@@ -42,11 +42,11 @@ class CacheRole:
         loads: the engine looks up and loads blocks.
         stores: the engine stores blocks.
         recomputes: the engine computes pages that a load did not bring.
-        fails_requests: the engine ends a request whose load fails or is late; has no effect with `recomputes`.
-        shared: workers live in their own processes and map the host pool.
-        compute_if_faster: the adapter measures the engine's steps, so a lookup may leave a tier's pages to the engine
-            if it computes them sooner.
-        asks_again: for a request that has to wait, the engine looks up again with its next step.
+        fails_requests: the engine ends a request whose load fails or is late. Ignored if `recomputes` is set.
+        shared: the workers are separate processes, which map the host pool.
+        compute_if_faster: the adapter measures how fast the engine computes. A lookup may therefore promise fewer pages
+            than a tier has, if the engine computes the rest sooner than the tier delivers them.
+        asks_again: if a lookup answers that a request has to wait, the engine repeats it in its next step.
     """
 
     loads: bool = True
@@ -59,20 +59,20 @@ class CacheRole:
 
 
 class EngineUnit(ABC):
-    """One unit. The engine's scheduler thread drives it; only the manager's `reset` and `close` may wait.
+    """One ownership unit. Only the engine's scheduler thread calls it. `close` and the manager's `reset` may wait.
 
     Attributes:
-        unit_id: see `UnitId`; `NO_UNIT` for a unit without ranks.
-        state: see `UnitState`.
-        usable: whether the unit promises and stores pages, which it does in `UnitState.USABLE` only.
-        reason: why it is not usable; empty while it is.
-        manager: the control plane.
-        slots: slots of the host pool once all of its memory is mapped.
-        growing: whether some of the pool's memory is not mapped or not in use yet; `grow` puts it to use.
-        has_tiers: whether there are tiers behind host memory, which need `poll`; only a fetch from one competes with
-            computing.
-        grant: what workers in other processes need to map the pool; None once all have mapped it, or if no worker needs
-            it.
+        unit_id: 16 random bytes, drawn when the unit is made; `NO_UNIT` for a unit without ranks.
+        state: the unit's current state.
+        usable: whether the unit promises and stores pages; true only in `UnitState.USABLE`.
+        reason: why the unit is not usable; empty while it is usable or awaits ranks.
+        manager: the unit's control plane, which answers lookups and plans loads and stores.
+        slots: how many slots the host pool has when all of its memory is mapped.
+        growing: whether some slots of the host pool are not in use yet; the caller then calls `grow` from time to time.
+        has_tiers: whether the unit has tiers behind host memory, such as disks. Only their pages are fetched, which may
+            take longer than computing them.
+        grant: the record with which workers in other processes map the pool; None after all have mapped it, or if no
+            worker needs it.
     """
 
     unit_id: UnitId = NO_UNIT
@@ -88,7 +88,7 @@ class EngineUnit(ABC):
     @property
     @abstractmethod
     def tier_names(self) -> tuple[str, ...]:
-        """Labels of the tiers in metrics, in the order of the tiers' numbers."""
+        """Each tier's label in metrics, in the order of the tiers' numbers."""
 
     @property
     @abstractmethod
@@ -97,15 +97,17 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Takes the tiers' results and submits their planned work; returns whether `count` may have news."""
+        """Collects the tiers' results and submits their planned work. Returns whether counts may have changed, so that
+        the caller should call `count`.
+        """
 
     @abstractmethod
     def rank_ready(self, ready: Mapping[int, int]) -> None:
-        """Records how many slots each rank in `ready` can use."""
+        """Records how many slots of the host pool each rank can use. `ready` maps a rank to that number."""
 
     @abstractmethod
     def grow(self) -> None:
-        """Lets the manager use memory that became ready since the last call."""
+        """Lets the manager use host slots whose memory became ready since the last call."""
 
     @abstractmethod
     def disable(self, rank: int, error: str) -> None:
@@ -117,15 +119,15 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def expire_if_due(self, counters: Counters) -> None:
-        """Ends expired leases of lookups that were never used, if it is time to check for them."""
+        """Ends expired leases, which belong to lookups that no load followed. Does so at most once per interval."""
 
     @abstractmethod
     def count(self, counters: Counters) -> None:
-        """Adds the counts since the last call, and sets the gauges."""
+        """Adds to `counters` what was counted since the last call, and sets its gauges."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Closes the tiers, and frees host memory once the last worker has unmapped it. Idempotent.
+        """Closes the tiers and the host pool, whose memory is freed after the last worker has unmapped it. Idempotent.
 
-        Returns False if a page that had to be written was not written or is not durable.
+        Returns False if a page that should have been written was not written, or is not durable.
         """

@@ -1,4 +1,4 @@
-"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager; all of it or nothing."""
+"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager. If a step fails, nothing remains."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 START_WAIT_S = 10.0
-"""How long the engine's start waits for the first extent (at most 1 GiB: half a second on an idle machine), so that
-the first requests find room; the rest is mapped while the engine runs."""
+"""How long the engine's start waits until the host pool's first extent is mapped, so that blocks of the first requests
+can be stored. An extent has at most 1 GiB, which takes half a second on an idle machine. The other extents are mapped
+while the engine runs."""
 
 FAILED_LOAD_REST_S = 30.0
-"""After a failed load, an engine that ends requests whose loads are late gets no promises for this long. Each attempt
-can cost a client its request, and a tier that was slow for longer than `load.deadline_s` is seldom fast a moment later.
-"""
+"""How long after a failed load lookups promise nothing to new requests, if the engine ends requests whose loads are
+late. In such an engine each further load may cost a client its request, and a tier that needed longer than
+`load.deadline_s` is seldom fast a moment later."""
 
 
 def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
-    """The configuration for one of `units` units on this node; unchanged if it sets `host.units_per_node` itself."""
+    """Returns the configuration for one of `units` units on this node. If the user set `host.units_per_node`, the
+    configuration is returned unchanged."""
     if units <= 1 or config.origin("host.units_per_node") != "default":
         return config
     return config.replaced({"host.units_per_node": units})
@@ -59,15 +61,18 @@ def build_unit(
     alignment_tokens: int | None = None,
     prompt_keys: PromptKeys | None = None,
 ) -> LiveUnit:
-    """
+    """Builds the unit that serves `ranks`, with its host pool, tiers and manager.
+
     Args:
-        groups: KV groups of the engine's pool; they share the host pool's slots, and a slot can hold a page of any.
+        groups: KV groups of the engine's pool. They share the host pool's slots; a slot can hold a page of any group.
         ranks: the facts of every rank, by rank number.
-        slots: slots of the host pool; None for as many as the configured host memory holds.
-        listener: receives the keys that become visible in host memory and those that leave it.
-        prompt_limit: the log warns if a tier holds less than this; None if the engine does not report it.
-        alignment_tokens: every hit is a multiple of it; None if hits need only be whole blocks of every group.
-        prompt_keys: makes keys of token ids, for plugins' calls; None if no plugin may ask about a prompt.
+        slots: number of slots in the host pool; None for as many as the configured host memory holds.
+        listener: receives the keys that become visible in host memory and those that leave it; None for no listener.
+        prompt_limit: the longest prompt that the engine accepts; the log warns if a tier cannot hold it. None if the
+            engine does not report it.
+        alignment_tokens: every hit is a multiple of this many tokens; None if a hit need only end at a block boundary
+            of every group.
+        prompt_keys: makes keys from token ids, for plugins' calls; None if no plugin may ask about a prompt.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
@@ -120,7 +125,7 @@ def build_unit(
 
 
 def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
-    """All groups share the slots of the first."""
+    """Describes the groups to the manager. All groups share the slots of the first group."""
     return [
         GroupSpec(group.block_tokens, slots, group.rule, group.reach, shares=0 if number else None)
         for number, group in enumerate(groups)
@@ -128,7 +133,8 @@ def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
 
 
 def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ...]:
-    """The ranks that have their own stripe: the first of each row of ranks that hold the same bytes.
+    """Returns the ranks that have their own stripe. If consecutive ranks hold the same bytes, only the first of them
+    has one.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
@@ -153,7 +159,7 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
         raise GeometryError(
             f"{replicas} of {len(facts)} ranks hold the same bytes; allowed is what divides the ranks"
         )
-    # A rank loads what another has stored in their shared stripe, so each run must lie at the same place in it.
+    # Ranks that share a stripe load what another of them stored in it, so their runs must lie at the same offsets.
     firsts = [facts[number - number % replicas] for number in range(len(facts))]
     if any(
         rank.replicas != replicas or _bytes_of(rank) != _bytes_of(first)
@@ -164,7 +170,7 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
 
 
 def _bytes_of(rank: RankFacts) -> list[tuple[int, str, bytes]]:
-    """The facts that must be equal for ranks that share a stripe."""
+    """The facts that must be equal on all ranks that share a stripe."""
     return [(group.stripe_bytes, group.format_id, group.run_table.tobytes()) for group in rank.groups]
 
 

@@ -1,4 +1,4 @@
-"""Describes a tier's capacity to the user who sizes it, in tokens and in prompts of maximal length."""
+"""Puts a tier's capacity into words for the log, in tokens and in prompts of maximal length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class PromptLimit:
     """The longest prompt that the engine accepts.
 
     Attributes:
-        setting: the engine's name for the limit.
+        tokens: its length in tokens.
+        setting: the name of the engine's setting that limits prompts.
     """
 
     tokens: int
@@ -27,12 +28,13 @@ class TierCapacity:
     """The capacity of one tier of one unit.
 
     Attributes:
-        tier: its name in the log.
-        blocks: how many blocks fit.
-        block_bytes: bytes of one block over all ranks, including trailers and padding.
-        setting: the setting that sizes the tier.
-        shares: how many times the setting's bytes are taken: once per rank, or once per disk in use.
-        groups: KV groups whose pages use its slots.
+        tier: the tier's name in the log.
+        blocks: how many blocks the tier holds.
+        block_bytes: bytes of one block on all ranks, including trailer and padding.
+        setting: the name of the setting that sizes the tier.
+        shares: by what the setting's bytes are multiplied to get the tier's size: the number of ranks if the setting is
+            per rank, the number of disks in use if it is per disk, otherwise 1.
+        groups: KV groups whose pages use the tier's slots.
     """
 
     tier: str
@@ -44,19 +46,19 @@ class TierCapacity:
 
     @property
     def tokens(self) -> int:
-        """How many tokens a tier of one group has room for."""
+        """How many tokens the tier holds if it serves one KV group only."""
         return self.blocks * self.groups[0].block_tokens
 
     @property
     def _has_whole_prompts(self) -> bool:
-        """Whether a prompt takes room for all of its tokens, rather than for the pages that a hit on it needs."""
+        """Whether a hit on a prompt needs the pages of all its tokens. Windows, chunks and states need fewer."""
         return len(self.groups) == 1 and self.groups[0].rule is Rule.FULL
 
     def words(self, limit: PromptLimit | None) -> str:
-        """The capacity in tokens and bytes, and in prompts if the engine reports the longest one."""
+        """The capacity in tokens and bytes, and also in prompts of maximal length if `limit` is not None."""
         size = format_size(self.blocks * self.block_bytes)
         if len(self.groups) > 1:
-            # How many tokens they hold depends on how prompts share pages.
+            # How many tokens the pages of several groups hold depends on the prompts' lengths and shared prefixes.
             words = f"{self.blocks} pages of {len(self.groups)} KV groups, {size}"
         else:
             block_tokens = self.groups[0].block_tokens
@@ -68,15 +70,15 @@ class TierCapacity:
         return f"{words}, {prompts:.1f} prompts of {limit.setting} ({limit.tokens} tokens)"
 
     def pages_of(self, tokens: int) -> int:
-        """The fewest pages that a prompt of `tokens` tokens takes: those that a hit on all of it needs."""
+        """How many pages a hit on a complete prompt of `tokens` tokens needs, over all groups."""
         return sum(_pages_at_end(group, tokens) for group in self.groups)
 
     def needed_setting(self, limit: PromptLimit) -> int:
-        """The setting's value, in bytes, with which the tier holds one prompt of maximal length."""
+        """The smallest value of the tier's setting, in bytes, for which the tier holds one prompt of maximal length."""
         return -(-self.pages_of(limit.tokens) // self.shares) * self.block_bytes
 
     def shortage(self, limit: PromptLimit | None) -> str:
-        """The warning for a tier that cannot hold one prompt of maximal length; empty if it can."""
+        """The warning that the tier cannot hold one prompt of maximal length; empty if it can, or without a `limit`."""
         if limit is None or self.blocks >= self.pages_of(limit.tokens):
             return ""
         needed = self.needed_setting(limit)
@@ -88,15 +90,16 @@ class TierCapacity:
         )
 
     def log(self, logger: logging.Logger, limit: PromptLimit | None, more: str) -> None:
-        """Logs one line that ends with `more`, and a warning if the tier is short."""
+        """Logs the capacity in one line that ends with `more`. Adds a warning if the tier is too small for one prompt
+        of maximal length."""
         logger.info("%s: %s%s", self.tier, self.words(limit), more)
         if words := self.shortage(limit):
             logger.warning("%s", words)
 
 
 def _pages_at_end(group: KvGroup, tokens: int) -> int:
-    """The most pages of a group that a hit of `tokens` tokens needs: `GroupRule::most_pages`, with a part of a block
-    at the end counted as a page."""
+    """How many pages of a group a hit of `tokens` tokens needs at most. Computes the same as `GroupRule::most_pages`,
+    but counts an incomplete last block as a page."""
     whole = -(-tokens // group.block_tokens)
     if group.rule is Rule.WINDOW:
         return min(whole, group.reach)

@@ -1,4 +1,5 @@
-"""Carries ops between a manager and the planes of its tiers, and never waits for one."""
+"""Submits the manager's planned ops to the planes of its tiers and reports their results to the manager. Only a close
+waits for ops."""
 
 from __future__ import annotations
 
@@ -14,29 +15,33 @@ from flexkv.transfer.graph import OpKind, OpResult, SlotIds, TransferGraph
 logger = get_logger(__name__)
 
 WATCH_EVERY_S = 0.25
-"""How often the tiers are polled while nothing moves."""
+"""The shortest interval between calls of each tier's own `poll`."""
 
 SAY_LEFT_EVERY_S = 60.0
 """The shortest interval between log lines about pages that the engine computes although a tier has them."""
 
 FLUSH_SHARE = 0.7
-"""During this share of a close's time writes may begin; in the rest they end and become durable."""
+"""The share of a close's time in which writes may still begin. The rest is left for them to finish and become durable.
+"""
 
 WORK_SHARE = 0.8
-"""After this share of a close's time nothing waits for writes any more. The rest is the planes' and tiers': one disk
-that hangs must not take the time in which the others make durable what they have."""
+"""The share of a close's time after which the close no longer waits for writes. The rest is reserved for closing the
+planes and tiers, so that one disk that hangs cannot use up the time in which the other disks make their pages durable.
+"""
 
 CLOSE_LOOK_S = 0.002
-"""How often a close checks whether the writes have ended."""
+"""How often a close checks whether the writes have finished."""
 
 
 class UnitDriver:
-    """The manager's thread calls it whenever it is free. Closes the tiers and their planes.
+    """Moves pages between host memory and the tiers behind it. The manager's thread calls `poll` whenever it is free.
+
+    The driver owns the planes and tiers, and closes them.
 
     Args:
-        manager: all of its tiers but the first may have planes.
-        fail_read: fails loads that wait for a fetch (host slots and number) that will never be submitted. For a
-            submitted fetch, the plane settles its loads itself.
+        manager: the unit's manager. Its first tier is host memory, which has no plane.
+        fail_read: fails the loads that wait for a fetch which was never submitted; takes the fetch's host slots and its
+            op id. A plane does this itself for the fetches that were submitted to it.
     """
 
     def __init__(
@@ -57,17 +62,17 @@ class UnitDriver:
         self._say_left_at_s = 0.0
         self._given_up_pages = 0
         self._closed: bool | None = None
-        """What `close` returned; None before the first call."""
+        """The value that `close` returned; None before its first call."""
 
     @property
     def busy(self) -> bool:
-        """Whether further calls of `poll` have something to submit, to wait for, or to make durable."""
+        """Whether a tier has ops to submit, ops in flight or pages that are not durable yet, or a reset is unfinished."""
         return self._closed is None and (
             self._manager.work.busy or self._manager.resets or any(tier.unflushed for tier in self._behind)
         )
 
     def poll(self) -> None:
-        """Takes results, plans writes, and submits planned ops. Costs about a microsecond if there is nothing to do."""
+        """Collects results, plans writes and submits planned ops. Costs about a microsecond if there is nothing to do."""
         if self._closed is not None:
             return
         if self._manager.resets:
@@ -82,7 +87,7 @@ class UnitDriver:
             self._watch(now_s)
 
     def look_durable(self) -> bool:
-        """Polls the tiers; returns whether everything written until now would survive a crash."""
+        """Polls the tiers. Returns whether all pages written so far would survive a crash."""
         return all(tier.durable() for tier in self._behind)
 
     def _submit(self, tier: TierId, graph: TransferGraph) -> None:
@@ -92,8 +97,8 @@ class UnitDriver:
             if self._planes[tier].submit(graph) is not None:
                 return
         except Exception as error:
-            # The engine can do without the tier, whatever error its plane has met (no more threads, for
-            # example): its pages are misses from now on. Graphs for other tiers are still submitted.
+            # Whatever the error (no more threads, for example), the engine can do without the tier. Lookups treat
+            # the tier's pages as misses from now on. Graphs for the other tiers are still submitted.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
         for op in graph.ops:
@@ -131,12 +136,13 @@ class UnitDriver:
         )
 
     def close(self, deadline_s: float) -> bool:
-        """Writes waiting pages and pages that only host memory has, ends the planes, and makes everything durable.
+        """Writes waiting pages and pages that only host memory has, closes the planes, and makes all pages durable.
 
-        Returns False if after `deadline_s` seconds some page still moves, was not written or is not durable. Only pages
-        that were not written are lost. New writes begin only within `FLUSH_SHARE` of the time, so that those under way
-        can end and become durable. Each plane, and then each tier, has an equal share of the time that is left when
-        its turn comes, and at least `1 - WORK_SHARE` of all is left to them. Further calls return the same.
+        Returns False if after `deadline_s` seconds some page is still being copied, was not written, or is not durable.
+        Only pages that were not written are lost. Writes begin only during the first `FLUSH_SHARE` of the time, so that
+        they can finish and become durable in the rest. At least `1 - WORK_SHARE` of the time is left for the planes and
+        then the tiers, which are closed one after another. Each gets an equal share of the time that is left when its
+        turn comes. Further calls return the same value.
         """
         if self._closed is not None:
             return self._closed
@@ -176,11 +182,11 @@ class UnitDriver:
 
 
 def _close_in_turn(parts: Sequence[Plane | Tier], ends_s: float, behind: int) -> list[bool]:
-    """Closes parts by `ends_s`, with equal shares of the time left for those whose turn has not come; returns whether
-    each has ended well.
+    """Closes `parts` one after another by `ends_s`. When a part's turn comes, it gets an equal share of the time left.
+    Returns for each part whether it was closed without loss.
 
     Args:
-        behind: number of parts that come later.
+        behind: how many further parts the caller closes afterwards, which get shares as well.
     """
     turns = range(len(parts) + behind, behind, -1)
     return [
@@ -190,7 +196,8 @@ def _close_in_turn(parts: Sequence[Plane | Tier], ends_s: float, behind: int) ->
 
 
 def _close(part: Plane | Tier, deadline_s: float) -> bool:
-    """Closes a part; returns whether all of it ended well. Logs an error, so that the other parts are closed, too."""
+    """Closes one plane or tier. Returns whether it was closed without loss. Logs an exception instead of raising it, so
+    that the other parts are closed, too."""
     try:
         return part.close(deadline_s)
     except Exception:

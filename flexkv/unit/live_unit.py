@@ -21,24 +21,25 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 EXPIRE_EVERY_S = 1.0
-"""How often the unit checks for expired leases of lookups that were never used. A lease lasts a minute by default."""
+"""How often the unit checks for expired leases, whose lookups no load followed. A lease lasts a minute by default."""
 
 
 class LiveUnit(EngineUnit):
-    """A unit that serves requests, with its pools, tiers and gate.
+    """A unit that serves requests, with its host pool, tiers, weights gate and plugins.
 
     Args:
-        places: each rank's share of a slot, by group.
-        slabs: for workers that move pages directly between a tier and the engine's pool; None if no worker does.
-        pools: see the attribute.
-        close_s: how long a close may take.
-        gate: see the attribute.
+        places: for each rank, where its share of a slot lies, per group.
+        slabs: the slabs on disk, for workers that copy pages directly between disk and the engine's pool; None if no
+            worker does.
+        pools: the id of each rank's engine pool.
+        close_s: how many seconds a close may take.
+        gate: the weights gate over the manager's tiers.
 
     Attributes:
-        pools: each rank's engine pool, for which the unit was made.
-        driver: carries ops to the tiers behind host memory, and their results back.
-        gate: keeps these tiers out of use until the engine's weights are named.
-        plugins: programs of the user beside the unit; None if there are none.
+        pools: the id of each rank's engine pool at the time when the unit was made.
+        driver: submits ops to the tiers behind host memory, and reports their results to the manager.
+        gate: keeps the tiers behind host memory out of use until the engine's weights have a name.
+        plugins: the user's programs that run beside the unit; None if there are none.
     """
 
     plugins: UnitPlugins | None = None
@@ -72,13 +73,14 @@ class LiveUnit(EngineUnit):
         self._up = 0
         self._expire_at_s = 0.0
         self._closed: bool | None = None
-        """What `close` returned; None before the first call."""
+        """The value that `close` returned; None before its first call."""
 
     def make_grant(self, on_device: bool) -> PoolGrant:
-        """Data with which workers in other processes map the pool.
+        """Makes the record with which workers in other processes map the host pool.
 
         Args:
-            on_device: the engine's pool lies on devices, whose processes register the memory before they use it.
+            on_device: whether the engine's pool lies on GPUs. Each worker then registers the host memory with its GPU
+                before it uses it.
         """
         self._workers_pin = on_device
         return PoolGrant(self.unit_id, self.pools, self.pool.descriptor(), self.places, self.slabs)
@@ -95,15 +97,15 @@ class LiveUnit(EngineUnit):
             return
         up = self.pool.ready_slots
         if self._workers_pin:
-            # Each worker registers the memory with its own device, which takes a while and may not cover all
-            # of it. On a host device a mapped slot is ready for all workers, because they map the pool before
-            # they touch it.
+            # Each worker registers the memory with its own GPU. This takes a while, and the GPU may not accept all
+            # of it, so only slots that all workers have reported are used. Workers without a GPU register nothing:
+            # every mapped slot is ready for them.
             up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
         if up > self._up:
             self._up = up
-            # All groups share the slots of the first.
+            # All groups share the slots of group 0.
             self.manager.grow(0, up)
-        # The pool logs how bring-up ended when it is polled after the end, so `growing` is true until then.
+        # `growing` stays true until the pool has logged how bring-up ended, which reading `ready_slots` makes it do.
         self.growing = self._up < self.slots or not self.pool.settled
 
     def disable(self, rank: int, error: str) -> None:
@@ -128,7 +130,7 @@ class LiveUnit(EngineUnit):
 
     @property
     def own_disks(self) -> DiskPages | None:
-        """The tier of the unit's own disks; None without one."""
+        """The tier of the unit's own disks; None if the unit has no disks."""
         return next((tier for tier in self.manager.tiers if isinstance(tier, DiskPages)), None)
 
     @property
@@ -163,7 +165,7 @@ class LiveUnit(EngineUnit):
             counters.set("flexkv_weights_known", float(self.gate.is_open))
 
     def status(self) -> dict[str, Any]:
-        """The unit as plain values, for its plugins."""
+        """The unit's state and counts as plain values, which plugins may ask for."""
         stats = self.manager.stats()
         return {
             "unit": self.unit_id.hex(),
@@ -184,7 +186,7 @@ class LiveUnit(EngineUnit):
         """See `EngineUnit.close`.
 
         Args:
-            close_s: how long the tiers may take; None for as long as configured.
+            close_s: how many seconds the tiers may take; None for `transfer.close_s`.
         """
         if self._closed is None:
             if self.plugins is not None:

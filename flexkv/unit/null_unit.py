@@ -1,4 +1,4 @@
-"""A unit without a cache: for the time before the engine's ranks are known, and for ranks that cannot be served."""
+"""A unit without a cache. An adapter has it before the engine's ranks are known, and if the ranks cannot be served."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class NullManager(CacheManager):
         return 0
 
     def release(self, request_id: str) -> None:
-        """Nothing is leased."""
+        """Does nothing: this manager leases no pages."""
 
     def abandon_loads(self, request_id: str) -> None:
-        """Nothing is loaded."""
+        """Does nothing: this manager plans no loads."""
 
     def end_request(self, request_id: str) -> None:
-        """No request is known."""
+        """Does nothing: this manager has no record of requests."""
 
     def forget(self, group: int, keys: Keys) -> int:
         return 0
@@ -108,7 +108,7 @@ class NullManager(CacheManager):
         return 0
 
     def grow(self, group: int, slots: int) -> None:
-        """There is no pool."""
+        """Does nothing: there is no host pool."""
 
     def expire(self) -> int:
         return 0
@@ -117,10 +117,10 @@ class NullManager(CacheManager):
         return 0
 
     def disable(self) -> None:
-        """Nothing is promised anyway."""
+        """Does nothing: this manager never promises pages."""
 
     def check_integrity(self) -> None:
-        """Nothing to check."""
+        """Does nothing: there is no index to check."""
 
 
 class NullUnit(EngineUnit):
@@ -140,8 +140,8 @@ class NullUnit(EngineUnit):
 
     @property
     def was_reset(self) -> bool:
-        """Whether the weights changed meanwhile. Tiers may hold pages of the old weights, so the next unit is reset
-        before it promises or stores anything.
+        """Whether the engine reset its cache while it had this unit, because its weights changed. Tiers may hold pages
+        of the old weights, so the next unit is reset before it promises or stores anything.
         """
         return self.manager.was_reset
 
@@ -149,22 +149,22 @@ class NullUnit(EngineUnit):
         return False
 
     def rank_ready(self, ready: Mapping[int, int]) -> None:
-        """Does nothing: no rank has a pool."""
+        """Does nothing: no rank maps a host pool."""
 
     def grow(self) -> None:
-        """There is no pool."""
+        """Does nothing: there is no host pool."""
 
     def disable(self, rank: int, error: str) -> None:
         self.reason = self.reason or error
 
     def stop_straight_loads(self, rank: int, reason: str) -> None:
-        """There is no tier."""
+        """Does nothing: there are no tiers to load from."""
 
     def expire_if_due(self, counters: Counters) -> None:
-        """Nothing is leased."""
+        """Does nothing: there are no leases."""
 
     def count(self, counters: Counters) -> None:
-        """Nothing to count."""
+        """Does nothing: a unit without a cache has no counts."""
 
     def close(self) -> bool:
         self.state = UnitState.CLOSED

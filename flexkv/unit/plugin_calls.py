@@ -22,40 +22,40 @@ from flexkv.plugins.unit_socket import MOST_TOKENS
 logger = get_logger(__name__)
 
 MOST_WAITING = 64
-"""Calls that wait for the unit's thread; two for each connection that a server has."""
+"""How many calls may wait for the unit's thread: two per connection that the server accepts."""
 
 STATUS_EVERY_S = 1.0
-"""How often the unit's thread notes its status."""
+"""How often the unit's thread copies the unit's status for the server's thread, which answers from the copy."""
 
 PIN_SHARE = 8
-"""Plugins pin one host slot in this many at most, all together: the rest is for requests."""
+"""All plugins together may pin at most 1 / `PIN_SHARE` of the host slots. The rest is left to requests."""
 
 MOST_PIN_S = 3600.0
 
 MOST_PINS = 64
-"""Most calls of `pin` whose time is not over."""
+"""How many calls of `pin` may hold pages at the same time."""
 
 PromptKeys = Callable[[Sequence[int], str], Sequence[Keys]]
-"""Makes the keys of a prompt's whole blocks by KV group, from its token ids and its cache salt (empty for none). The
-server's thread calls it, so it must not touch what the unit's thread changes.
+"""A function that makes the keys of a prompt's complete blocks, per KV group. It takes the prompt's token ids and its
+cache salt (empty for none). The server's thread calls it, so it must not read data that the unit's thread changes.
 
 Raises:
-    FlexKVError: such a prompt has no keys; the message says why.
+    FlexKVError: keys cannot be made for this prompt; the message says why.
 """
 
 
 class HasStatus(Protocol):
-    """A unit, as far as calls need it."""
+    """The part of a unit that plugins' calls use."""
 
     manager: LocalCacheManager
 
     def status(self) -> dict[str, Any]:
-        """The unit's status for people and plugins, as plain values."""
+        """The unit's state and counts as plain values."""
 
 
 @dataclass(slots=True, eq=False)
 class KeyedCall:
-    """A call with the keys of its prompt."""
+    """A plugin's call, with the keys of its prompt per KV group; no keys if the call has no prompt."""
 
     call: Call
     keys: Sequence[Keys]
@@ -63,10 +63,12 @@ class KeyedCall:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Pages that one call has pinned, kept under `name`.
+    """The pages that one call of `pin` keeps from eviction.
 
     Attributes:
-        ends_s: when the pin ends, on the monotonic clock.
+        name: the name under which the manager keeps the pages.
+        connection: the connection that made the call; the pin ends when it closes.
+        ends_s: when the pin ends at the latest, on the monotonic clock.
     """
 
     name: str
@@ -75,10 +77,11 @@ class Pin:
 
 
 class PluginCalls(CallTaker):
-    """The plugins' calls that wait for the unit's thread, and the pins that they made.
+    """Queues plugins' calls for the unit's thread, executes them there, and keeps the pins that they made.
 
     Args:
-        prompt_keys: None if the adapter has none; calls about a prompt are then refused.
+        prompt_keys: makes the keys of a prompt. None if the adapter cannot make keys; calls about a prompt are then
+            refused.
     """
 
     def __init__(self, unit: HasStatus, prompt_keys: PromptKeys | None) -> None:
@@ -134,11 +137,12 @@ class PluginCalls(CallTaker):
 
     @property
     def busy(self) -> bool:
-        """Whether calls wait for the next `run`, or for pages."""
+        """Whether calls wait for the next `run`, or prefetches wait for pages."""
         return bool(self._waiting or self._prefetches)
 
     def run(self) -> None:
-        """Carries out one waiting call, and answers ended prefetches. Costs a microsecond if there is nothing to do."""
+        """Executes one waiting call, and answers prefetches that have finished. Costs a microsecond if there is nothing
+        to do."""
         now_s = time.monotonic()
         if now_s - self._status_at_s >= STATUS_EVERY_S:
             self._status, self._status_at_s = self._unit.status(), now_s
@@ -155,7 +159,7 @@ class PluginCalls(CallTaker):
         try:
             action(one)
         except Exception as error:
-            # A plugin's call must not end the engine's step.
+            # A failing call of a plugin must not raise in the engine's step.
             logger.exception("a plugin's call %r failed", one.call.name)
             one.call.answer({"error": f"{type(error).__name__}: {error}"})
 
@@ -203,7 +207,7 @@ class PluginCalls(CallTaker):
         one.call.answer({"pages": before - self._unit.manager.kept_pages})
 
     def _end_pins(self, ends: Callable[[Pin], bool]) -> None:
-        """Ends the pins for which `ends` is true."""
+        """Ends each pin for which `ends` returns true."""
         for pin in [pin for pin in self._pins if ends(pin)]:
             self._pins.remove(pin)
             self._unit.manager.end_keep(pin.name)
@@ -217,8 +221,8 @@ class PluginCalls(CallTaker):
             self._answer_cached(one)
 
     def _end_prefetches(self) -> None:
-        """Ends the prefetches whose pages have arrived, or whose call was abandoned: nothing holds their pages after
-        that.
+        """Ends the prefetches whose pages have arrived or whose call was abandoned, and answers the former. Their pages
+        may be evicted from then on.
         """
         manager = self._unit.manager
         for request_id, one in list(self._prefetches.items()):
@@ -229,7 +233,7 @@ class PluginCalls(CallTaker):
                     self._attempt(self._answer_cached, one)
 
     def close(self) -> None:
-        """Ends the pins and prefetches of calls."""
+        """Ends all pins and prefetches, and drops the calls that still wait."""
         self._end_pins(lambda pin: True)
         while self._prefetches:
             self._unit.manager.release(self._prefetches.popitem()[0])

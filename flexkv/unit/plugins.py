@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 def start_rank_plugins(config: FlexKVConfig, rank: int, unit: UnitId) -> PluginLauncher | None:
-    """Starts the plugins beside a rank that serves `unit`; None if there are none."""
+    """Starts the plugins that run beside one rank of `unit`, and returns their launcher; None if there are none."""
     if config.plugins.folder is None:
         return None
     found = find_programs(config.plugins.folder)
@@ -25,7 +25,7 @@ def start_rank_plugins(config: FlexKVConfig, rank: int, unit: UnitId) -> PluginL
 
 
 def _name_refused(found: FoundPrograms) -> None:
-    """Logs, once per process, which plugins are not run."""
+    """Logs which plugins are refused and why, once per process."""
     for name, reason in found.refused:
         warn_once(logger, f"plugin {name}", "plugins.folder: %s is not run: %s", name, reason)
 
@@ -38,10 +38,10 @@ def _launch(
 
 
 class UnitPlugins:
-    """The plugins beside a unit, its socket, and their calls.
+    """The plugins that run beside a unit, the socket on which they call it, and their calls.
 
     Attributes:
-        calls: calls for the unit's thread.
+        calls: the plugins' calls, which wait for the unit's thread.
     """
 
     def __init__(self, folder: str, found: FoundPrograms, unit_id: UnitId, calls: PluginCalls) -> None:
@@ -57,8 +57,8 @@ class UnitPlugins:
     def start(
         cls, config: FlexKVConfig, unit_id: UnitId, unit: HasStatus, prompt_keys: PromptKeys | None
     ) -> UnitPlugins | None:
-        """Starts the plugins of a unit, and its socket, which plugins of its ranks use too. None if the folder is not
-        set or has no plugins; the log names those that are refused.
+        """Starts a unit's plugins and its socket, which the plugins beside its ranks use as well. Returns None if
+        `plugins.folder` is not set or contains no plugin that may run. Logs which plugins are refused.
         """
         folder = config.plugins.folder
         if folder is None:
@@ -71,12 +71,13 @@ class UnitPlugins:
         return cls(folder, found, unit_id, PluginCalls(unit, prompt_keys))
 
     def begin_close(self) -> None:
-        """Asks the plugins to end, and waits for nothing: an engine that ends may have seconds left to write pages."""
+        """Asks the plugins to end, without waiting for them: an engine that shuts down may have only seconds left to
+        write pages."""
         if self._launcher is not None:
             self._launcher.begin_close()
 
     def close(self) -> None:
-        """Ends the plugins, then the socket. Waits for them, each wait with its deadline."""
+        """Ends the plugins, then closes the socket. Waits for both, each time up to a deadline."""
         if self._launcher is not None:
             self._launcher.close()
         if self._server is not None and not self._server.close():

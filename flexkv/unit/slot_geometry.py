@@ -1,4 +1,4 @@
-"""Bytes of a slot of the host pool, and each rank's share of it."""
+"""Computes how many bytes a slot of the host pool has, and where each rank's share of a slot lies."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from flexkv.errors import GeometryError
 from flexkv.facts.ranks import GroupFacts, RankFacts, RankPlace
 
 DIGEST_BYTES = 8
-"""Bytes of one run's digest."""
+"""Size of the digest of one run, in bytes."""
 
 
 def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
-    """Lays out the run digests of all ranks after the stripes, if no tier's format says where they lie.
+    """Lays out the run digests of all ranks, one rank after another, behind the stripes. Used if no tier has a format
+    that fixes their offsets.
 
     Args:
-        runs: how many runs each rank's view has (`len(view.runs)`).
+        runs: for each rank, how many runs its view has (`len(view.runs)`).
 
     Returns:
-        Bytes of all areas, and each rank's offset from `SlotImage.trailer_offset`.
+        The size of all digests in bytes, and for each rank the offset of its digests from `SlotImage.trailer_offset`.
     """
     offsets = [DIGEST_BYTES * sum(runs[:rank]) for rank in range(len(runs))]
     return DIGEST_BYTES * sum(runs), offsets
@@ -29,11 +30,11 @@ def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
-    """One slot holds a block of any one group, of every rank: stripes, then the trailer.
+    """The layout of a host slot. A slot holds one page of any KV group: a stripe per rank, then the trailer.
 
     Attributes:
-        slot_bytes: bytes of the largest group's image.
-        places: each rank's places, one per group.
+        slot_bytes: size of a slot, which is that of the largest group's slot image.
+        places: for each rank, where its share of a slot lies, per group.
     """
 
     slot_bytes: int
@@ -47,12 +48,14 @@ class SlotGeometry:
         verify: bool,
         images: Sequence[tuple[ImageNeeds, ...]],
     ) -> SlotGeometry:
-        """
+        """Computes the layout.
+
         Args:
-            stripes: facts of the ranks that have their own stripe, which is the first of each row of `ranks` that hold
-                the same bytes. All rows are equally long.
+            stripes: facts of the ranks that have their own stripe. If consecutive ranks hold the same bytes, only the
+                first of them has one; the number of ranks per stripe is the same for all stripes.
+            ranks: number of all ranks.
             verify: whether pages have digests.
-            images: for each tier that stores more than the stripes, its needs by group.
+            images: for each tier that stores more than the stripes, what it needs in a slot, per group.
 
         Raises:
             GeometryError: two tiers need different images.
@@ -72,7 +75,7 @@ class SlotGeometry:
 def _places(
     stripes: Sequence[GroupFacts], verify: bool, needs: ImageNeeds | None
 ) -> tuple[int, list[RankPlace]]:
-    """Bytes of one group's image, and the place of each stripe in it."""
+    """Returns the size of one group's slot image in bytes, and the place of each stripe in it."""
     trailer_bytes, areas = digest_areas([stripe.runs for stripe in stripes]) if verify else (0, [])
     image = SlotImage([stripe.stripe_bytes for stripe in stripes], trailer_bytes)
     digests = [image.trailer_offset + area for area in areas]

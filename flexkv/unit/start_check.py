@@ -1,5 +1,5 @@
-"""Checks, before any resource is taken, that this machine has what the settings ask for. An engine's start and `flexkv
-info` run these checks.
+"""Checks that this machine has what the settings require, before flexkv takes any resource. An engine's start and
+`flexkv info` run these checks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from flexkv.storage.folder_share import OwnBytes, WholeSlots, folder_faults, sam
 
 
 def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
-    """Why a unit of `ranks` ranks cannot start here; empty if it can, as far as that is known without its model.
+    """Returns the reasons why a unit of `ranks` ranks cannot start here, as far as they are known without its model.
 
     Args:
-        lost: folders that cannot be used, and why (`folder_faults`). If none can be used, the last fault is a
-            `DiskError` that names them.
+        lost: the folders of `disk.folders` that cannot be used, each with the reason (`folder_faults`). If these are
+            all folders, the last fault is a `DiskError` that lists them.
     """
     faults: list[FlexKVError] = []
     try:
@@ -42,13 +42,15 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
 
 
 def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes, whole: WholeSlots) -> None:
-    """
+    """Raises an error if a unit of `ranks` ranks cannot start here.
+
     Args:
-        own: returns how many bytes under a folder the unit may overwrite.
-        whole: returns how many of the bytes that it may have in a folder its slabs take.
+        own: takes a folder, and returns how many bytes in it the unit may overwrite because it wrote them earlier.
+        whole: takes the number of bytes that the unit may fill in a folder, and returns how many its slabs will take,
+            because slabs consist of complete slots.
 
     Raises:
-        FlexKVError: the unit cannot start here; if there are several reasons, a ConfigError names all of them.
+        FlexKVError: the unit cannot start here. If there are several reasons, a ConfigError lists all of them.
     """
     faults = start_faults(config, ranks, folder_faults(config, own, whole))
     if len(faults) > 1:

@@ -11,7 +11,7 @@ from flexkv.cache.tiers.contract import Series, TierCounts
 from flexkv.observe import Counters, PageLoss
 
 ON_DISK = frozenset({"disk", "peers"})
-"""Labels of the tiers whose pages lie on disks of this machine: `flexkv_disk_*` adds these up, and no others."""
+"""Labels of the tiers whose pages lie on this machine's disks. The metrics `flexkv_disk_*` add up these tiers."""
 
 
 STATS = {
@@ -28,17 +28,13 @@ STATS = {
     "tail_hits": ("flexkv_manager_events_total", "tail_hit"),
     "cut_promises": ("flexkv_manager_events_total", "cut_promise"),
 }
-"""The fields of `ManagerStats`, each with its metric and the value of that metric's label `event`; fields that are
-missing here have their own metrics.
+"""For fields of `ManagerStats`, the metric to which each is added and the value of that metric's label `event`. The
+other fields have metrics of their own.
 """
 
 
 class TierMetrics:
-    """The tier metrics of one manager.
-
-    Args:
-        manager: the manager whose tiers are reported; its tiers on disk are added up.
-    """
+    """Reports the counts of one manager and its tiers as metrics, each time those added since the last report."""
 
     def __init__(self, manager: LocalCacheManager) -> None:
         self._manager = manager
@@ -60,7 +56,7 @@ class TierMetrics:
 
     @property
     def has_news(self) -> bool:
-        """Whether pages became durable since the last `count`, or a tier went out of use or came back."""
+        """Whether since the last `count` pages became durable, or a tier went down or came back."""
         return self._durable != self._counted_durable or self._down != self._counted_down
 
     @property
@@ -72,7 +68,7 @@ class TierMetrics:
         return sum(tier.durable_pages for tier in self._disks.values())
 
     def count(self, counters: Counters) -> None:
-        """Adds the counts since the last call, and sets the gauges."""
+        """Adds to `counters` what was counted since the last call, and sets its gauges."""
         self._counted_down = self._down
         evictions = self._manager.counts.evicted_blocks
         if evictions != self._counted_evictions:
@@ -100,7 +96,7 @@ class TierMetrics:
             self._count_costs(counters)
 
     def _count_manager(self, counters: Counters) -> None:
-        """Reports the control plane's counts that no other metric covers."""
+        """Adds the manager's own counts: the fields in `STATS`, the reasons for misses, and expired blocks."""
         now, before = self._manager.stats(), self._counted_stats
         for name, (metric, event) in STATS.items():
             if new := getattr(now, name) - getattr(before, name):
@@ -150,7 +146,7 @@ class TierMetrics:
         cost = self._manager.cost
         for number, tier in self._disks.items():
             if tier.sink is not None:
-                # Read-only tiers, such as other units' folders, have no metric for their costs.
+                # Tiers that are only read, such as other units' folders, have no metric for their costs.
                 counters.set("flexkv_disk_page_seconds", cost.fetch(number).line()[1], what="read")
                 counters.set("flexkv_disk_page_seconds", cost.straight(number).line()[1], what="gds")
         counters.set("flexkv_disk_page_seconds", cost.load.line()[1], what="load")

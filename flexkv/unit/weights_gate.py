@@ -1,5 +1,5 @@
-"""Keeps the tiers behind host memory out of use until the engine's weights have a name made from
-all of their content.
+"""Keeps the tiers behind host memory out of use until the engine's weights have a name, which is computed from all of
+their content.
 """
 
 from __future__ import annotations
@@ -19,29 +19,34 @@ from flexkv.weights.table_folder import table_folder
 logger = get_logger(__name__)
 
 START_WAIT_S = 10.0
-"""The longest that an engine's start waits for the name of its weights. The name of unchanged files is known at once;
-small models (`SOON_BYTES`) are read in less than a second unless the machine is busy, and no start waits for others."""
+"""The longest that an engine's start waits for the name of its weights. For files that were read before and have not
+changed, the name is known at once. Other files are read, but the start waits only if they have at most `SOON_BYTES`,
+which takes less than a second unless the machine is busy."""
 
 OPEN_S = 10.0
-"""How long the tiers together may take to forget pages computed with other weights; host memory serves meanwhile."""
+"""How long all tiers together may take to forget pages that were computed with other weights. Host memory serves
+requests meanwhile."""
 
 OPEN_LOOK_S = 0.002
-"""How often a start checks whether the tiers have forgotten pages of other weights."""
+"""How often an engine's start checks whether the tiers have forgotten the pages of other weights."""
 
 STOP_S = 1.0
-"""How long a close waits for a reader to end its read of 4 MiB; a read that hangs ends only with the process."""
+"""How long a close waits until the thread that reads the weights has finished its current read of 4 MiB. A read that
+hangs ends only with the process."""
 
 HELD = "the engine's weights are being read, to name them"
 
 
 class WeightsGate:
-    """The manager's thread drives it; only `of`, `start` and `close` wait. A tier that cannot open goes down without
+    """Opens the tiers behind host memory after the weights' name is known. A tier that cannot open goes down without
     affecting the others.
 
-    Host memory serves all the time. Pages stored there meanwhile go to the other tiers once these are open.
+    Until then host memory serves alone. Pages that are stored in it meanwhile go to the other tiers after these have
+    opened. All calls come from the manager's thread; only `of`, `start` and `close` wait.
 
     Args:
-        check: names the weights; None if the keys' namespace names them already.
+        check: computes the weights' name; None if nothing has to wait for it, because the keys' namespace contains the
+            name already or there is no tier behind host memory.
     """
 
     def __init__(self, manager: LocalCacheManager, check: WeightsCheck | None) -> None:
@@ -49,11 +54,11 @@ class WeightsGate:
         self._check = check
         self._is_settled = check is None
         self._open_by_s: float | None = None
-        """Deadline on the monotonic clock; None before the tiers begin to open."""
+        """When the tiers open at the latest, on the monotonic clock; None before they begin to."""
 
     @classmethod
     def of(cls, config: FlexKVConfig, content: WeightsContent, manager: LocalCacheManager) -> WeightsGate:
-        """Makes the gate of a unit that is not in use yet. Waits at most `START_WAIT_S` for the weights' name."""
+        """Makes the gate of a new unit before its first use. Waits at most `START_WAIT_S` for the weights' name."""
         if content.is_named or len(manager.tiers) == 1:
             return cls(manager, None)
         for tier in manager.tiers[1:]:
@@ -68,8 +73,8 @@ class WeightsGate:
         return self._check is None or (self._is_settled and bool(self._check.digest))
 
     def start(self) -> None:
-        """Begins to compute the weights' name, and opens the tiers if all of that takes no longer
-        than `START_WAIT_S`.
+        """Begins to compute the weights' name. Opens the tiers if the name is known and they are ready within
+        `START_WAIT_S`; otherwise a later `poll` opens them.
         """
         assert self._check is not None
         ends_s = time.monotonic() + START_WAIT_S
@@ -78,7 +83,8 @@ class WeightsGate:
             time.sleep(OPEN_LOOK_S)
 
     def poll(self) -> bool:
-        """Opens the tiers once the name is known, or takes them down if there will be none; returns whether it did."""
+        """Opens the tiers if the weights' name is known, or takes them down if it cannot be computed. Returns whether
+        it did either."""
         check = self._check
         if self._is_settled or check is None or check.pending:
             return False
@@ -94,8 +100,8 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """Begins to open the tiers. Opens them once they have forgotten the pages of other weights, or after `OPEN_S`.
-        Returns whether all are open, or down."""
+        """The first call begins to open the tiers. A call opens them if they have forgotten the pages of other weights,
+        or if `OPEN_S` has passed. Returns whether every tier is now open or down."""
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))
@@ -108,8 +114,8 @@ class WeightsGate:
         return True
 
     def _each(self, step: Callable[[Tier], None]) -> None:
-        """Calls `step` for each tier behind host memory that is not down. If the step fails (no more threads, for
-        example), takes that tier down: the engine can do without it.
+        """Calls `step` for each tier behind host memory that is not down. If the call raises (because no thread can be
+        started, for example), takes that tier down: the engine can do without it.
         """
         for number, tier in enumerate(self._manager.tiers):
             if not number or tier.down:
@@ -123,7 +129,7 @@ class WeightsGate:
                 )
 
     def close(self) -> None:
-        """Stops reading the weights. Idempotent."""
+        """Stops the thread that reads the weights. Idempotent."""
         if self._check is not None:
             self._check.stop(STOP_S)
 
