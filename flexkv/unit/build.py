@@ -1,4 +1,4 @@
-"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager. If a step fails, nothing remains."""
+"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager. A failed build leaves nothing."""
 
 from __future__ import annotations
 

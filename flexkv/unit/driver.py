@@ -66,13 +66,13 @@ class UnitDriver:
 
     @property
     def busy(self) -> bool:
-        """Whether a tier has ops to submit, ops in flight or pages that are not durable yet, or a reset is unfinished."""
+        """Whether a tier has ops to submit, ops in flight or pages not yet durable, or a reset is unfinished."""
         return self._closed is None and (
             self._manager.work.busy or self._manager.resets or any(tier.unflushed for tier in self._behind)
         )
 
     def poll(self) -> None:
-        """Collects results, plans writes and submits planned ops. Costs about a microsecond if there is nothing to do."""
+        """Collects results, plans writes and submits planned ops. Costs about a microsecond if it has no work."""
         if self._closed is not None:
             return
         if self._manager.resets:
