@@ -1,6 +1,6 @@
 """flexkv keeps the KV cache of inference engines in host memory, on local disks and in a store that machines share.
 
-docs/architecture.md describes the parts, and says which file to open for a change.
+docs/architecture.md describes its parts and says which file to open for a change.
 """
 
 from flexkv.native_core import check_native_core

@@ -1,4 +1,4 @@
-"""`python -m flexkv` is the `flexkv` command."""
+"""Makes `python -m flexkv` run the `flexkv` command."""
 
 from flexkv.cli.main import run
 

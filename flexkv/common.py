@@ -1,5 +1,5 @@
-"""Raises when imported: SGLang's --enable-flexkv first imports a module of this name from the other package named
-flexkv.
+"""Raises ConfigError when imported. SGLang's --enable-flexkv is made for the other package named flexkv, and first
+imports its module of this name.
 """
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv

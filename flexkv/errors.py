@@ -1,14 +1,16 @@
-"""The exceptions flexkv raises. Expected outcomes (a miss, a full tier, a failed page) are statuses, not exceptions."""
+"""The exceptions that flexkv raises. Expected outcomes, such as a miss, a full tier or a failed page, are statuses
+instead."""
 
 from __future__ import annotations
 
 
 class FlexKVError(Exception):
-    """Base of every exception flexkv raises on purpose."""
+    """Base class of all exceptions that flexkv defines."""
 
 
 class ConfigError(FlexKVError, ValueError):
-    """A setting is unknown or has a value that is not allowed; names it, its source and what is allowed."""
+    """A setting is unknown or has a value that is not allowed. The message names the setting, where it was set, and
+    what is allowed."""
 
 
 class GeometryError(FlexKVError, ValueError):
@@ -16,7 +18,7 @@ class GeometryError(FlexKVError, ValueError):
 
 
 class CapacityError(FlexKVError, MemoryError):
-    """A pool or buffer cannot hold even one of its units."""
+    """A pool or buffer is too small for even one block or item."""
 
 
 class BlockRangeError(FlexKVError, IndexError):
@@ -28,32 +30,33 @@ class TokenError(FlexKVError, TypeError):
 
 
 class KeySchemeError(FlexKVError, ValueError):
-    """Block keys have the wrong length, or come from a hash that is not cryptographic."""
+    """Block keys, or the data from which they are made, have the wrong type or length, or come from a hash that is not
+    cryptographic."""
 
 
 class NativeCoreError(FlexKVError, ImportError):
-    """The native core was built from another version of the source than the package that imports it; names both."""
+    """The native core was built from another version of the source than this package. The message names both."""
 
 
 class ClosedError(FlexKVError, RuntimeError):
-    """The engine, pool or manager was closed before this call."""
+    """A call was made on a transfer engine, pool or manager that is already closed."""
 
 
 class ContractError(FlexKVError, AssertionError):
-    """A caller broke a stated contract, or `check_integrity` found a broken invariant: a bug, not an event."""
+    """A caller broke a documented contract, or `check_integrity` found a broken invariant. Both are bugs."""
 
 
 class TransferError(FlexKVError, OSError):
-    """Some blocks of a synchronous transfer did not arrive; names them and says why. The others did."""
+    """Some blocks of a synchronous transfer did not arrive, and all others did. The message says which and why."""
 
 
 class DiskError(FlexKVError, OSError):
-    """A folder, slab or index of the disk tier cannot be used; names it, and what the system said."""
+    """A folder, slab or index of the disk tier cannot be used. The message names it and the system's error."""
 
 
 class StoreError(FlexKVError, OSError):
-    """A store that machines share cannot be used as the settings say; names it, and what to do."""
+    """A store that machines share cannot be used with these settings. The message names the store and what to do."""
 
 
 class PluginCallError(FlexKVError, RuntimeError):
-    """A plugin's call to its unit was refused, came to nothing in time, or found no unit; says why."""
+    """A plugin's call to its unit was refused or timed out, or there is no such unit. The message says why."""

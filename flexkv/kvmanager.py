@@ -1,4 +1,4 @@
-"""Raises when imported: in the other package named flexkv, a module of this name has the cache manager."""
+"""Raises ConfigError when imported. The other package named flexkv has its cache manager in a module of this name."""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

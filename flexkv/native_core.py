@@ -9,17 +9,18 @@ from flexkv.errors import NativeCoreError
 
 STUB = Path(__file__).with_name("c_ext.pyi")
 DIGITS = 12
-"""Digits of the digest that are compared; the build writes as many (`build_support.ninja_file.interface_id`)."""
+"""Number of compared hexadecimal digits; the build writes the same number (`build_support.ninja_file.interface_id`)."""
 UNKNOWN = "unknown (older than this check)"
 
 
 def check_native_core() -> None:
-    """Compares the interface that the native core was built from, a digest of the stub, with this package's.
+    """Compares two digests of the stub `c_ext.pyi`: the one in the native core, written when it was built, and that of
+    the stub in this package.
 
-    Does not raise if the core is missing or cannot be loaded, because reading settings needs none.
+    Returns silently if the core is missing or cannot be loaded, because settings can be read without it.
 
     Raises:
-        NativeCoreError: it was built from another version of the source.
+        NativeCoreError: the core was built from another version of the source.
     """
     try:
         from flexkv import c_ext

@@ -1,8 +1,8 @@
 """The control plane's contracts: what an adapter may ask of a cache manager, and what the manager returns.
 
-One manager serves one ownership unit. A single thread drives it (the engine's scheduler). It never blocks, except in a
-`reset` with tiers that outlive the process. It never touches a byte of KV: it plans transfer graphs, and its caller
-reports how their ops ended.
+One manager serves one ownership unit. A single thread, the engine's scheduler, makes all calls. The manager never
+blocks, except in a `reset` with tiers that outlive the process. It never touches a byte of KV: it plans transfer
+graphs, and its caller reports the results of their ops.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ HUB = TierId(0)
 """Host memory: every other tier reads into it and is written from it."""
 
 EntryIds = NDArray[np.uint32]
-"""Entries of a tier's native block index, each pinned once for every lease or op that names it."""
+"""Numbers of entries in a tier's native block index. Each lease or op pins each of its entries once."""
 
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
 
 NO_ENTRY = np.uint32(0xFFFFFFFF)
-"""Stands for a missing entry: the index does not know the key."""
+"""In place of an entry number: the index has no entry for the key."""
 
 MOST_BLOCKS = 2**31
-"""Most pages of one request: an engine numbers its blocks with 32 bits, and no request has more blocks than the
-engine."""
+"""Maximum number of pages of one request: an engine numbers its blocks with signed 32-bit integers, and no request has
+more blocks than the engine."""
 
 NO_BLOCK = -1
-"""Stands for a missing engine block: the engine keeps no page there."""
+"""In place of an engine block number: the engine keeps no block at this position of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class GroupSpec:
 
     Attributes:
         block_tokens: tokens per block.
-        slots: host slots of this group's pool once the whole pool is usable.
-        reach: for a WINDOW in pages, for a CHUNK in tokens; 0 for the other rules.
-        shares: number of an earlier group whose slots this one shares, with the same `slots`; their pages have the same
-            size, and one eviction order covers both. None for slots of its own.
+        slots: number of host slots in the group's pool when all of the pool is usable.
+        reach: length of the window in pages or of the chunk in tokens; 0 for rules other than WINDOW and CHUNK.
+        shares: number of an earlier group whose slots this group shares; None if it has its own. The two groups have
+            equal `slots`, pages of one size and one eviction order.
     """
 
     block_tokens: int
@@ -63,25 +63,25 @@ class GroupSpec:
 
 
 def sharing(specs: Sequence[GroupSpec]) -> list[int]:
-    """For each group, the number of the group that owns its slots: its own, unless it shares another's."""
+    """Returns, for each group, the number of the group that owns its slots: itself, or the group in `shares`."""
     return [number if spec.shares is None else spec.shares for number, spec in enumerate(specs)]
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerLimits:
-    """Bounds of one manager; every queue and wait has one.
+    """Bounds of one manager.
 
     Attributes:
-        ranks: workers that must report each op before it counts as ended.
-        inflight_store_pages: stores beyond this many pages in flight are dropped and counted (BUSY).
-        inflight_load_pages: promises beyond this many reserved pages are cut to what fits.
-        lease_s: a lookup's lease expires after this long without a load.
-        rest_s: after a load that did not bring pages which are still in their tier, new requests are promised nothing
-            for this long; those with a promise keep it. For an engine that ends a request whose load fails; 0 for one
-            that computes the missing pages.
-        prefetch_requests: most requests that are prefetched and not looked up yet; 0 for none.
-        asks_again: the engine asks again for a request whose lookup returns ASK_AGAIN, or ends the request. If False,
-            no lookup returns it, and the engine computes the pages that find no room at once.
+        ranks: number of ranks that must report each op before the op has ended.
+        inflight_store_pages: maximum number of pages in stores in flight; further pages are dropped and counted.
+        inflight_load_pages: maximum number of pages that are promised or being loaded; a longer promise is cut.
+        lease_s: seconds after which a lookup's lease expires if no load has begun.
+        rest_s: seconds for which new requests are promised nothing after a load failed to bring pages that are still
+            in their tier. Requests with a promise keep it. For engines that end a request whose load fails; 0 for
+            engines that compute the missing pages.
+        prefetch_requests: maximum number of requests that are prefetched and not looked up yet; 0 for no prefetches.
+        asks_again: whether the engine, if a lookup returns ASK_AGAIN, looks the request up again or ends it. If False,
+            no lookup returns ASK_AGAIN, and the engine computes the pages for which there are no free slots at once.
     """
 
     ranks: int = 1
@@ -95,12 +95,12 @@ class ManagerLimits:
 
 @dataclass(frozen=True, slots=True)
 class TailCandidates:
-    """Keys under which the tokens after the last whole block may be stored.
+    """Keys under which the tokens after the last whole block may be stored: one candidate per number of tokens.
 
     Attributes:
         keys: shape [candidates, KEY_BYTES].
-        tokens: valid tokens of each candidate, int32, each in [1, block_tokens), no two alike.
-        base_block: number of the block that the candidates would fill, which is the number of whole blocks before it.
+        tokens: number of valid tokens of each candidate, int32, each in [1, block_tokens), all different.
+        base_block: number within the request of the partial block, which equals the number of whole blocks before it.
     """
 
     keys: Keys
@@ -112,30 +112,29 @@ class Outcome(Enum):
     """The result of a lookup."""
 
     HIT = "hit"
-    """Tokens are promised, and nothing more will come."""
+    """Tokens are promised, and another lookup would not find more."""
     MISS = "miss"
-    """Nothing is promised, and nothing will come. `MatchResult.miss` says why."""
+    """No tokens are promised, and another lookup would not find any. `MatchResult.miss` says why."""
     COMING = "coming"
-    """Fetches or answers that would make the match longer are under way. The caller asks again once `waits` returns
-    False, or uses the promise as it is."""
+    """Fetches or tiers' answers that could make the match longer are in flight. The caller calls `match` again when
+    `waits` returns False, or uses the promise as it is."""
     ASK_AGAIN = "ask again"
-    """Nothing is promised or kept, because the fetches that would make the match longer find no room in host memory
-    until others have ended. The caller asks again in its next step, calling `still_waits` first. Only with
-    `ManagerLimits.asks_again`."""
+    """No tokens are promised and no pages are held: the fetches that would make the match longer need host slots that
+    are free only after other ops or requests have ended. In its next step the caller calls `still_waits`, then `match`.
+    Only with `ManagerLimits.asks_again`."""
 
 
 class GroupMatch(NamedTuple):
     """The pages that one group can restore after `MatchResult.start_tokens`, in the group's own blocks.
 
     Attributes:
-        blocks: whole blocks restorable after the start.
-        slots: their host slots, in order, int32 [blocks]; fewer if the last blocks are loaded straight from another
-            tier.
-        tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
-        tail_slot: host slot of that tail, or -1.
+        blocks: number of whole blocks after the start that can be restored.
+        slots: host slots of the blocks, in order, int32 [blocks]. If the last blocks are loaded straight from another
+            tier, they have no host slot, and `slots` is shorter.
+        tail_tokens: tokens of the partial tail block after the last matched block; 0 without a tail.
+        tail_slot: host slot of the partial tail; -1 without a tail.
         first_block: number within the request of the block in `slots[0]`. For a FULL group this is the first block
-            after the start. The other rules need only the last blocks, so it is later, and `slots` has only the blocks
-            that they need.
+            after the start. For another rule it may be later, and `slots` has only the blocks that the rule needs.
     """
 
     blocks: int
@@ -146,7 +145,7 @@ class GroupMatch(NamedTuple):
 
 
 class MatchResult(NamedTuple):
-    """The answer to a lookup. All named slots are leased under `request_id` until they are loaded or released.
+    """The answer to a lookup. The slots in it are leased under `request_id` until they are loaded or released.
 
     ```
     0         start_tokens            + tokens         + tail_tokens        asked for
@@ -154,19 +153,18 @@ class MatchResult(NamedTuple):
     ```
 
     Attributes:
-        start_tokens: tokens that the engine has itself.
-        groups: one entry per group of the manager.
-        tokens: tokens after those that every group can restore, in whole blocks: the length that an adapter may
-            promise.
-        tail_tokens: tokens of the partial tail that every group can restore after those.
-        outcome: tells the caller what to do next.
-        miss: why no more is promised; None if everything asked for is promised or may still come.
-        reads: number of fetches and of tiers' answers to wait for.
-        by_tier: by tier number, how many of `tokens` the tier has supplied. Tokens that were fetched for the request
-            count for the tier that they came from. Empty if nothing is promised.
-        shared_tokens: if groups need different pages, the tokens from the request's start for which the groups of full
-            attention have every page, so earlier requests began with these tokens. A hit could end there if the other
-            groups had the pages for it. 0 if every group restores whole prefixes.
+        start_tokens: number of tokens before the match, which the engine has itself.
+        groups: the match of each KV group.
+        tokens: number of tokens after the start that all groups can restore in whole blocks: what an adapter promises.
+        tail_tokens: number of tokens of the partial tail after them that all groups can restore; 0 without a tail.
+        outcome: what the caller has to do next.
+        miss: why no more tokens are promised; None if all are promised or more may come.
+        reads: number of fetches and of tiers' answers that the request waits for.
+        by_tier: number of promised tokens that each tier has supplied, by tier number. Tokens that were fetched for
+            the request count for the tier from which they were fetched. Empty if no tokens are promised.
+        shared_tokens: number of tokens from the request's start for which the FULL groups have all pages, because
+            earlier requests began with the same tokens. A hit could end there if the other groups had the pages for
+            it. 0 if all groups are FULL groups with blocks of one size.
     """
 
     request_id: str
@@ -187,15 +185,15 @@ class MatchResult(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether asking again would not bring more."""
+        """Whether looking the request up again would not find more."""
         return self.outcome is Outcome.HIT or self.outcome is Outcome.MISS
 
 
 def of_first_tokens(by_tier: Sequence[int], tokens: int) -> list[int]:
-    """How many of a promise's first `tokens` each tier has supplied; host memory's come first.
+    """Returns how many of a promise's first `tokens` tokens each tier has supplied. Host memory's tokens come first.
 
     Args:
-        by_tier: see `MatchResult`.
+        by_tier: number of the promise's tokens that each tier has supplied; see `MatchResult`.
     """
     taken = []
     for supplied in by_tier:
@@ -206,16 +204,15 @@ def of_first_tokens(by_tier: Sequence[int], tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """What `begin_store` decided.
+    """The result of `begin_store` for the offered blocks.
 
     Attributes:
-        graph: the transfers to run; None when nothing needs to move.
-        stored: positions in the offer of the blocks that the graph stores, int32: those of its first op, ascending,
-            then those of the next op.
-        known: blocks that were stored or in flight already, or that a peer keeps.
-        dropped: blocks that found no slot or no queue entry (BUSY); the caller may offer them again later.
-        accepted: if blocks were dropped, a lower bound on the number of leading blocks of the offer that were not.
-            These need not be offered again.
+        graph: the transfers to run; None if no block is stored.
+        stored: positions in the offer of the blocks that the graph stores, int32, op by op and ascending in each op.
+        known: number of blocks that are already stored or in flight, or that a peer keeps.
+        dropped: number of blocks that got no slot or no queue entry; the caller may offer them again later.
+        accepted: if blocks were dropped, a lower bound on the number of leading blocks that were not dropped and
+            need not be offered again.
     """
 
     graph: TransferGraph | None
@@ -225,7 +222,7 @@ class StorePlan:
     accepted: int = 0
 
     def joined(self, other: StorePlan) -> StorePlan:
-        """The plan for two parts of an offer together; `accepted` is 0."""
+        """Returns one plan for two parts of an offer; its `accepted` is 0."""
         ops = tuple(op for plan in (self, other) if plan.graph is not None for op in plan.graph.ops)
         return StorePlan(
             TransferGraph(ops) if ops else None,
@@ -239,31 +236,34 @@ class OpRole(Enum):
     """The purpose of an op."""
 
     LOAD = "load"
-    """From a tier to engine blocks, on every rank."""
+    """Moves pages from a tier to engine blocks, on every rank."""
     STORE = "store"
-    """From engine blocks to a tier, on every rank."""
+    """Moves pages from engine blocks to a tier, on every rank."""
     FETCH = "fetch"
-    """From a tier to host slots."""
+    """Moves pages from a tier to host slots."""
     WRITE = "write"
-    """From host slots to a tier."""
+    """Moves pages from host slots to a tier."""
     PROBE = "probe"
-    """A question to a tier: which pages it has."""
+    """Asks a tier which pages it has."""
     SEAL = "seal"
     """Makes pages visible whose bytes a store has already put in a tier."""
 
-    # Members are compared by identity. Enum's own hash would be a Python call at each lookup in a table keyed by role.
+    # Enum's own hash is a Python call at each lookup in a table keyed by role. Members are equal only if they are
+    # identical, so the hash of `object` is correct too.
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An op's end over all ranks. The engine blocks it leased may be reused from now on.
+    """The result of an op that has ended on all ranks. The engine may reuse the op's blocks from now on.
 
     Attributes:
         blocks: the engine blocks of all pages of the op.
-        failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
-        published: for a store, the positions of the op's pages that became visible, or will when they have been sealed.
-        loss: why a rank never began this store; None otherwise.
+        failed_blocks: for a load, the engine blocks without valid KV; for a store, the blocks that are not published.
+        published: for a store, positions of the op's pages that became visible or will become visible when they have
+            been sealed; empty for a load.
+        reason: what the ranks reported about failures; empty for none.
+        loss: why a rank did not begin this store; None if no rank gave such a reason.
     """
 
     op_id: OpId
@@ -278,32 +278,32 @@ class Completion:
 
 
 class CacheListener:
-    """Base class of listeners, whose methods a manager calls in order as keys appear in host memory and on the unit's
-    own disks, and leave them. The methods here do nothing."""
+    """Base class of listeners. A manager calls their methods, in order, when blocks become visible in host memory or
+    on the unit's own disks and when they are removed. The methods here do nothing."""
 
     def on_publish(self, group: int, keys: Keys) -> None:
-        """These blocks became visible."""
+        """Called when blocks have become visible in host memory."""
 
     def on_evict(self, group: int, keys: Keys) -> None:
-        """These blocks are no longer visible: they were evicted, forgotten or found bad."""
+        """Called when blocks in host memory are no longer visible: evicted, forgotten, expired or found bad."""
 
     def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
-        """These blocks became visible on the unit's own disks; `generations` [keys] are those of their pages."""
+        """Called when blocks have become visible on the unit's own disks, with their pages' generations [keys]."""
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
-        """These blocks are no longer visible there."""
+        """Called when blocks on the unit's own disks are no longer visible."""
 
     def on_erase(self, name: str) -> None:
-        """The pages of this namespace were forgotten; `on_evict` and `on_unwrite` have named them."""
+        """Called when a namespace was erased, after `on_evict` and `on_unwrite` for its blocks."""
 
     def on_reset(self, epoch: int) -> None:
-        """Every block left host memory and the disks; `epoch` has begun."""
+        """Called when a reset has begun `epoch`: all blocks in host memory and on the disks were removed."""
 
 
 class CacheManager(ABC):
     """The control plane of one ownership unit.
 
-    A `match`, `prefetch`, `begin_load` or `begin_store` that raises leaves nothing planned or leased.
+    If `match`, `prefetch`, `begin_load` or `begin_store` raises, nothing stays planned or leased by that call.
     """
 
     @abstractmethod
@@ -316,30 +316,30 @@ class CacheManager(ABC):
         settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         """Looks up the longest restorable prefix after `start_tokens`, leases it for `request_id`, and begins to fetch
-        the pages that other tiers have beyond it.
+        the pages beyond it that other tiers have.
 
-        Asking again replaces the former lease. Only pages in host memory, published and verified, are promised, with
-        two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks on their way are promised too: their
-        load waits for each page, and fails those that do not come or do not verify. From tiers with straight loads,
-        whole blocks are promised without being fetched. All other pages that tiers have are being fetched when this
-        returns, and the outcome says so (COMING). If host memory has no room for all of them, the request may have to
-        wait for it (ASK_AGAIN). A prefix larger than host memory is fetched as far as there is room.
+        The new lease replaces the lease of the request's last lookup. Only pages that are published in host memory are
+        promised, with two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks that are still being
+        fetched are promised too: their load waits for each page, and a page that does not arrive or verify fails. From
+        tiers with straight loads, whole blocks are promised without being fetched. When this returns, the other pages
+        that tiers have are being fetched (outcome COMING), or the request waits until there are host slots for all of
+        them (ASK_AGAIN). If a prefix is larger than host memory, only as much of it as fits is fetched.
 
-        Pages that a load of the request did not bring are not promised to it again by the same route, and after two
-        failed loads nothing is promised to it until `end_request`. With `ManagerLimits.rest_s`, other requests are
-        promised nothing for a while either.
+        If a load of the request did not bring a page, the page is not promised to it again by the same route. After two
+        failed loads nothing is promised to the request until `end_request`. With `ManagerLimits.rest_s`, other requests
+        are promised nothing for that time either.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
-            start_tokens: tokens that the engine has itself: whole blocks of every group.
-            tail: per group, partial-tail candidates; only those count whose `base_block` equals the end of the match.
-                None if a group's rule is not FULL or the groups' blocks differ in size.
-            settings: the settings that the caller gave with the request; they bound the promise and the tiers that are
-                read.
+            start_tokens: number of tokens that the engine has itself: whole blocks of every group.
+            tail: per group, candidates for the partial tail. They are used only if their `base_block` is the block at
+                which the match ends. None if a group's rule is not FULL or the groups' blocks differ in size.
+            settings: the caller's settings for the request; they limit what is promised and which tiers are read.
 
         Raises:
-            ContractError: not one element per group, a start within a block, or a tail where there may be none.
-            BlockRangeError: a negative start.
+            ContractError: `keys` or `tail` do not have one element per group, the start is within a block, or `tail`
+                is not None where it has to be.
+            BlockRangeError: the start is negative.
         """
 
     @abstractmethod
@@ -352,46 +352,46 @@ class CacheManager(ABC):
     ) -> int:
         """Begins to fetch other tiers' pages of a request that has not been looked up yet. Promises nothing.
 
-        For requests that wait in the engine's queue. The pages are kept for the request's first `match`, which waits
-        for those that have not arrived yet; the time to wait begins there. `release` ends the prefetch, and `expire`
-        does some time after `TierFacts.wait_s`. Prefetched requests together keep at most a share of host memory, and
-        their fetches leave room for those of lookups. The first `match` fetches pages that did not fit.
+        For requests that wait in the engine's queue. The pages are held for the request's first `match`. It waits for
+        pages that have not arrived yet, and its time to wait begins with that call. The prefetch also ends with
+        `release`, and with `expire` some time after `TierFacts.wait_s`. All prefetched requests together hold at most a
+        quarter of host memory, and their fetches use at most half of a tier's fetch limits, so that lookups find free
+        slots. Pages beyond these limits are fetched by the first `match`.
 
         Call order:
-            Before the request's first `match`. For a request with a lease or a wait it does nothing.
+            Before the request's first `match`. Does nothing for a request that has a lease or waits.
 
         Args:
-            start_tokens: tokens that the engine has itself, as far as is known: whole blocks of every group.
+            start_tokens: number of tokens that the engine is expected to have itself: whole blocks of every group.
 
         Returns:
-            Number of fetches under way for it; 0 if there is nothing to fetch or no room.
+            Number of fetches in flight for the request; 0 if nothing has to be fetched or the limits are reached.
         """
 
     @abstractmethod
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
     ) -> TransferGraph | None:
-        """Plans a load of the first `len(blocks[g])` matched blocks of each group to those engine blocks, and ends the
-        lookup lease.
+        """Plans a load of the first `len(blocks[g])` matched blocks of each group g to the engine blocks `blocks[g]`,
+        and ends the lookup lease.
 
-        With `tail`, the last engine block of each group takes the matched partial tail, after all the matched blocks.
-        The engine may take fewer blocks than were promised (for a group whose rule is not FULL: all or none). The rest
-        is released, as are pages whose engine block is NO_BLOCK. Never BUSY.
+        With `tail`, `blocks[g]` are all matched blocks and then the engine block for the partial tail. Otherwise the
+        engine may load fewer blocks than were promised; of a group whose rule is not FULL, all or none. Pages that are
+        not loaded are released, as are pages whose engine block is NO_BLOCK. There are always queue entries for a load.
 
         Call order:
             After the `match` that promised the blocks, before `release`, `reset` or the lease's expiry.
 
         Returns:
-            The graph that every rank has to run; None when there is nothing to load.
+            The graph that every rank has to run; None if nothing has to be loaded.
 
         Raises:
-            ContractError: the request has no lease, or asks for more than it was promised.
+            ContractError: the request has no lease, or `blocks` are more than it was promised.
         """
 
     @abstractmethod
     def waits(self, request_id: str) -> bool:
-        """Whether the request's last match waits for reads that have not ended, and its time to wait is not over.
-        O(1)."""
+        """Whether the request waits for fetches or tiers' answers, and its time to wait is not over. O(1)."""
 
     @abstractmethod
     def leased_pages(self, request_id: str) -> int:
@@ -399,12 +399,12 @@ class CacheManager(ABC):
 
     @abstractmethod
     def still_waits(self, request_id: str) -> bool:
-        """Records that the engine asks for a request again, and returns whether `match` would find that it must still
-        wait: for reads, as `waits` says, or for room. O(1).
+        """Records that the engine asks about the request again, and returns whether the request must still wait, for
+        reads as in `waits` or for host slots. If so, `match` need not be called yet. O(1).
 
-        Room for fetches goes to whole prompts, in the order in which they first asked, and a request that waits for
-        room holds none. It waits at most `TierFacts.wait_s`, counting only time in which the engine asks for it, and
-        then continues without these pages.
+        Requests get slots in the order of their first lookup, each for all of its missing pages at once. A request that
+        waits for slots holds none. It waits for at most `TierFacts.wait_s`, not counting time in which the engine does
+        not ask about it. Then it continues without these pages.
         """
 
     @abstractmethod
@@ -419,117 +419,117 @@ class CacheManager(ABC):
         spare: bool = False,
         ttl_s: int | None = None,
     ) -> StorePlan:
-        """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
+        """Plans a store of the block with key `keys[i]`, number `first_block + i` of the request, from engine block
+        `blocks[i]`.
 
-        Keys that are stored or in flight are skipped, so nothing is stored twice. Never blocks, never evicts a leased
-        slot.
+        Blocks that are already stored or in flight are skipped. Never blocks, and never evicts a leased slot.
 
         Preconditions:
             The caller keeps the engine blocks pinned until the op's `Completion`.
 
         Args:
-            tokens: valid tokens in each of the blocks; None for whole blocks.
-            spare: the blocks are of use only to requests that diverge from this one here. Such blocks have a share of
-                host memory; beyond it they are evicted first, until a request hits them or offers them without `spare`.
+            tokens: number of valid tokens in each of the blocks; None for whole blocks.
+            spare: the blocks are useful only to requests that diverge from this one here. Such blocks may take a share
+                of host memory. Beyond it they are evicted first, until a request hits them or stores them without
+                `spare`.
             ttl_s: whole seconds after which the pages that this call stores are misses in every tier; None for never.
-                Blocks that are cached already keep the time with which they were stored.
+                Blocks that are cached already keep their expiry time.
 
         Raises:
-            ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.
-            BlockRangeError: no such group, or a block of the engine or of the request outside [0, MOST_BLOCKS).
+            ContractError: `keys` and `blocks` differ in length, or a block cannot have `tokens` valid tokens.
+            BlockRangeError: there is no such group, or a block number is outside [0, MOST_BLOCKS).
             KeySchemeError: `keys` is not a C-contiguous uint8 array of shape [blocks, KEY_BYTES].
         """
 
     @abstractmethod
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of these blocks are in one of the unit's tiers or on their way there, or left to a peer that keeps
-        them, as far as is known here, bool [keys]. Leases nothing, and counts no block as used."""
+        """Returns which of these blocks need not be stored, bool [keys]: as far as this unit knows, they are in one of
+        its tiers or in flight to it, or a peer keeps them. Leases no block and marks none as used."""
 
     @abstractmethod
     def complete(self, rank: int, result: OpResult) -> Completion | None:
-        """Records one rank's terminal result of an op; with the last rank's, ends the op and returns its Completion.
+        """Records one rank's final result of an op. The last rank's result ends the op; returns its Completion then.
 
-        Store: pages of the current epoch that ended OK on every rank and were not discarded become visible; all other
-        slots are freed. A store that ends while an earlier load of its request is in flight is not published.
+        Store: pages of the current epoch become visible if they succeeded on every rank and were not discarded. The
+        slots of all other pages are freed. If an earlier load of the request is still in flight, no page becomes
+        visible.
 
-        Load: pages that failed on any rank are forgotten, so that the next lookup misses them; those of a cancelled
-        load are kept, because nothing is wrong with them. From the first rank's report of a failure on, the request's
-        in-flight stores are revoked from the first failed block on, as by `discard_from`. A load that was planned
-        before a `reset` ends with all of its blocks failed: they hold KV of the old weights.
+        Load: pages that failed on any rank are forgotten, so that the next lookup misses them. Pages of a cancelled
+        load are not forgotten, because their content is not in doubt. When a rank reports failed pages, the request's
+        stores in flight are revoked from the first failed block on, as by `discard_from`. If a load was planned before
+        a `reset`, all of its blocks count as failed, because they contain KV of the old weights.
 
         Call order:
             Once per rank and op, after the rank has stopped moving the op's bytes.
 
         Raises:
-            ContractError: unknown op, unknown rank, or a second report of the same rank.
+            ContractError: the op or the rank is unknown, or the rank has already reported the op.
         """
 
     @abstractmethod
     def discard_from(self, request_id: str, first_token: int) -> int:
-        """Keeps the request's stores in flight from publishing pages with tokens from `first_token` on; returns how
-        many pages that are.
+        """Revokes the pages of the request's stores in flight that contain tokens from `first_token` on, so that they
+        are not published. Returns the number of pages.
 
-        For blocks that were computed from a failed load's target, also those of requests that shared the target's
-        engine blocks. The keys may be stored again at once.
+        For blocks that were computed from engine blocks that a load failed to fill, by its own request or by another
+        that shared these engine blocks. The keys may be stored again at once.
         """
 
     @abstractmethod
     def release(self, request_id: str) -> None:
-        """Ends the request's lookup lease, wait and prefetch, if any. Ops in flight go on. Idempotent.
+        """Ends the request's lookup lease, wait and prefetch, if any. Ops in flight continue. Idempotent.
 
-        It also marks the request's blocks as used together, so that the one farthest from the start is evicted first.
+        Also marks the request's blocks as used together; of these, the block farthest from the start is evicted first.
         """
 
     @abstractmethod
     def abandon_loads(self, request_id: str) -> None:
-        """Marks the request's loads in flight as abandoned: a failure is neither counted against the request nor logged
-        as a warning.
+        """Marks the request's loads in flight as abandoned: if they fail, this is neither counted against the request
+        nor logged as a warning.
 
-        For loads that the engine has taken back, or that were sent to no rank. They still have to end by `complete`.
+        For loads that the engine has withdrawn or that no rank received. Each still needs its calls of `complete`.
         """
 
     @abstractmethod
     def end_request(self, request_id: str) -> None:
-        """Ends the request: `release`, `abandon_loads`, and its failed loads are forgotten. Idempotent."""
+        """Ends the request like `release` and `abandon_loads`, and forgets its failed loads. Idempotent."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes these keys misses in every tier; leased slots are freed when their last lease ends. Returns how many
-        were known."""
+        """Makes these keys misses in every tier, and frees their slots, those with leases when the last lease ends.
+        Returns how many of the keys were known."""
 
     @abstractmethod
     def erase_namespace(self, name: str) -> int:
-        """Forgets every page of the namespace with this name, in every tier; returns how many were known. One in 65,536
-        other pages is forgotten too: see `named_mark`.
+        """Forgets all pages of the namespace with this name in every tier, and returns how many were known. One in
+        65,536 pages of other namespaces is forgotten too; `named_mark` says why.
         """
 
     @abstractmethod
     def reset(self) -> int:
-        """Makes every entry a miss and bars in-flight stores from being published, because the weights are new. Returns
-        the new epoch.
+        """Makes all cached pages misses, because the weights are new, and returns the new epoch.
 
-        Waits until no tier serves anything older, not even after a crash.
-
-        Lookup leases end too: a promise that was not turned into a load before cannot be kept.
+        Stores in flight are not published, and lookup leases end: a promise whose load has not begun is void. Waits
+        until no tier serves an older page any more, even after a crash.
         """
 
     @abstractmethod
     def disable(self) -> None:
-        """Turns the cache off: from now on lookups are misses and nothing is stored. Promises and ops in flight end as
-        before."""
+        """Turns the cache off: from now on lookups are misses and nothing is stored. Leased pages can still be loaded,
+        and ops in flight end as usual."""
 
     @abstractmethod
     def grow(self, group: int, slots: int) -> None:
-        """Makes the first `slots` slots of the group's host pool usable. Never shrinks."""
+        """Makes the first `slots` slots of the group's host pool usable. Never makes fewer usable than before."""
 
     @abstractmethod
     def expire(self) -> int:
-        """Ends lookup leases older than `ManagerLimits.lease_s`, and waits whose request is not looked up again;
-        returns the number of leases. Also drops pages whose time to live is over."""
+        """Ends lookup leases older than `ManagerLimits.lease_s`, ends waits that were over long ago, and drops expired
+        pages. Returns the number of leases."""
 
     @abstractmethod
     def inflight_ops(self) -> int:
-        """Number of ops that were planned and have not ended on every rank."""
+        """Number of loads and stores that were planned and have not ended on every rank."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -21,7 +21,8 @@ MAX_ALIGNMENT = 2**40
 
 
 def check_groups(groups: Sequence[GroupSpec]) -> None:
-    """
+    """Checks the KV groups of a manager.
+
     Raises:
         ConfigError: a group is not valid; the message names the group, the value and what is allowed.
     """
@@ -50,10 +51,14 @@ def check_groups(groups: Sequence[GroupSpec]) -> None:
 
 
 def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -> int:
-    """Returns the number of tokens that every hit is a multiple of.
+    """Returns the alignment of hits: the number of tokens of every hit is a multiple of it.
+
+    Args:
+        alignment_tokens: the requested alignment; None for the least common multiple of the block sizes.
 
     Raises:
-        ConfigError: the alignment is not whole blocks of every group; the message names the smallest valid alignment.
+        ConfigError: the alignment is not a multiple of every group's block size, or is too large; the message names
+            the smallest valid alignment.
     """
     least = math.lcm(*(spec.block_tokens for spec in groups))
     alignment = least if alignment_tokens is None else alignment_tokens
@@ -66,7 +71,8 @@ def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -
 
 
 def check_limits(limits: ManagerLimits) -> None:
-    """
+    """Checks the limits of a manager.
+
     Raises:
         ConfigError: a limit is not valid; the message names the limit, its value and what is allowed.
     """
@@ -81,9 +87,12 @@ def check_limits(limits: ManagerLimits) -> None:
 def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
     """Returns a copy of `blocks` as int32 [blocks].
 
+    Args:
+        place: where the blocks were given, for error messages.
+
     Raises:
-        ContractError: not a one-dimensional integer array.
-        BlockRangeError: a block below `least`, or one of 2**31 or more.
+        ContractError: `blocks` is not a one-dimensional integer array.
+        BlockRangeError: a block number is below `least`, or 2**31 or more.
     """
     given = np.asarray(blocks)
     if not given.size:
@@ -102,11 +111,11 @@ def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
 def load_targets(
     specs: Sequence[GroupSpec], request_id: str, lease: Lease, blocks: Sequence[BlockIds], tail: bool
 ) -> list[BlockIds]:
-    """Per group, the engine blocks that take its leased pages, checked against the promise.
+    """Checks the engine blocks to which leased pages are to be loaded against the promise, and returns them by group.
 
     Raises:
-        ContractError: `blocks` ask for more than was promised, or for a part that a group's rule cannot restore.
-        BlockRangeError: an engine block below NO_BLOCK.
+        ContractError: there are more blocks than were promised, or a number that the group's rule does not allow.
+        BlockRangeError: an engine block number is below NO_BLOCK, or 2**31 or more.
     """
     if len(blocks) != len(specs):
         raise ContractError(f"begin_load: {len(blocks)} block lists for {len(specs)} groups")
@@ -132,10 +141,12 @@ def check_lookup(
     start_tokens: int,
     tail: Sequence[TailCandidates | None] | None,
 ) -> None:
-    """
+    """Checks the arguments of a lookup; see `CacheManager.match`.
+
     Raises:
-        ContractError: not one element per group, a start within a block, or tails for groups that cannot have them.
-        BlockRangeError: a negative start.
+        ContractError: `keys` or `tail` do not have one element per group, the start is within a block, or there is a
+            tail for a group that cannot have one.
+        BlockRangeError: the start is negative.
     """
     groups = len(specs)
     if len(keys) != groups or (tail is not None and len(tail) != groups):

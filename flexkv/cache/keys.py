@@ -1,7 +1,8 @@
-"""Block keys: which requests may share a block, and how an engine's own keys (or its tokens) become index keys.
+"""Block keys. They decide which requests may share a block; they are made from an engine's own keys or from tokens.
 
-A key is H(namespace | group | engine key), every field framed by its length, so that no two different inputs give the
-same bytes. All hashing is SHA-256 in the native core: with unkeyed or short hashes one tenant can make another's key.
+A key is the hash of namespace, group and engine key. Each field is preceded by its length, so that different fields
+never give the same bytes to hash. The native core hashes with SHA-256. With a hash that is weaker or shorter, one
+tenant could construct a block with the key of another tenant's block.
 """
 
 from __future__ import annotations
@@ -56,32 +57,33 @@ def _typed(name: str, value: bytes | str | int) -> bytes:
 
 
 def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
-    """The 32-byte digest of everything that must separate two callers (model, epoch, salt, ...).
+    """Returns the 32-byte digest of all fields that separate callers (model, epoch, salt, ...).
 
-    Independent of the order of insertion. Each field is framed by its length and its type, so neither moving a
-    character from one field to the next nor writing a number as text gives the same digest.
+    The order of the fields does not matter. Each field is preceded by its length and its type. So the digest changes
+    if a character moves from one field to the next, or if a number is given as text.
 
     Raises:
-        KeySchemeError: a field is neither bytes, str nor int.
+        KeySchemeError: a field is not bytes, str or int, or has 4 GiB or more.
     """
     framed = [_frame(name.encode()) + _typed(name, fields[name]) for name in sorted(fields)]
     return sha256(_LABEL + len(framed).to_bytes(4, "little") + b"".join(framed))
 
 
 def named_mark(name: str) -> bytes:
-    """The 2 bytes with which all keys end whose requests name this namespace; empty for no name.
+    """Returns the mark of a named namespace: the last 2 bytes of all keys in it, by which they are found and erased.
 
-    It follows the 32 bytes of the namespace, and lets such keys be found and erased. One of 65,536 other keys ends
-    with the same bytes, as if it were of that namespace.
+    Adapters append the mark to the 32-byte namespace from which keys are made. Returns no bytes for an empty name. One
+    in 65,536 keys of other namespaces ends with the same 2 bytes by chance, and is found and erased too.
     """
     return sha256(_MARK_LABEL + name.encode())[:_MARK_BYTES] if name else b""
 
 
 def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The seed before the first block of a `TokenChain`: empty, or 32 bytes that separate callers.
+    """Returns the seed of a `TokenChain`, hashed before the first block: 32 bytes that separate callers, or no bytes if
+    both arguments are None.
 
-    This is SGLang's own seed of its page hashes: SHA-256 over a label and the two strings, each absent (0) or present
-    (1, then its length in bytes, u64 little endian, and its UTF-8).
+    SGLang seeds its page hashes in the same way. The seed is the SHA-256 of a label and the two strings. A string that
+    is None is one byte 0; other strings are one byte 1, the length in bytes (u64, little endian), then the UTF-8 bytes.
     """
     if extra_key is None and cache_salt is None:
         return b""
@@ -95,12 +97,12 @@ def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
 def tail_key(
     namespace: bytes, group: int, parent_key: bytes | None, extra: bytes, tokens: Tokens, base_block: int
 ) -> Keys:
-    """The key, shape [1, 16], under which a partial block that holds exactly `tokens` is stored.
+    """Returns the key under which a partial block of exactly `tokens` is stored, shape [1, 16].
 
     Args:
-        parent_key: the engine's key of the block before it; None when the request starts with the tail.
-        extra: what else the engine adds to that block's hash (salt, LoRA, multi-modal ids), already encoded.
-        base_block: number of the partial block in its request.
+        parent_key: the engine's key of the block before the partial block; None if the partial block is the first.
+        extra: the encoded data that the engine hashes with a block besides its tokens (salt, LoRA, multi-modal ids).
+        base_block: number of the partial block within the request.
 
     Raises:
         KeySchemeError, TokenError: see `tail_candidates`.
@@ -118,10 +120,12 @@ def tail_candidates(
     block_tokens: int,
     base_block: int,
 ) -> TailCandidates | None:
-    """Keys of every partial block that could serve `tokens`, longest first; None if there can be none.
+    """Returns a candidate key for each number of leading `tokens` that a partial block may contain, longest first; None
+    if there are no tokens.
 
     Args:
-        tokens: the request's tokens from block `base_block` on; those after the first `block_tokens - 1` are ignored.
+        tokens: the request's tokens from block `base_block` on; only the first `block_tokens - 1` are used.
+        parent_key, extra, base_block: see `tail_key`.
 
     Raises:
         KeySchemeError: the parent key is missing, too short or too long.

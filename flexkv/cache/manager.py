@@ -57,29 +57,29 @@ from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import NEVER, BlockIds, OpResult, TransferGraph
 
 RESET_S = 30.0
-"""Seconds that a reset waits for all tiers together until they serve nothing older, not even after a crash."""
+"""Longest time in seconds that a reset waits until no tier serves an older page any more, even after a crash."""
 
 
 class LocalCacheManager(CacheManager):
-    """Implements the manager in one process. Deterministic: the clocks are its only outside inputs.
+    """Implements the manager in one process. It is deterministic: its only inputs are the calls and the clocks.
 
     Args:
         groups: the unit's KV groups, each with its own rule and block size.
-        alignment_tokens: every hit is a multiple of it; None for the least multiple of all block sizes.
-        tiers: factories of the tiers, in the order in which a lookup asks them; the first makes host memory.
-            `work.poll` returns the ops of the others, separately from the graphs for the workers, and `work.complete`
-            takes their results.
-        policy: decides which pages every tier evicts first; one of `c_ext.eviction_policies()`.
-        clock: seconds, never running backwards; measures leases, waits and the speed of tiers.
-        listener: notified of the pages that become visible in host memory or leave it.
-        compute_if_faster: leave pages to the engine if it computes them sooner than a tier brings them.
-        unix_s: wall clock for times to live.
+        alignment_tokens: each hit has a multiple of this many tokens; None for the least common multiple of the block
+            sizes.
+        tiers: factories of the tiers, in the order in which a lookup asks them. The first one makes host memory. Ops
+            of the other tiers are not in the graphs for the workers: `work.poll` returns them.
+        policy: the eviction policy of every tier; one of `c_ext.eviction_policies()`.
+        clock: returns seconds and never runs backwards; measures leases, waits and the speed of tiers.
+        listener: notified of pages that become visible or are removed; None for no listener.
+        compute_if_faster: do not fetch pages that the engine computes sooner than a tier brings them.
+        unix_s: returns the wall-clock time in Unix seconds, for times to live.
 
     Attributes:
-        tables: all of the manager's records; its parts plan from them.
+        tables: the records that all parts of the manager share.
         promises: the promises and waits of requests.
-        choice: chooses between fetching and computing.
-        work: the tiers' own ops, for the code that drives the tiers.
+        choice: decides which pages are fetched and which the engine computes.
+        work: ops between host memory and the other tiers, for the code that runs them.
 
     Raises:
         ConfigError: a group or limit is out of range; the message names it.
@@ -117,7 +117,7 @@ class LocalCacheManager(CacheManager):
         self.choice = FetchChoice(tables, promotions, compute_if_faster)
         self.promises = Promises(tables, promotions, self.choice, self._log, limits, alignment)
         self._resetting: list[Tier] = []
-        """Tiers that have not confirmed the last reset yet."""
+        """Tiers that have not finished the last reset yet."""
         self._reset_ends_s = 0.0
         tables.reactions.evicted = self.work.evicted
         tables.reactions.forgotten = self.work.forgotten
@@ -161,8 +161,8 @@ class LocalCacheManager(CacheManager):
         return len(self.tables.hub.index)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing; tiers may remove pages
-        that they find expired."""
+        """Returns which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing, but tiers may
+        remove pages that they find expired."""
         if self.tables.hub.times.any:
             self._drop_expired()
         there = np.zeros(len(keys), np.bool_)
@@ -179,15 +179,15 @@ class LocalCacheManager(CacheManager):
         return 0 if lease is None else lease.pages
 
     def held_pages(self, request_id: str) -> int:
-        """Number of pages in host memory, or on their way there, that are kept for the request until it asks again."""
+        """Number of pages in host memory or being fetched to it that are held for the request until its next lookup."""
         return self.tables.requests.held_pages(request_id)
 
     def fetches(self, request_id: str) -> int:
-        """Number of fetches and questions to tiers that are under way for the request."""
+        """Number of fetches and of questions to tiers that are in flight for the request."""
         return self.tables.requests.awaited(request_id)
 
     def held_slots(self, group: int) -> set[int]:
-        """Host slots kept for requests that wait, without those that a fetch is filling."""
+        """Host slots held for waiting requests, except those that a fetch is still filling."""
         return self.promises.held_slots(group)
 
     # --- pages that plugins keep ---
@@ -198,10 +198,10 @@ class LocalCacheManager(CacheManager):
         return sum(len(pages.entries) for kept in self.tables.requests.kept.values() for pages in kept)
 
     def keep(self, name: str, keys: Sequence[Keys], most: int) -> int:
-        """Keeps from eviction, until `end_keep`, up to `most` pages of a prompt that are in host memory, from the
-        prompt's start on; returns how many. A reset also ends this; times to live still apply.
+        """Pins up to `most` of a prompt's pages in host memory, the first ones first, until `end_keep` or a reset.
+        Pages still expire at the end of their time to live. Returns the number of pinned pages.
 
-        Precondition: nothing is kept under this name.
+        Precondition: no pages are kept under this name.
         """
         check_lookup(self.tables.specs, keys, 0, None)
         index, kept, pages = self.tables.hub.index, self.tables.requests.kept, 0
@@ -253,7 +253,7 @@ class LocalCacheManager(CacheManager):
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
-        """Updates the tiers that follow other units with what those units have of these pages, by group."""
+        """Updates the tiers that follow other units: which of these pages those units have now."""
         for follower in self._followers:
             for group, of_group in enumerate(keys):
                 follower.take_news(group, of_group)
@@ -345,7 +345,7 @@ class LocalCacheManager(CacheManager):
         if self.tables.hub.times.any:
             self._drop_expired()
         found = np.zeros(len(keys), np.bool_)
-        # Pages of running peers may be gone when this engine needs them.
+        # Tiers that follow running peers do not count: their pages may be gone when this engine needs them.
         for tier in (tier for tier in self.tables.tiers if tier.in_use and tier.follower is None):
             found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
         if self.work.once is not None:
@@ -353,7 +353,7 @@ class LocalCacheManager(CacheManager):
         return found
 
     def _store_route(self) -> StoreRoute:
-        """The route that stores take now: to the last tier in use that takes them."""
+        """The route that stores take now: the one of the last tier in use that has a store route."""
         routes = [tier.stores for tier in self.tables.tiers if tier.stores is not None and tier.in_use]
         return routes[-1]
 
@@ -442,8 +442,8 @@ class LocalCacheManager(CacheManager):
                 revoked += count
                 self.tables.stores_of(op.tier).bar(op, pages)
         except BaseException:
-            # Revokes all pages of these stores: losing good ones is better than publishing one computed from a failed
-            # load.
+            # After an error, revoke all pages of these stores: losing good pages is better than publishing a page that
+            # was computed from a failed load.
             for op in stores:
                 op.revoked[:] = True
             raise
@@ -458,7 +458,7 @@ class LocalCacheManager(CacheManager):
         for tier in self.tables.tiers:
             there = tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
             tier.forget(group, keys[known])
-            # A block counts in the first tier that knows it.
+            # A block that several tiers have counts once, in the first of them.
             removed += tier.forget(group, keys[~known])
             known |= there
         self.tables.counts.forgotten_blocks += removed
@@ -481,14 +481,14 @@ class LocalCacheManager(CacheManager):
         return epoch
 
     def begin_reset(self) -> int:
-        """Like `reset`, but does not wait: older pages are misses from now on, and pages stored from now on may be
-        promised. Until `poll_reset` has ended it, a crash may leave older pages.
+        """Begins a reset without waiting: older pages are misses at once, and pages stored from now on may be promised.
+        After a crash, older pages may be found again until `poll_reset` has finished the reset.
 
         Returns:
             The new epoch.
         """
-        # Stays set if this is interrupted: old pages may still be there, and must not be promised until a reset has
-        # begun.
+        # If this method is interrupted, `resetting` stays True, because old pages may still be visible. Nothing is then
+        # promised until another reset has begun.
         self.promises.resetting = True
         with self._broken_plans:
             self.promises.end_all()
@@ -497,7 +497,7 @@ class LocalCacheManager(CacheManager):
             self.tables.access_orders.clear()
             self.work.reset()
             self.tables.epoch += 1
-            # A tier that has not confirmed the last reset gets no additional time through this one.
+            # If a tier has not finished the last reset, its deadline stays: a new reset must not extend it.
             if not any(tier.resets for tier in self._resetting):
                 self._reset_ends_s = time.monotonic() + RESET_S
             for tier in self.tables.tiers:
@@ -511,12 +511,12 @@ class LocalCacheManager(CacheManager):
 
     @property
     def resets(self) -> bool:
-        """Whether a reset that has begun needs further calls of `poll_reset`."""
+        """Whether a reset has begun and needs further calls of `poll_reset`."""
         return bool(self._resetting)
 
     def poll_reset(self) -> None:
-        """Continues a reset that has begun. Never waits. Parts of tiers that cannot confirm it within `RESET_S` are
-        taken out of use."""
+        """Continues a reset that has begun. Never waits. `RESET_S` after its begin, parts of tiers that have not
+        finished it are taken out of use."""
         if time.monotonic() < self._reset_ends_s and any(tier.resets for tier in self._resetting):
             return
         self._finish_reset(0.0)
@@ -524,7 +524,7 @@ class LocalCacheManager(CacheManager):
     def _finish_reset(self, ends_s: float) -> None:
         while self._resetting:
             self._resetting[0].finish_reset(ends_s)
-            self._resetting.pop(0)  # a tier that raises is asked again
+            self._resetting.pop(0)  # only now, so that a tier that raised is tried again by the next call
 
     def disable(self) -> None:
         self.promises.disabled = True
@@ -539,7 +539,7 @@ class LocalCacheManager(CacheManager):
         return self.tables.ops.of_ranks
 
     def _drop_expired(self) -> None:
-        """Drops expired pages in host memory, so that the following lookup does not find them."""
+        """Drops expired pages from host memory, so that the caller's lookup does not find them."""
         self.tables.hub.drop_expired(self.tables.now_s)
 
     def _check_group(self, group: int) -> None:
@@ -547,7 +547,7 @@ class LocalCacheManager(CacheManager):
             raise BlockRangeError(f"group {group}; allowed are 0 to {len(self.tables.specs) - 1}")
 
     def flush_log(self) -> None:
-        """Logs, at the end, how many failures were not named one by one."""
+        """Logs, when the manager ends, how many failures had no log line of their own."""
         self._log.flush(at_end=True)
 
     def check_integrity(self) -> None:

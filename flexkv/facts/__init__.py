@@ -1,1 +1,1 @@
-"""Plain records that several packages share; they import no package with behaviour."""
+"""Plain records that several packages share."""

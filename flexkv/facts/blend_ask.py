@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_SEGMENTS = 256
-"""As many segments of one prompt are loaded at once; see `flexkv.blend.segment_lookup`."""
+"""Maximum number of segments that a request may list: `flexkv.blend.segment_lookup` loads no more of one prompt."""
 
 FIELDS = ("segments", "ratio", "store")
 
 
 @dataclass(frozen=True, slots=True)
 class BlendAsk:
-    """How a request asks to be blended, or to be kept as a segment.
+    """A request's settings for blending: which segments of its prompt are reused, or that its prompt is a segment.
 
     Attributes:
-        segments: [first, end) of each piece of the prompt that may be reused; None cuts the prompt at the configured
-            separators.
-        ratio: share of the reused rows that is computed again; None for the configured one.
-        store: the prompt is one segment, which is computed by itself and kept. Excludes the other settings.
+        segments: [first, end) token positions of each segment of the prompt that may be reused; None to cut the prompt
+            into segments at the configured separators.
+        ratio: share of the reused rows that is computed again, 0 to 1; None for the configured share.
+        store: the whole prompt is one segment, which is computed by itself and stored. Excludes the other settings.
     """
 
     segments: tuple[tuple[int, int], ...] | None = None
@@ -28,10 +28,10 @@ class BlendAsk:
 
     @classmethod
     def read(cls, value: object) -> BlendAsk | None:
-        """The ask that a request's value states; None for false.
+        """Parses the value that a request gives for blending; returns None for false.
 
         Raises:
-            ValueError: it cannot be read; says what is allowed.
+            ValueError: the value is not allowed; the message says what is.
         """
         if isinstance(value, bool):
             return cls() if value else None

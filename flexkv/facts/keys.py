@@ -1,4 +1,4 @@
-"""Names of blocks, and which of them a hit needs."""
+"""The type of block keys, and the rules that say which pages of a KV group a hit needs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Keys = NDArray[np.uint8]
 
 
 def first_words(keys: Keys) -> NDArray[np.uint64]:
-    """The first word of each key, whose bits are as good as random, uint64 [blocks]."""
+    """Returns the first 8 bytes of each key, uint64 [blocks]. Their bits are uniformly distributed."""
     words: NDArray[np.uint64] = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
     return words
 
 
 class Rule(Enum):
-    """Which pages of a KV group a hit needs, so that the engine can continue after it."""
+    """Which pages of a KV group a hit needs, so that the engine can continue after the hit."""
 
     FULL = "full"
     """Full attention: every page from the start to the hit's end."""
     WINDOW = "window"
     """Sliding window: the last `reach` pages before the hit's end."""
     CHUNK = "chunk"
-    """Chunked attention: the pages from the start of the chunk of `reach` tokens that the hit ends in; none if the hit
-    ends where a chunk ends."""
+    """Chunked attention: the pages from the start of the chunk in which the hit ends, up to the hit's end; no page if
+    the hit ends where a chunk ends. A chunk has `reach` tokens."""
     STATE = "state"
-    """Recurrent state: the one page that ends where the hit ends."""
+    """Recurrent state: only the page that ends where the hit ends."""

@@ -1,8 +1,9 @@
 """Messages between a rank and its unit: the worker's facts about its KV pool, and the unit's grant of the host pool.
 
-A unit is built in this order: every worker sends its `RankFacts`; `build_unit` sizes host memory from all of them; the
-unit's `PoolGrant` says where the pool is and which part of each slot belongs to which rank; a worker that has mapped it
-starts its lanes (`RankWorker.attach`). The records are plain and picklable, because workers may be separate processes.
+A unit is built in four steps. Every worker sends its `RankFacts`. `build_unit` sizes host memory from all of them. The
+unit sends each worker a `PoolGrant`, which says where the pool is and which part of each slot belongs to which rank.
+Each worker maps the pool and starts its lanes (`RankWorker.attach`). The records are picklable, because workers may be
+separate processes.
 """
 
 from __future__ import annotations
@@ -20,34 +21,35 @@ from flexkv.transfer.slab_map import SlabMap
 from flexkv.weights.files import NAMED, WeightsContent
 
 UnitId = NewType("UnitId", bytes)
-"""16 random bytes, made with a unit. Grants, orders and reports carry it: a rank carries out only the orders of its own
-unit, and a scheduler's side accepts only the reports of its own unit.
+"""16 random bytes, drawn when a unit is built. Grants, orders and reports contain it. A rank carries out only orders of
+its own unit, and the scheduler's side accepts only reports for its own unit.
 """
 
 PoolId = NewType("PoolId", bytes)
-"""16 random bytes, made when a worker takes an engine's pool. A grant names the pools that its unit was made for."""
+"""16 random bytes, drawn when a worker registers an engine's pool. A grant lists the pools for which its unit was
+built."""
 
 NO_UNIT = UnitId(b"")
-"""Stands for no unit: before one is built, and for a rank that serves none."""
+"""The id in place of a unit's before the unit is built, and for a rank that serves no unit."""
 
 NO_POOL = PoolId(b"")
-"""Stands for no pool: for a rank that the scheduler's side reaches without messages."""
+"""The id in place of a pool's for a rank that the scheduler's side reaches without messages."""
 
 
 def random_id() -> bytes:
-    """16 random bytes, different for every unit and pool of every process."""
+    """Returns 16 random bytes for the id of a unit or pool."""
     return secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitOwner:
-    """The engine that owns the pages on the disks.
+    """The unit, engine and model that own the pages on the disks.
 
     Attributes:
         model: the model's name, for display.
-        namespace: 32 bytes that must be equal before two blocks' KV may be exchanged.
+        namespace: 32 bytes; two units may use each other's KV only if theirs are equal.
         unit: name of the ownership unit on this node, such as `dp0`.
-        weights: the weights that the namespace names only by samples.
+        weights: content of the weights. The namespace contains only samples of it.
     """
 
     model: str
@@ -61,9 +63,9 @@ class KvGroup:
     """One KV group of a unit, as its adapter describes it.
 
     Attributes:
-        reach: see `GroupSpec`.
-        signature: what the adapter hashes into the keys of the group's blocks, so that no block of another group has
-            the same key; empty for a unit with one group.
+        reach: length of the window or chunk; see `GroupSpec`.
+        signature: bytes that the adapter hashes into the keys of the group's blocks, so that no block of another group
+            has the same key; empty for a unit with one group.
     """
 
     block_tokens: int
@@ -78,9 +80,9 @@ class GroupFacts:
 
     Attributes:
         stripe_bytes: bytes of one block on this rank.
-        run_table: each run's offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
-        format_id: encoding of the pages.
-        heads: heads of K and V on this rank; 0 if a block has no heads.
+        run_table: the offset in the stripe, the bytes and the layer of each run, int64 [runs, 3], ascending by offset.
+        format_id: identifies the encoding of the pages.
+        heads: number of KV heads on this rank; 0 if the group's blocks have no heads.
         dtype: name of the pool's element type.
     """
 
@@ -92,14 +94,14 @@ class GroupFacts:
 
     @classmethod
     def of_view(cls, view: Any, format_id: str, heads: int = 0, dtype: str = "") -> GroupFacts:
-        """The facts of the blocks that `view` (a `KvView`) describes."""
+        """Returns the facts about the blocks that `view`, a `KvView`, describes."""
         runs = view.runs[:, [3, 2, 4]]
         runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
         return cls(view.stripe_bytes, runs, format_id, heads, dtype)
 
     @property
     def runs(self) -> int:
-        """The contiguous pieces of one block; each has its own digest if stored pages are verified."""
+        """Number of runs of one block; each run has its own digest if stored pages are verified."""
         return len(self.run_table)
 
 
@@ -108,13 +110,14 @@ class RankFacts:
     """One worker's facts about its KV pool, sent before the first lookup.
 
     Attributes:
-        pid: the worker's process.
-        num_blocks: blocks of the engine's pool on this rank, which all groups share.
-        groups: in the order of the unit's groups.
-        replicas: how many consecutive ranks, counted from rank 0, hold the same bytes and share one stripe: all ranks
-            with MLA (one latent for all heads), some of them if there are more ranks than KV heads.
-        gpudirect: whether GPUDirect Storage reaches the pool's memory; the worker checks only if `disk.gds` is auto.
-        pool_id: the engine's pool that the worker currently has.
+        pid: process id of the worker.
+        num_blocks: number of blocks in the engine's pool on this rank, which all groups share.
+        groups: facts about each group, in the order of the unit's groups.
+        replicas: number of consecutive ranks, from rank 0 on, that have the same bytes and share one stripe. With MLA
+            (one latent for all heads) these are all ranks; if there are more ranks than KV heads, some of them.
+        gpudirect: whether GPUDirect Storage reaches the pool's memory; the worker checks this only if `disk.gds` is
+            auto.
+        pool_id: id of the engine's pool that the worker has registered.
     """
 
     rank: int
@@ -127,15 +130,16 @@ class RankFacts:
 
     @classmethod
     def here(cls, rank: int, num_blocks: int, *groups: GroupFacts) -> RankFacts:
-        """The facts of a rank in this process, which needs no messages."""
+        """Returns the facts about a rank in this process. No messages are exchanged with it, so it has no pool id."""
         return cls(rank, os.getpid(), num_blocks, groups)
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank's share of a slot lies, in bytes from the slot's start.
+    """Where one rank's part of a slot begins, in bytes from the slot's start.
 
     Attributes:
+        stripe: start of the rank's stripe.
         digests: start of the rank's run digests in the trailer; None if pages are not verified.
     """
 
@@ -145,14 +149,14 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class PoolGrant:
-    """Where a worker finds the unit's host pool, and which bytes of each slot are its own.
+    """The unit's message to its workers: where the host pool is, and which bytes of each slot belong to which rank.
 
     Attributes:
-        descriptor: `HostPool.descriptor()`.
-        places: each rank's places, one per group.
-        slabs: slabs of the unit's disks, for ranks with gds loads; None if there are none.
-        unit: the unit that owns the pool.
-        pools: the engine pool of each rank, for which the unit was made.
+        unit: id of the unit that owns the host pool.
+        pools: id of each rank's engine pool, as the unit was built for them.
+        descriptor: the host pool's `HostPool.descriptor()`.
+        places: by rank, then by group, the rank's places in a slot.
+        slabs: slabs of the unit's disks, for ranks that load straight from them; None if no rank does.
     """
 
     unit: UnitId

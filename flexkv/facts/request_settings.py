@@ -1,4 +1,4 @@
-"""A caller's settings of the cache for one request, and their names in engines' requests."""
+"""The settings that a caller may give for one request, and the names under which engines' requests carry them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 from flexkv.facts.blend_ask import FIELDS, BlendAsk
 
 PREFIX = "flexkv."
-"""Prefix of a setting's own name in a request."""
+"""Prefix of flexkv's own names of settings in requests."""
 
 TIER_PLACES = {
     "host": ("CPU", "LOCAL"),
@@ -18,33 +18,34 @@ TIER_PLACES = {
     "peers": ("STORAGE", "LOCAL"),
     "remote": ("STORAGE", "REMOTE"),
 }
-"""Each tier's label (`TierFacts.label`), and the medium and locality by which vLLM names its place."""
+"""Maps each tier's label (`TierFacts.label`) to the medium and locality under which vLLM's requests list it."""
 
 TIER_NAMES = tuple(TIER_PLACES)
-"""What `RequestSettings.tiers` may name."""
+"""Labels that are allowed in `RequestSettings.tiers`."""
 
 MOST_TOKENS = 2**62
-"""More than any request has."""
+"""Largest allowed number of tokens; no request has as many."""
 
 MOST_NAMESPACE_BYTES = 256
 ALLOWED_NAMESPACE = f"text of 1 to {MOST_NAMESPACE_BYTES} bytes"
 
 MOST_TTL_S = 2**31
-"""68 years."""
+"""Longest allowed time to live: 68 years."""
 
 WORDS = {"true": True, "false": False}
 
 
 class UnreadableError(ValueError):
-    """A value that a setting cannot have; the text says what is allowed."""
+    """Raised for a value that a setting cannot have; the message says what is allowed."""
 
 
 class Kind(NamedTuple):
-    """How one setting is read.
+    """How values of one kind of setting are parsed and combined.
 
     Attributes:
-        read: makes the setting of a caller's value; raises UnreadableError.
-        join: chooses between two values of a request: the one that allows less.
+        read: parses a caller's value; raises UnreadableError if it is not allowed.
+        join: combines two values that one request gives, so that the result allows only what both allow; raises
+            UnreadableError if they conflict.
     """
 
     read: Callable[[object], Any]
@@ -86,7 +87,8 @@ def _tiers(value: object) -> frozenset[str]:
 
 
 def _vllm_tiers(value: object) -> frozenset[str]:
-    """vLLM's `kv_load_tiers`: a tier may serve if one entry's medium and locality, where given, are its own."""
+    """Parses vLLM's `kv_load_tiers`, a list of entries with an optional medium and locality, and returns the tiers that
+    match at least one entry."""
     named: set[str] = set()
     for entry in value if isinstance(value, (list, tuple)) else [None]:
         if not isinstance(entry, Mapping) or entry.keys() - {"medium", "locality"}:
@@ -104,7 +106,7 @@ def _vllm_tiers(value: object) -> frozenset[str]:
 
 
 def is_namespace(value: object) -> TypeGuard[str]:
-    """Whether callers may give a namespace this name."""
+    """Whether this is an allowed name of a namespace."""
     if not isinstance(value, str):
         return False
     try:
@@ -153,11 +155,12 @@ def _setting(
     values: str,
     aliases: Mapping[str, Callable[[object], Any]] | None = None,
 ) -> Any:
-    """Declares a field that a request may set.
+    """Declares a field of `RequestSettings`.
 
     Args:
-        does, values: what it does, and its values, for the documentation.
-        aliases: other names, with what reads their values.
+        does: what the setting does, for the documentation.
+        values: the allowed values, for the documentation.
+        aliases: other names of the setting in requests, each with the function that parses its value.
     """
     about = {"kind": kind, "does": does, "values": values, "aliases": aliases or {}}
     return field(default=default, metadata=about)
@@ -165,19 +168,19 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """The settings of one request, or of a streaming session from one piece on.
+    """The settings of one request, or of a streaming session from one of its inputs on.
 
-    docs/contributing/add-a-request-setting.md says how to add one, and which code heeds it.
+    docs/contributing/add-a-request-setting.md says how to add a setting, and which code applies it.
 
     Attributes:
         skip_save: no further pages of the request are stored.
-        skip_load: nothing is loaded for the request.
-        max_store_tokens: most leading tokens of the request that are stored; None for all.
-        max_load_tokens: most tokens that one load brings; None for no limit.
-        tiers: names of the tiers that may serve the request, besides host memory, which always does; None for all.
-        ttl_s: whole seconds after which the request's stored pages are misses; None for never.
-        namespace: a further part of the namespace of the request's keys; empty for none.
-        blend: how the request is blended; None for not at all.
+        skip_load: no pages are loaded for the request.
+        max_store_tokens: maximum number of leading tokens of the request that are stored; None for no limit.
+        max_load_tokens: maximum number of tokens that one load brings; None for no limit.
+        tiers: labels of the tiers that are read for the request, besides host memory, which always is; None for all.
+        ttl_s: whole seconds after which pages that the request stores are misses; None for never.
+        namespace: name that separates the request's keys from those of requests with another name; empty for no name.
+        blend: the request's settings for blending; None to not blend it.
     """
 
     skip_save: bool = _setting(
@@ -232,17 +235,17 @@ class RequestSettings:
 
 
 NO_SETTINGS = RequestSettings()
-"""The settings of a request whose caller sets none. Compared by identity, so such a request costs nothing."""
+"""The settings of a request whose caller gives none. Code compares with this object by identity, which is cheap."""
 
 
 class Setting(NamedTuple):
-    """One name by which a request may give a setting.
+    """One name under which a request may give a setting.
 
     Attributes:
-        field: the field of `RequestSettings`.
-        read: makes the field's value of the caller's; raises UnreadableError.
-        join: see `Kind`.
-        default: what a value of None stands for.
+        field: name of the field of `RequestSettings`.
+        read: parses the caller's value; raises UnreadableError if it is not allowed.
+        join: combines two values that one request gives; see `Kind`.
+        default: value of the field if the caller's value is None.
     """
 
     field: str
@@ -261,13 +264,13 @@ def _names() -> dict[str, Setting]:
 
 
 NAMES: dict[str, Setting] = _names()
-"""Every name of every setting, its own first."""
+"""All names of all settings. flexkv's own name of a setting comes before its aliases."""
 
 OWN_NAMES = tuple(PREFIX + each.name for each in fields(RequestSettings))
 
 
 def markdown_table() -> str:
-    """The table of settings for the documentation."""
+    """Returns the table of settings for the documentation."""
     rows = ["| name | other names | values | what it does |", "|---|---|---|---|"]
     for each in fields(RequestSettings):
         about = each.metadata

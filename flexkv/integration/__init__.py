@@ -1,2 +1,2 @@
-"""Names of another project that is also called flexkv, under which engines may look for it. A new engine needs none:
-see `flexkv/adapters/`."""
+"""Modules with the names of modules in another package called flexkv, because engines may import these names. A new
+engine needs no module here; its code belongs in `flexkv/adapters/`."""

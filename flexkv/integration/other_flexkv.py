@@ -1,7 +1,7 @@
-"""The error for an engine that looks here for the other package named flexkv (github.com/taco-project/FlexKV).
+"""The error for an engine that imports a module of the other package named flexkv (github.com/taco-project/FlexKV).
 
-The engine integrations of that package import modules which this one does not have. Without this error, such an engine
-ends with "FlexKV is not installed", although a package of that name is.
+Engines have integrations that are made for that package and import its modules, which this package lacks. Without this
+error, such an engine would end with "FlexKV is not installed", although a package of that name is installed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TENSORRT_LLM_INSTEAD = (
 def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
     """Ends the import of a module that only the other package has.
 
-    It does not raise ImportError, because SGLang treats that as a missing package, and its message would hide this one.
+    It does not raise ImportError. SGLang takes that for a missing package, and its own message would hide this one.
 
     Args:
-        module: the name that was imported.
-        instead: what to set so that the engine uses this package.
+        module: name of the imported module.
+        instead: per engine, the settings with which the engine uses this package.
 
     Raises:
         ConfigError: always.

@@ -1,4 +1,5 @@
-"""Raises when imported: later versions of SGLang look here for the connector of the other package named flexkv."""
+"""Raises ConfigError when imported. Later versions of SGLang import the connector of the other package named flexkv
+under this name."""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, refuse_other_flexkv
 

@@ -1,4 +1,5 @@
-"""Raises when imported: the other package named flexkv has such a module, which its TensorRT-LLM examples use."""
+"""Raises ConfigError when imported. The TensorRT-LLM examples of the other package named flexkv import a module of this
+name."""
 
 from flexkv.integration.other_flexkv import TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

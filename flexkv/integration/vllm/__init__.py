@@ -1,1 +1,1 @@
-"""The package where vLLM's built-in FlexKVConnectorV1 looks for its implementation."""
+"""The package from which vLLM's built-in `FlexKVConnectorV1` imports its implementation."""

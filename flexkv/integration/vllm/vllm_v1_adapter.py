@@ -1,4 +1,4 @@
-"""The name that vLLM's built-in `FlexKVConnectorV1` imports."""
+"""Exports `FlexKVConnectorV1Impl`, which vLLM's built-in `FlexKVConnectorV1` imports from this module."""
 
 from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
 
