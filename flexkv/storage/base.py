@@ -4,12 +4,13 @@ Bytes move as DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, on the
 manager's transfer engine. Everything else goes through these interfaces. Only opening, `reset`, `finish_reset` and
 `close` wait for a disk.
 
-To store a page: call `next_generations`; submit a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags name
-key, epoch and generation; when its op has ended OK, call `record_publish`. The page can be read once the op has ended;
-it survives a crash once `poll` has named it.
+To store a page: call `next_generations`; submit a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags
+contain the page's key, epoch and generation; when the op has finished with status OK, call `record_publish`. The page
+can be read as soon as the op has finished. It survives a crash once `poll` has returned it as durable.
 
-To load a page: submit a DISK_READ whose tags say what the slot must hold. A page with another key, epoch, generation or
-token count, or with damaged bytes, fails, whatever the index said: a stale index costs a miss and never a wrong byte.
+To load a page: submit a DISK_READ whose tags say what the slot must hold. The page fails if the slot holds another key,
+epoch, generation or token count, or damaged bytes, no matter what the index says. So a stale index costs a miss, but
+never delivers a wrong byte.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ Keys = NDArray[np.uint8]
 """Block keys, uint8 [blocks, 16], C-contiguous."""
 
 Places = NDArray[np.int32]
-"""Places of one group, int32 [pages]: place p is slot `p // disks` of disk `p % disks`. Groups that share slabs have
-the same places."""
+"""Disk slots of one group, numbered over all disks, int32 [pages]: place p is slot `p // disks` of disk `p % disks`.
+Groups that share slabs have the same places.
+"""
 
 Generations = NDArray[np.uint64]
-"""uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never repeated, not even after a crash."""
+"""Numbers of page writes, uint64 [pages]: the count of the tier's openings (24 bits), then a counter (40 bits). No
+number is used twice, not even after a crash.
+"""
 
 RunTable = NDArray[np.int64]
 """The runs of one rank's stripe, int64 [runs, 3]: offset in the stripe, bytes, layer; ascending by offset."""
@@ -43,12 +47,13 @@ RunTable = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DiskIdentity:
-    """The owner of pages. Equal identities use the same folder after a restart; different ones lie side by side.
+    """Identifies the unit that owns pages. After a restart, a unit with an equal identity uses the same folder again.
+    The folders of different identities lie side by side.
 
     Attributes:
-        model: the model's readable name, which `flexkv disk ls` shows.
-        fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
-        unit: the ownership unit on this node, such as `dp0`: letters, digits, `-`, `_`, `.`.
+        model: readable name of the model, shown by `flexkv disk ls`.
+        fingerprint: 32-byte digest of everything that must be equal for units to use each other's blocks.
+        unit: name of the ownership unit on this node, such as `dp0`: letters, digits, `-`, `_`, `.`.
     """
 
     model: str
@@ -61,19 +66,20 @@ class DiskGroup:
     """One KV group's pages: the encoding and geometry of its slot images.
 
     Attributes:
-        format_id: `str(FormatId)` of the pages.
+        format_id: format of the pages, as `str(FormatId)`.
         stripe_bytes: bytes of each rank's stripe.
-        runs: each rank's RunTable, whose rows fill the stripe exactly.
-        block_tokens: tokens of a whole block.
-        dtype: dtype of the KV, for display.
-        host_digests: whether device lanes write the run digests into the slot's trailer (`host.verify`). The disk
-            stores these unchanged, so a load checks pages by digests of the engine's own bytes.
+        runs: RunTable of each rank; its rows fill the rank's stripe exactly.
+        block_tokens: tokens in a full block.
+        dtype: name of the KV's element type; empty if it is unknown.
+        host_digests: whether device lanes write the digest of every run into the slot's trailer (setting
+            `host.verify`). The disk stores these digests unchanged, so a load verifies a page against digests of the
+            engine's own bytes.
         rule: which pages a hit needs: "full", "window", "chunk" or "state".
-        reach: reach of a window in pages, or of a chunk in tokens, else 0.
-        signature: extra input to the hash of the group's keys; may be empty. Groups with different signatures share
-            nothing.
-        shares: number of the earlier group in whose slabs the pages lie; None if the group has its own slabs. Slots are
-            as large as the largest image of the groups that share them.
+        reach: how far a window reaches, in pages, or a chunk, in tokens; 0 for the other rules.
+        signature: extra input to the hash of the group's keys; may be empty. Groups with different signatures share no
+            pages.
+        shares: number of the earlier group in whose slabs the pages lie; None if the group has its own slabs. The slots
+            of shared slabs fit the largest image of the groups that share them.
     """
 
     format_id: str
@@ -93,7 +99,7 @@ class DiskGroup:
 
     @property
     def rule_text(self) -> str:
-        """The rule, for display."""
+        """The rule with its reach and the reach's unit, as readable text."""
         unit = {"window": " pages", "chunk": " tokens"}.get(self.rule)
         return f"{self.rule} of {self.reach}{unit}" if unit else self.rule
 
@@ -103,18 +109,19 @@ class DiskOptions:
     """How a unit uses its disks.
 
     Attributes:
-        bytes_per_disk: bytes of slabs in each folder; the index takes at most 1/64 as much in addition.
-        io: `auto` uses io_uring if the kernel allows it, else threads.
-        depth: I/Os under way at once on one disk.
-        stuck_s: a disk is taken out of service if an I/O takes longer than this.
-        journal_rows: rows that may wait in a journal; further publishes and evictions are put off, further uses are
-            dropped.
-        preallocate: whether to allocate the slabs' space at open, so that no write can find the disk full, and to clear
-            it ahead of the pages while the disk is idle.
+        bytes_per_disk: bytes of the slabs in each folder. The index takes up to 1/64 of that in addition.
+        io: I/O backend; `auto` is io_uring if the kernel allows it, else threads.
+        depth: how many I/Os may be in flight at once on one disk.
+        stuck_s: a disk is taken out of service if an I/O takes longer than this many seconds.
+        journal_rows: how many rows may wait in one disk's journal. While it is full, publishes and evictions stay
+            pending outside it. Uses may fill half of it; further uses are dropped.
+        preallocate: whether to allocate disk space for the slabs when they are opened, so that no write finds the disk
+            full. While a disk is idle, the tier then writes zeros to the slots that will get pages next.
         register_buffers: whether io_uring keeps the host pool's pages pinned. If the system refuses that (for example
-            because of a low `memlock` limit), I/O works without.
-        sealed_apart: whether ranks write their stripes themselves (`DISK_SEAL`). If so, the tier clears no space: it
-            does not know when ranks write, so its zeros could overwrite stripes.
+            because of a low `memlock` limit), I/O works with unpinned pages.
+        sealed_apart: whether ranks write their stripes to the disks themselves, so that the tier only seals the pages
+            (`DISK_SEAL`). The tier then writes no zeros ahead: it does not know when ranks write, so its zeros could
+            overwrite stripes.
     """
 
     bytes_per_disk: int
@@ -133,11 +140,11 @@ class IndexRows:
 
     Attributes:
         keys: uint8 [n, 16], unique within a group.
-        places: int32 [n].
-        generations: uint64 [n].
-        tokens: valid tokens, int32 [n].
-        expiries: unix seconds, 0 for never, uint64 [n].
-        groups: number of each page's KV group, int32 [n]; None for slabs of one group.
+        places: place of each page, int32 [n].
+        generations: generation of each page, uint64 [n].
+        tokens: valid tokens in each page, int32 [n].
+        expiries: when each page expires, in unix seconds, uint64 [n]; 0 for never.
+        groups: number of each page's KV group, int32 [n]; None if only one group uses the slabs.
     """
 
     keys: Keys
@@ -162,8 +169,8 @@ class DurablePages:
 
 @dataclass(frozen=True, slots=True)
 class LostDisk:
-    """A disk that was taken out of service. Its places are misses and must not be written again; the other disks stay
-    in use.
+    """A disk that was taken out of service. Pages on it are misses, and nothing may be written to it any more. The
+    other disks stay in use.
     """
 
     disk: int
@@ -176,7 +183,8 @@ class DiskEvents:
     """Events since the last `poll`.
 
     Attributes:
-        lost: newly lost disks; each disk is reported once.
+        durable: pages that have become durable.
+        lost: disks that were taken out of service; each disk is reported once.
     """
 
     durable: tuple[DurablePages, ...] = ()
@@ -188,8 +196,8 @@ class DiskStats:
     """Counts since `open`.
 
     Attributes:
-        misses: reads that failed, by reason (see docs/disk-storage.md).
-        journal_lag_s: age of the oldest publish in a journal that is not durable yet, seconds; 0 when there is none.
+        misses: how many page reads failed, by reason (see docs/disk-storage.md).
+        journal_lag_s: age of the oldest publish that is not durable yet, in seconds; 0 if there is none.
         pending_pages: pages that can be read but are not published yet, because their journal was full.
     """
 
@@ -209,7 +217,9 @@ class StoredPages(ABC):
     @property
     @abstractmethod
     def disks(self) -> int:
-        """How many disks hold the places, lost ones included. Place p of any group lies on disk `p % disks`."""
+        """Number of disks that places are striped over, including lost disks. Place p of any group lies on disk
+        `p % disks`.
+        """
 
     @property
     @abstractmethod
@@ -218,50 +228,52 @@ class StoredPages(ABC):
 
     @abstractmethod
     def slots(self, group: int) -> int:
-        """How many places the group has: [0, slots). This includes places of lost disks, which must not be used.
+        """Number of places of the group, which are numbered [0, slots). This includes places on lost disks, which must
+        not be used.
 
         Groups that share slabs have the same places.
         """
 
     @abstractmethod
     def rows(self, group: int) -> IndexRows:
-        """The pages that were durable when the tier was opened and have not expired. Only the first call returns them.
+        """Returns the pages that were durable when the tier was opened and have not expired. Only the first call
+        returns them, and only before a `reset`; other calls return no pages.
 
-        If groups share slabs, this returns the pages of all of them, no matter which one is named, so one call per slab
-        is enough. After a `reset` there are none.
+        If groups share slabs, the call returns the pages of all of these groups, no matter which of them `group` is. So
+        one call per slab is enough.
         """
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """The epoch of the model's weights, which the last `reset` set; 0 at first."""
+        """The epoch of the model's weights, as set by the last `reset`; 0 before the first one."""
 
     @abstractmethod
     def strange_disks(self, weights: bytes) -> tuple[int, ...]:
-        """The disks that hold pages computed with different weights than these, or with unknown weights.
+        """The disks that hold pages computed with weights that are unknown or differ from `weights`.
 
         Args:
-            weights: 32 bytes that name all content of the engine's weights.
+            weights: 32-byte digest of the whole content of the engine's weights.
         """
 
     @abstractmethod
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """Forgets these pages, of any of the groups that share the group's slabs. Never blocks.
+        """Records that these pages are gone. They may belong to any group that shares the group's slabs. Never blocks.
 
-        Call it before their places are reused.
+        Call it before the places are reused.
         """
 
     @abstractmethod
     def record_use(self, group: int, places: Places) -> None:
-        """Records that these pages were used now. A restart preserves the order approximately. Never blocks; may drop
-        the record.
+        """Records that these pages were used now. A restart preserves the order of uses approximately. Never blocks,
+        but may drop the record.
         """
 
     @abstractmethod
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         """Forgets every page and durably starts `epoch`: no older page is served any more, not even after a crash.
 
-        Takes out disks on which this does not end within the deadline.
+        Takes a disk out of service if this does not finish on it within `deadline_s` seconds.
 
         Raises:
             ContractError: `epoch` is not above the current one.
@@ -274,8 +286,9 @@ class Volumes(StoredPages):
     @property
     @abstractmethod
     def folder(self) -> Path | None:
-        """The unit's folder on the first disk that could be opened, for small files beside the pages; None without
-        one."""
+        """The unit's folder on the first disk that could be opened, for small files beside the pages; None if there is
+        no such disk.
+        """
 
     @abstractmethod
     def begin_reset(self, epoch: int) -> None:
@@ -292,17 +305,20 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def finish_reset(self, deadline_s: float) -> None:
-        """Waits until the reset that has begun is durable. Takes out disks on which it is not durable in time."""
+        """Waits until the reset that `begin_reset` began is durable. Takes a disk out of service if the reset is not
+        durable on it within `deadline_s` seconds.
+        """
 
     @abstractmethod
     def name_weights(self, weights: bytes) -> None:
-        """Records that all pages of this epoch, earlier and later ones, are computed with these weights. Never waits.
-        Until the record is durable, another opening treats the pages as those of other weights.
+        """Records that all pages of the current epoch, stored already or later, are computed with these weights. Never
+        waits. If the tier is opened again before the record is durable, it counts the pages as computed with different
+        weights.
         """
 
     @abstractmethod
     def next_generations(self, count: int) -> Generations:
-        """Returns `count` numbers for writes, ascending and higher than any returned before."""
+        """Returns generations for the next `count` page writes, ascending and higher than any returned before."""
 
     @abstractmethod
     def record_publish(
@@ -314,46 +330,53 @@ class Volumes(StoredPages):
         tokens: NDArray[np.int32],
         expiries: NDArray[np.uint64] | None = None,
     ) -> bool:
-        """Makes pages of the group durable. Their writes must have ended OK. Never blocks.
+        """Makes pages of the group durable. Their writes must have finished with status OK. Never blocks.
 
-        Returns False if a journal is full: the pages can be read, and a later `poll` publishes them when there is room;
-        a crash before that loses them. Also returns False for a lost disk.
+        Returns False if a journal is full. The pages can be read nevertheless, and a later `poll` publishes them when
+        the journal has space again, but a crash before that loses them. Also returns False if a page lies on a lost
+        disk.
         """
 
     @abstractmethod
     def image_bytes(self, group: int) -> int:
-        """The slot size of the group's slabs: a slot image with its trailer; if groups share slabs, the largest of
-        their images. The slots of the group's host pool must have the same size.
+        """Bytes of a slot in the group's slabs: the size of its slot image or, if groups share the slabs, of their
+        largest image. The slots of the group's host pool must have the same size.
         """
 
     @abstractmethod
     def digest_offsets(self, group: int) -> tuple[int, ...]:
-        """Offset of each rank's run digests in a slot: `digest_offset` of `TransferEngine.attach_view`."""
+        """For each rank, the offset of its run digests in a slot, in bytes: the `digest_offset` of
+        `TransferEngine.attach_view`.
+        """
 
     @abstractmethod
     def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
-        """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one per group (those that
-        share slabs may share one), and the disks.
+        """Returns the lane that carries out DISK_READ, DISK_WRITE and DISK_SEAL ops between host pools and disks.
 
-        Give it to this process's TransferEngine. It can be obtained only once.
+        Give the lane to this process's TransferEngine. Only one call is allowed.
+
+        Args:
+            pools: the host pool of each group. Groups that share slabs may share a pool.
 
         Raises:
             GeometryError: the size of a pool's slots differs from that of the group's images.
-            ContractError: this is the second call, or the number of pools differs from that of the groups.
+            ContractError: the lane was returned before, or the number of pools differs from the number of groups.
         """
 
     @abstractmethod
     def slab_map(self) -> SlabMap:
-        """Data with which ranks move pages by `flexkv.transfer.gds_lane`, without disks lost by now."""
+        """Describes the slabs to ranks that move pages themselves (`flexkv.transfer.gds_lane`). Leaves out disks that
+        are lost by now.
+        """
 
     @property
     @abstractmethod
     def unflushed(self) -> bool:
-        """Whether records wait for the next `poll` because a journal had no room for them. Cheap."""
+        """Whether records wait for the next `poll` because a journal was full. Cheap to ask."""
 
     @abstractmethod
     def poll(self) -> DiskEvents:
-        """Returns the events since the last call, and passes waiting records to the journals. Never blocks."""
+        """Returns the events since the last call, and passes pending records to the journals. Never blocks."""
 
     @abstractmethod
     def stats(self) -> DiskStats:
@@ -361,9 +384,10 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Makes everything recorded durable and unlocks the folders. Call it after closing the transfer engine that has
-        the lane and recording its results. Idempotent.
+        """Makes everything durable that was recorded, and unlocks the folders. Idempotent.
 
-        Returns False if after `deadline_s` seconds some record is not durable yet or an I/O still hangs; such a disk's
-        folder stays locked until the process ends.
+        Before this call, close the transfer engine that has the lane, and record the results of its ops.
+
+        Returns False if, after `deadline_s` seconds, a record is not durable yet or an I/O still hangs. The folder of
+        such a disk stays locked until the process ends.
         """

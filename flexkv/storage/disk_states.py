@@ -1,4 +1,6 @@
-"""The state of each disk of a unit: lost, full, or without the backend that was asked for. Logs each change once."""
+"""Keeps the state of each disk of a unit (lost, full, or without the requested I/O backend), and logs each change
+once.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ class DiskStates:
     """The states of a unit's disks. Logs each change once.
 
     Attributes:
-        lost: why disks were taken out, by disk.
+        lost: why each lost disk was taken out of service, by the disk's number.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
         self.lost: dict[int, str] = {}
         self._not_taken: list[LostDisk] = []
-        """Lost disks that no `take_lost` has returned."""
+        """Lost disks that `take_lost` has not returned yet."""
         self._notes: dict[int, str] = {}
         self._full: set[int] = set()
 
@@ -36,7 +38,7 @@ class DiskStates:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_lost` would return any."""
+        """Whether `take_lost` would return a disk."""
         return bool(self._not_taken)
 
     def take_lost(self) -> tuple[LostDisk, ...]:
@@ -45,7 +47,7 @@ class DiskStates:
         return lost
 
     def lose(self, disk: int, reason: str) -> bool:
-        """Records that a disk is taken out; returns False if it already was."""
+        """Records that a disk is taken out of service. Returns False if it was already lost."""
         if disk in self.lost:
             return False
         self.lost[disk] = reason

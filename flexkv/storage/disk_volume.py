@@ -33,7 +33,7 @@ from flexkv.storage.spare import free_spare, take_spare
 logger = logging.getLogger(__name__)
 
 COPIES_OF_ROWS = 2
-"""How many copies of each slot's index row are in memory while a disk is opened: one for the journal, one for the tier.
+"""How many copies of each slot's index row are in memory while a disk is opened: one in the index, one in the tier.
 """
 
 
@@ -41,7 +41,7 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
     """How many slots each slab gets on one disk.
 
     Raises:
-        CapacityError: the bytes are too few for a slot, or the memory is too small for the index.
+        CapacityError: the bytes do not hold a slot, or the index does not fit into memory.
     """
     slabs = set(slab_numbers(groups))
     image = slot_bytes_of_all(groups)
@@ -56,7 +56,7 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
 def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
     """
     Raises:
-        CapacityError: the index of `slots` slots does not fit the memory that is available.
+        CapacityError: the index rows of `slots` slots in each of `slabs` slabs do not fit into the available memory.
     """
     needed = COPIES_OF_ROWS * ROW.itemsize * slots * slabs
     available, limit = c_ext.available_memory()
@@ -68,8 +68,8 @@ def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
 
 
 def _name_others(folder: Path) -> None:
-    """If `folder` is new, logs which other folders hold pages of the same model and unit in another format or of other
-    KV groups: these pages are not found in the new folder.
+    """If `folder` is new, logs which other folders hold pages of the same model and unit in another format or with
+    other KV groups. Lookups do not find those pages.
 
     Raises:
         OSError: the folders cannot be listed.
@@ -95,16 +95,16 @@ def _name_others(folder: Path) -> None:
 
 
 class DiskVolume:
-    """Opens lock, index and slabs, in an order in which a failure changes nothing that matters.
+    """Opens a disk's lock, index and slabs, in this order. If one of them cannot be opened, closes those that are open.
 
     Attributes:
-        slabs: one per group, the same one for groups that share it.
-        is_new: no page was here before.
+        slabs: the slab of each group; groups that share a slab have the same one.
+        is_new: whether the unit had no slab in this folder before.
 
     Raises:
         FolderLockedError: the folder is in use.
         DiskError: the disk cannot be used.
-        CapacityError: the budget holds no slot.
+        CapacityError: `bytes_per_disk` holds no slot, or the index does not fit into memory.
     """
 
     def __init__(
@@ -132,7 +132,9 @@ class DiskVolume:
             raise
 
     def _prepare_folder(self) -> None:
-        """Removes unfinished files that an earlier process left under temporary names, and frees room for the index."""
+        """Removes unfinished files that an earlier process left under temporary names, and frees the disk space that is
+        reserved for the index.
+        """
         try:
             for path in self.folder.glob("*.new"):
                 path.unlink()
@@ -181,8 +183,8 @@ class DiskVolume:
     def _open_each_slab(
         self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions, epoch: int
     ) -> tuple[list[int], bool]:
-        """Opens the slabs. Returns each group's slab id (0 if the slab is an earlier group's) and whether any of the
-        slabs existed before.
+        """Opens the slabs. Returns the slab id of each group (0 for a group that uses an earlier group's slab), and
+        whether any of the slabs existed before.
         """
         self.slabs: list[c_ext.SlabFile] = []
         slab_ids, some_kept = [], False
@@ -207,7 +209,7 @@ class DiskVolume:
         return slab_ids, some_kept
 
     def _scan(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]) -> dict[int, Scanned]:
-        """Reads what the slots of each slab hold, by the slab's number."""
+        """Reads the trailer of every slot. Returns the index rows of each slab, by the slab's number."""
         found = {}
         try:
             for number in sorted(set(self._numbers)):
@@ -219,12 +221,12 @@ class DiskVolume:
         return found
 
     def _settle_epoch(self, written: int | None, found: Mapping[int, Scanned]) -> None:
-        """Gives the index the latest epoch that is known; an index that is behind forgets its rows."""
+        """Sets the index's epoch to the highest one known. If the index's own epoch is lower, its rows are dropped."""
         epochs = (int(epochs.max(initial=0)) for _, epochs in found.values())
         epoch = max([self.index.epoch, written or 0, *epochs])
-        # If a crash ended an opening before it wrote the epoch, there is no page.
+        # An opening writes the epoch before any page is stored. So if there are pages, the epoch's file was lost.
         if written is None and any(rows["generation"].any() for rows, _ in found.values()):
-            epoch = after_all(epoch)  # it is no longer known whether the pages are of the current weights
+            epoch = after_all(epoch)  # a lost file may have had a higher epoch
         if self.index.epoch < epoch:
             self.index.clear()
             self.index.epoch = epoch
@@ -238,12 +240,14 @@ class DiskVolume:
                 logger.warning("%s: %d pages of group %d found again", self.folder, count, number)
 
     def begin_use(self, opens: int, epoch: int) -> None:
-        """Begins to use the index (`SlotIndex.begin_use`), and reserves room for its next opening."""
+        """Begins to use the index (`SlotIndex.begin_use`), and reserves disk space for its next opening."""
         self.index.begin_use(opens, epoch)
         take_spare(self.folder)
 
     def release(self) -> None:
-        """Drops the slabs and releases the lock; a lane that still has the slabs keeps the lock. Idempotent."""
+        """Drops the slabs and releases the lock. While a lane still has the slabs, the folder stays locked.
+        Idempotent.
+        """
         if self._lock.fd >= 0:
             take_spare(self.folder)
         self.slabs = []

@@ -1,4 +1,4 @@
-"""Keeps a line of text with its digest in a file of its own, durable before anything relies on it."""
+"""Writes a line of text and its digest durably to a file of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flexkv.storage.private_files import open_private
 
 
 def write_line(path: Path, text: str) -> None:
-    """Writes the text and its digest durably. A power cut leaves this line or the one before.
+    """Writes the text and its digest durably. After a power cut, the file has either this line or the previous one.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     new = path.with_name(f"{path.name}.new")
     fd = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -28,5 +28,5 @@ def write_line(path: Path, text: str) -> None:
 
 
 def line_digest(text: str) -> str:
-    """The digest that follows the text, 16 hex digits."""
+    """The digest of the text, which follows it in the file: 16 hex digits."""
     return f"{c_ext.run_digest(text.encode()):016x}"

@@ -1,4 +1,6 @@
-"""The epoch of the weights, which a folder keeps apart from its index, so that no rebuilt index falls behind it."""
+"""Reads and writes the file with the epoch of the weights. Each folder has this file beside its index, so that an index
+that is rebuilt still gets the current epoch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from flexkv.storage.number_file import read_number, write_number
 
 EPOCH_NAME = "epoch"
 MOST_EPOCH = (1 << 32) - 1
-"""Trailers have 32 bits for it."""
+"""Trailers store the epoch in 32 bits."""
 
 
 def write_epoch(folder: Path, epoch: int) -> None:
@@ -17,14 +19,16 @@ def write_epoch(folder: Path, epoch: int) -> None:
 
 
 def read_epoch(folder: Path) -> int | None:
-    """The last epoch written, None if there is none; raises as `read_number`.
+    """The last epoch written; None if the file does not exist. Raises what `read_number` raises.
 
-    An opening that finds no epoch writes one, even 0, before it writes a page. So a folder with pages but no epoch has
-    lost the file, and only the index knows the pages' epoch.
+    If an opening finds no epoch, it writes one, even if that is 0, before any page is stored. So if a folder has pages
+    but no such file, the file was lost, and only the index still knows the epoch.
     """
     return read_number(folder / EPOCH_NAME, MOST_EPOCH)
 
 
 def after_all(epochs: int) -> int:
-    """Returns an even epoch higher than all of `epochs`: even, because a restart keeps the pages of even epochs."""
+    """Returns the lowest even epoch above `epochs`, the highest epoch so far. It is even because a restart keeps the
+    pages of even epochs.
+    """
     return epochs + 2 - epochs % 2

@@ -1,4 +1,4 @@
-"""The folder of one ownership unit on one disk: its name, its lock, and its content."""
+"""The folder of one ownership unit on one disk: finds, locks, measures and deletes it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from flexkv.storage.private_files import make_folders, open_at_once, open_privat
 LOCK_NAME = "lock"
 
 DIGEST_DIGITS = 16
-"""Hex digits of a digest in a folder's name; the header holds all of it."""
+"""How many hex digits of a digest a folder's name contains. The slabs' headers contain the full digests."""
 
 LOCK_WAIT_S = 2.0
-"""How long a starting unit waits for its folder, which another unit may lock briefly to read its index."""
+"""How long a starting unit waits for its folder's lock. Another unit may hold it briefly to read the index."""
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
-"""Errors of flock when another process holds the lock."""
+"""The error numbers of flock if another process holds the lock."""
 
 UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class FolderLockedError(DiskError):
-    """Another process, or another tier of this one, uses the folder."""
+    """Another process uses the folder, or another tier in this process."""
 
 
 def slab_name(group: int) -> str:
@@ -44,7 +44,7 @@ def slab_name(group: int) -> str:
 
 
 def native_path(path: Path) -> str:
-    """The path as the native core needs it, in UTF-8.
+    """The path as a string that can be encoded in UTF-8, which the native core requires.
 
     Raises:
         DiskError: the path is not UTF-8.
@@ -58,11 +58,11 @@ def native_path(path: Path) -> str:
 
 
 def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup]) -> Path:
-    """The folder of a unit's slabs under `root`: one for the unit, in one for the model in this encoding.
+    """The folder of a unit's slabs: a folder named after the unit, in a folder under `root` for this model and page
+    format.
 
     Raises:
-        ConfigError: the unit's name is not a file name, or the fingerprint is not 32 bytes long; see also
-            `slab_numbers`.
+        ConfigError: the unit's name is not allowed, or the fingerprint is not 32 bytes long; see also `slab_numbers`.
         GeometryError: see `slab_numbers`.
     """
     if not UNIT_NAME.fullmatch(identity.unit):
@@ -76,7 +76,9 @@ def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup])
 
 
 def unit_folders(root: Path) -> list[Path]:
-    """Folders of ownership units under `root`, or `root` itself if it is one, sorted by name."""
+    """The folders of ownership units under `root`, sorted by path. If `root` is itself such a folder, it is the only
+    one.
+    """
     if any(root.glob("group*.slab")) or os.path.exists(root / INDEX_NAME):
         return [root]
     found = {path.parent for pattern in ("*/*/group*.slab", "*/group*.slab") for path in root.glob(pattern)}
@@ -84,8 +86,8 @@ def unit_folders(root: Path) -> list[Path]:
 
 
 def closed_folders(root: Path) -> dict[Path, str]:
-    """Returns which of `root`, the folders in it and the folders in those cannot be listed, and why: they may hold
-    units that `unit_folders` does not find.
+    """Searches `root` and two levels of folders below it for folders that cannot be listed. Returns these folders and
+    why. They may hold units that `unit_folders` does not find.
     """
     closed: dict[Path, str] = {}
     level = [root]
@@ -93,8 +95,8 @@ def closed_folders(root: Path) -> dict[Path, str]:
         below: list[Path] = []
         for folder in level:
             try:
-                # An entry's type can be read without permission to enter the folder; `stat` needs that
-                # permission.
+                # Listing a folder and its entries' types needs no permission to enter it. `stat` needs that permission,
+                # and so detects a folder that cannot be entered.
                 with os.scandir(folder) as there:
                     below += [Path(one.path) for one in there if one.is_dir(follow_symlinks=False)]
                 os.stat(folder / LOCK_NAME)
@@ -107,7 +109,11 @@ def closed_folders(root: Path) -> dict[Path, str]:
 
 
 def held_bytes(folder: Path, names: str = "*") -> int:
-    """How many bytes the files of these names under `folder` take on the disk."""
+    """How many bytes of disk space the files under `folder` take.
+
+    Args:
+        names: pattern of the names of the files that count.
+    """
     held = 0
     for file in folder.rglob(names):
         with suppress(FileNotFoundError):  # SQLite creates and deletes an index's side files
@@ -121,14 +127,15 @@ LOOKED_AFTER_IN_USE = "end that first"
 
 
 class FolderLock:
-    """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
+    """An exclusive flock on a unit's folder. It is held as long as any copy of its file descriptor is open.
 
     Args:
         advice: what the error tells the user to do if the folder is in use.
 
     Raises:
-        FolderLockedError: another process has held the lock for LOCK_WAIT_S; the message names it.
-        DiskError: the folder cannot be made or written.
+        FolderLockedError: another process still holds the lock after LOCK_WAIT_S seconds; the message names the
+            process.
+        DiskError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path, advice: str = SHARED_BY_MISTAKE) -> None:
@@ -140,7 +147,7 @@ class FolderLock:
             try:
                 self.fd = self._open(path)
             except OSError as error:
-                # `drop` deleted the folder after `_open` had made it.
+                # `flexkv disk drop` may delete the folder just after `_open` has created it.
                 if error.errno != errno.ENOENT or time.monotonic() >= ends_s:
                     raise DiskError(f"{path}: {error.strerror}") from error
                 time.sleep(LOCK_RETRY_S)
@@ -155,8 +162,8 @@ class FolderLock:
                 if error.errno in IN_USE:
                     raise FolderLockedError(f"{folder} is in use by process {holder}: {advice}") from error
                 raise DiskError(f"{path}: {error.strerror}") from error
-            # The file was deleted while this waited, so a lock on it does not protect the folder that now has
-            # the name.
+            # The lock file was deleted in the meantime, so a lock on it does not protect the folder that has this name
+            # now.
             os.close(self.fd)
             if time.monotonic() >= ends_s:
                 raise FolderLockedError(f"{folder} is deleted again and again by another process: {advice}")
@@ -167,8 +174,9 @@ class FolderLock:
         return open_private(path, os.O_RDWR | os.O_CREAT)
 
     def release(self) -> None:
-        """Closes this copy of the lock, which ends when the slabs' copies are closed too. Idempotent, even from several
-        threads at once."""
+        """Closes this copy of the lock's file descriptor. The folder is unlocked once the slabs' copies are closed,
+        too. Idempotent, and several threads may call it at once.
+        """
         with self._releasing:
             fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -176,10 +184,10 @@ class FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process has the unit's lock now.
+    """Whether a process holds the lock of a unit's folder now.
 
     Raises:
-        OSError: the lock cannot be read.
+        OSError: the lock file cannot be opened, or the lock cannot be tried.
     """
     try:
         fd = open_at_once(str(folder / LOCK_NAME), os.O_RDONLY)
@@ -195,17 +203,18 @@ def is_in_use(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> int:
-    """Deletes a unit's folder; returns the bytes that its files took.
+    """Deletes a unit's folder. Returns how many bytes of disk space its files took.
 
     Raises:
-        FolderLockedError: it is in use; nothing was deleted.
-        DiskError: it has a folder in it, and nothing was deleted; or something could not be deleted.
+        FolderLockedError: the folder is in use; nothing was deleted.
+        DiskError: the folder contains another folder, and nothing was deleted; or a file could not be deleted.
     """
     lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     freed = 0
     try:
-        # Deletes the slabs late, so that `ls` still shows a unit if something cannot be deleted. Deletes the
-        # lock file last: while it exists, no other process can start to use the folder.
+        # The slabs are deleted after the other files, so that `flexkv disk ls` still shows a unit if one of those
+        # cannot be deleted. The lock file is deleted last: while it exists, no other process can start to use the
+        # folder.
         files = sorted(folder.iterdir(), key=lambda path: (path.name == LOCK_NAME, path.suffix == ".slab"))
         for path in files:
             if path.is_dir() and not path.is_symlink():
@@ -228,7 +237,7 @@ def remove_folder(folder: Path) -> int:
 
 
 def _has_name(fd: int, path: Path) -> bool:
-    """Whether `path` still names the open file."""
+    """Whether `path` is still the file that is open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -236,10 +245,10 @@ def _has_name(fd: int, path: Path) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    """Writes who holds the lock into the lock file, for users. If the disk is full, does nothing.
+    """Writes this process's id to the lock file, so that an error can name it. If the disk is full, does nothing.
 
     Raises:
-        OSError: it could not be written, though the disk is not full.
+        OSError: the file could not be written, for a reason other than a full disk.
     """
     text = f"{os.getpid()}\n".encode()
     try:
@@ -252,7 +261,7 @@ def _write_holder(fd: int) -> None:
 
 
 def _holder(fd: int) -> str:
-    with suppress(OSError):  # a pipe of the lock's name
+    with suppress(OSError):  # a pipe may have the lock file's name
         return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
     return "unknown"
 
@@ -260,7 +269,7 @@ def _holder(fd: int) -> str:
 def _lock_until(fd: int, ends_s: float) -> None:
     """
     Raises:
-        OSError: another process still holds the lock at `ends_s`.
+        OSError: another process still holds the lock at `ends_s` on the monotonic clock, or flock failed.
     """
     while True:
         try:
@@ -273,10 +282,11 @@ def _lock_until(fd: int, ends_s: float) -> None:
 
 @contextmanager
 def folder_at_rest(folder: Path) -> Iterator[None]:
-    """Briefly keeps the folder's unit from starting. Several readers may do so at once. Changes nothing.
+    """Keeps the folder's unit from starting while the context lasts. Several readers may do this at once. Changes no
+    file.
 
     Raises:
-        FolderLockedError: its unit uses the folder.
+        FolderLockedError: a process uses the folder.
         DiskError: the folder has no lock file, or cannot be read.
     """
     path = folder / LOCK_NAME
@@ -300,7 +310,9 @@ def folder_at_rest(folder: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
+    """Makes the names of files in `folder` durable: after a power cut, created files are there and deleted ones are
+    not.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

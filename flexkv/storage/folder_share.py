@@ -1,4 +1,6 @@
-"""How much of each folder one unit may fill, and which folders cannot be used with the settings."""
+"""Decides how much of each folder of `disk.folders` a unit may fill, and finds folders that cannot be used with the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -20,48 +22,52 @@ from flexkv.storage.private_files import make_folders
 logger = get_logger(__name__)
 
 EVEN_ROOM = 0.9
-"""Every folder gets the smallest share. If that is less than this part of the largest, the log says so.
+"""All folders get slabs of the same size, which is the smallest folder's share. If it is less than this fraction of the
+largest share, a line is logged.
 """
 
 BESIDE_PART = 64
-"""An index takes at most one byte per this many bytes of its slabs: for a slot of 8 KiB, 51 bytes each in database and
-log.
+"""An index takes at most one byte per this many bytes of its slabs. For a slot of 8 KiB that allows 128 bytes; it takes
+51 in the database, and 51 in the database's log.
 """
 
 BESIDE_BYTES = 16 << 20
-"""Headers and their copies, the log of an index while it is small, and the spare room beside it."""
+"""Disk space for the headers and their copies, the log of a small index, and the file `spare`."""
 
 SMALL_PART = 2
-"""On a small file system (such as a test's), at most 1/SMALL_PART of the bytes is reserved for headers and index."""
+"""On a small file system, such as a test's, 1/SMALL_PART of its bytes is used if that is less than BESIDE_BYTES."""
 
 OwnBytes = Callable[[Path], int]
-"""Returns how many bytes under a folder of `disk.folders` a unit may overwrite, which are those that it holds itself.
+"""Takes a folder of `disk.folders`. Returns how many bytes under it belong to the unit's own slabs, so that the unit
+may use them again.
 """
 
 
 WholeSlots = Callable[[int], int]
-"""Returns how many of the bytes that a unit may fill in a folder its slabs take: those of whole slots."""
+"""Takes how many bytes a unit may fill in a folder. Returns how many of them its slabs take: those of whole slots."""
 
 
 def own_bytes(identity: DiskIdentity, *groups: DiskGroup) -> OwnBytes:
-    """Counts the slabs of the unit with these KV groups, but not the files beside them, which stay."""
+    """Returns a function that counts the bytes of the unit's slabs. It leaves out the files beside the slabs, which
+    stay.
+    """
     return lambda root: held_bytes(unit_folder(root, identity, groups), "*.slab")
 
 
 def whole_slots(*groups: DiskGroup) -> WholeSlots:
-    """Rounds down to whole slots of a unit with these KV groups."""
+    """Returns a function that rounds bytes down to whole slots of a unit with these KV groups."""
     slot = slot_bytes_of_all(groups)
     return lambda asked: asked // slot * slot
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
-    """How many bytes one of `units` units on this node may fill in each folder: the same in all, because blocks are
-    striped over them. This is `disk.bytes_per_folder`, or else a share of the free space, divided among the folders of
-    one file system.
+    """How many bytes one of `units` units on this node may fill in each folder. The number is the same for all folders,
+    because blocks are striped over them. It is `disk.bytes_per_folder` or, if that is not set, a share of the free
+    space. Folders on one file system divide its share.
 
-    Bytes that flexkv already holds in a folder count as free, so that the size does not shrink with every start; but
-    the unit cannot have those of other units. Creates missing folders. Ignores a folder that cannot be used: the
-    opening names it and works without it.
+    Bytes that flexkv's units already hold in a folder count as free, so that the size does not shrink with every start;
+    but a unit cannot get the bytes of other units. If `disk.bytes_per_folder` is not set, this creates missing folders.
+    It ignores a folder that cannot be used; the log names that folder when the tier is opened without it.
 
     Raises:
         DiskError: no folder can be used.
@@ -103,27 +109,34 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
 
 
 def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
-    """How many bytes a unit may fill of a file system with `free` bytes left, in which its slabs hold `own` and other
-    units hold `others`; never more than it can have."""
+    """How many bytes of a file system a unit may fill. The result is never more than the unit can get.
+
+    Args:
+        free: free bytes of the file system.
+        own: bytes that the unit's slabs hold there.
+        others: bytes that other units hold there.
+        share: the part of the space that all units together may fill (`disk.space_share`).
+        units: number of units on this node.
+    """
     total = free + own + others
     fair = min(share * total, total - room_beside(total)) / units
     return int(min(fair, max(own, share * (free + own)), room_for_slabs(free, own)))
 
 
 def room_for_slabs(free: int, own: int) -> int:
-    """How many bytes slabs that hold `own` bytes may have on a file system with `free` bytes left, if headers and index
-    are to have their room, too; at least what the slabs already have.
+    """How many bytes the slabs may have in all if headers and index also fit on the file system, which has `free` bytes
+    left. The result is at least `own`, the bytes that the slabs already hold.
     """
     return max(own, free + own - room_beside(free + own))
 
 
 def room_beside(total: int) -> int:
-    """The most bytes that headers and index need if they share `total` bytes with slabs."""
+    """The most bytes that headers and index take if they and the slabs have `total` bytes together."""
     return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 
 def device_of(root: Path) -> int:
-    """The number of the file system on which a folder lies or will lie.
+    """The device number of the file system on which a folder lies or, if it does not exist yet, will lie.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -132,10 +145,10 @@ def device_of(root: Path) -> int:
 
 
 def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
-    """Groups folders by their file system, in the order of each group's first folder.
+    """Groups folders by file system. The groups are in the order of their first folders.
 
     Args:
-        devices: `device_of` each folder.
+        devices: device number of each folder, from `device_of`.
     """
     groups: dict[int, list[Path]] = {}
     for root, device in devices.items():
@@ -146,12 +159,15 @@ def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
 def folder_faults(
     config: FlexKVConfig, own: OwnBytes, whole: WholeSlots = lambda asked: asked
 ) -> dict[str, str]:
-    """Returns which of `disk.folders` cannot be used with the settings, and why. Creates nothing.
+    """Returns the folders of `disk.folders` that cannot be used with the settings, and why. Creates nothing.
 
-    The engine works without such a disk, as it does without one that fails later; it does not start if none is left.
+    The engine works without such a folder, just as it does without a disk that fails later. It does not start if no
+    folder can be used.
 
     Args:
-        whole: without it, slabs are taken to fill all of `disk.bytes_per_folder`.
+        own: counts the bytes that the unit's slabs already hold under a folder.
+        whole: rounds bytes down to whole slots. By default it does not round, so slabs are taken to fill all of
+            `disk.bytes_per_folder`.
     """
     faults: dict[str, str] = {}
     devices: dict[Path, int] = {}
@@ -177,7 +193,8 @@ def folder_faults(
         return faults
     for roots in by_file_system(devices):
         room = room_for_slabs(free[roots[0]], sum(ours[root] for root in roots))
-        # Slabs that the unit made of `asked` bytes in an earlier run hold less, and on a full disk are all the room.
+        # Slabs that an earlier run made for `asked` bytes are smaller, by less than a slot. On a full disk the unit
+        # gets no more than these, which must do.
         for root in roots[room // (whole(asked) or asked) :]:
             together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
             faults[str(root)] = (
@@ -189,8 +206,8 @@ def folder_faults(
 
 
 def _access_fault(root: Path, there: Path) -> str:
-    """Why no folder of this name can be created below `there`, the nearest existing folder, or written to; empty if it
-    can.
+    """Why the folder `root` cannot be created or written to; empty if it can. `there` is the nearest existing folder:
+    `root` or one above it.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -207,7 +224,7 @@ def _access_fault(root: Path, there: Path) -> str:
 
 
 def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
-    """Pairs of `disk.folders` that are the same folder, written in two ways or reached by a link."""
+    """Pairs of entries of `disk.folders` that are the same folder, written in two ways or reached through a link."""
     first: dict[str, str] = {}
     pairs = []
     for folder in disk.folders:
@@ -220,8 +237,8 @@ def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
 
 
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
-    """Folders of `disk.folders` that share a file system: striping over them gains nothing. Ignores a folder whose file
-    system cannot be determined; its opening names it.
+    """Lists those folders of `disk.folders` that share a file system, for each such file system. Striping over them
+    gains nothing. Ignores a folder whose file system cannot be determined; it is reported when it is opened.
     """
     devices: dict[Path, int] = {}
     for root in map(Path, disk.folders):
@@ -231,12 +248,12 @@ def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
 
 
 def nearest_there(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
+    """The path itself if it exists, else the nearest folder above it that does."""
     return next(at for at in (path, *path.parents) if os.path.exists(at))
 
 
 def name_fault(path: Path, there: Path) -> str:
-    """Why no folder of this name can be created below `there`, the nearest existing folder; empty if it can."""
+    """Why the name `path` cannot be created below `there`, the nearest existing folder; empty if it can."""
     missing = path.relative_to(there).parts
     if missing and os.path.lexists(there / missing[0]):
         return f"{there / missing[0]} is a symbolic link that leads nowhere"

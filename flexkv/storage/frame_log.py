@@ -1,6 +1,6 @@
-"""A file beside an index. Frames with digests are appended to it, and it is replaced as a whole to shrink it.
+"""A file beside an index, to which frames with digests are appended. To shrink it, it is replaced by a new file.
 
-After a crash, all earlier frames are complete, perhaps followed by a part of one more, which the next opening cuts off.
+A crash during an append may leave part of a frame at the end of the file. Reading the frames cuts it off.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from flexkv.storage.private_files import open_private
 MAGIC = b"FKVFRMS1"
 IDENTITY_BYTES = 32
 HEADER = struct.Struct("<8s32sQ")
-"""Magic, identity, digest of both."""
+"""Magic, identity, digest of magic and identity."""
 FRAME = struct.Struct("<IIQ")
 """Bytes of the content, 0, digest of the content."""
 MAX_FRAME_BYTES = 64 << 20
-"""A longer frame is damage: no writer makes one."""
+"""No writer makes a longer frame, so a larger length in the file is damage."""
 
 LOCK_RETRY_S = 0.02
 
 
 class FrameLog:
-    """One process's log; only one thread uses it. Exhaust `frames()` before the first `append`.
+    """A log that one process has open and one thread uses. Read all of `frames()` before the first `append`.
 
     Args:
-        identity: 32 bytes that name what the frames mean; a file with another identity is begun anew.
-        lock_s: how long to wait for a process that still has the file.
-        stopped: whether to stop waiting.
+        identity: 32 bytes that say what the frames mean. A file with another identity loses its frames.
+        lock_s: how many seconds to wait while another process has the file.
+        stopped: returns whether to stop waiting early.
 
     Attributes:
-        was_other: the file had frames of another identity, which are gone.
-        was_damaged: the file's header was damaged; its frames are gone.
+        was_other: whether the file had another identity; its frames were removed.
+        was_damaged: whether the file's header was damaged; its frames were removed.
 
     Raises:
-        DiskError: another process has the file, or it cannot be used.
-        ContractError: the identity has another length.
+        DiskError: another process has the file, or the file system refuses.
+        ContractError: the identity is not 32 bytes long.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class FrameLog:
                 raise DiskError(f"{self._path}: {error.strerror}") from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The process that had the lock may have replaced the file.
+                # The process that held the lock may have replaced the file, so the lock must be on the file that has
+                # the name now.
                 if os.path.samestat(os.fstat(fd), os.stat(self._path)):
                     return fd
             except FileNotFoundError:
@@ -90,10 +91,10 @@ class FrameLog:
             time.sleep(LOCK_RETRY_S)
 
     def frames(self) -> Iterator[bytes]:
-        """The frames in the order in which they were appended, up to the first damaged one, where the file is cut.
+        """Yields the frames in the order in which they were appended. Cuts the file off at the first damaged frame.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the file cannot be read or cut off.
         """
         at = HEADER.size
         while True:
@@ -112,35 +113,35 @@ class FrameLog:
             os.ftruncate(self._fd, at)
 
     def append(self, content: bytes) -> None:
-        """Adds a frame. It is durable once the system has written it; nothing waits for that.
+        """Adds a frame. Does not wait until the frame is durable.
 
         Raises:
-            OSError: it could not be written. The file may end with a part of the frame.
+            OSError: the frame could not be written. The file may end with a part of it.
         """
         os.lseek(self._fd, 0, os.SEEK_END)
         write_all(self._fd, framed(content))
 
     def clear(self) -> None:
-        """Removes all frames, including an incomplete one. Needs no space on the disk; nothing waits for it to be
+        """Removes all frames, including an incomplete one. Needs no disk space, and does not wait until this is
         durable.
 
         Raises:
-            OSError: the file cannot be cut.
+            OSError: the file cannot be cut off.
         """
         os.ftruncate(self._fd, HEADER.size)
 
     def replace(self, frames: Iterable[bytes]) -> None:
-        """Durably replaces the file by one with these frames; after a crash, either the old file or the new one is
-        there.
+        """Durably replaces the file by one with these frames. After a crash, the name has either the old file or the
+        new one.
 
         Raises:
-            OSError: the new file could not be written, and the old one stays as it is; or the new file is there but may
-                not survive a power loss.
+            OSError: the new file could not be written, and the old one stays as it is; or the new file is in place but
+                may not survive a power cut.
         """
         path = self._path.with_name(f"{self._path.name}.new")
         fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            # Locked before it has the name, so that no other process can use it in between.
+            # The new file is locked before it gets the name, so that no other process can use it in between.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_all(fd, self._header)
             for content in frames:
@@ -156,17 +157,17 @@ class FrameLog:
         sync_folder(self._path.parent)
 
     def close(self) -> None:
-        """Closes the file and ends its lock. Idempotent."""
+        """Closes the file, which releases its lock. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def framed(content: bytes) -> bytes:
-    """A frame with this content, in the form that files have.
+    """The bytes of a frame with this content, as they are in a file.
 
     Raises:
-        ContractError: it is empty or too long.
+        ContractError: the content is empty or too long.
     """
     if not 0 < len(content) <= MAX_FRAME_BYTES:
         raise ContractError(f"a frame of {len(content)} bytes; allowed are 1 to {MAX_FRAME_BYTES}")
@@ -174,10 +175,10 @@ def framed(content: bytes) -> bytes:
 
 
 def write_all(fd: int, content: bytes) -> None:
-    """Writes all of it, in as many writes as the system takes.
+    """Writes all of `content`, with as many writes as the system needs.
 
     Raises:
-        OSError: it could not be written; a part of it may have been.
+        OSError: a write failed; part of the content may be in the file.
     """
     left = memoryview(content)
     while left:

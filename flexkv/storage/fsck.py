@@ -1,4 +1,4 @@
-"""Checks a unit's folder slot by slot, and can rebuild its index from the pages found."""
+"""Checks a unit's folder slot by slot, and can repair its index or rebuild it from the pages found."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from flexkv.storage.weights_name import WEIGHTS_NAME, read_weights
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
-"""How many problems of one kind a report names; it only counts the rest."""
+"""How many problems of one kind a printed report lists. It only counts the others."""
 
 
 @dataclass(slots=True)
 class GroupReport:
-    """A KV group whose pages a slab holds.
+    """The report on one KV group whose pages a slab holds.
 
     Attributes:
-        rule: which of its pages a hit needs, and the reach of a window or a chunk.
-        good: pages that are whole and that the index names.
+        rule: which of the group's pages a hit needs, with the reach of a window or a chunk.
+        good: number of complete pages that the index lists.
     """
 
     group: int
@@ -50,18 +50,20 @@ class GroupReport:
 
 @dataclass(slots=True)
 class SlabReport:
-    """The content of a slab.
+    """The report on one slab.
 
     Attributes:
-        good: pages that are whole and that the index names.
-        empty: slots never written.
-        stale: whole pages that no lookup finds: of an older epoch, or older than the page that the index names there.
-        orphans: whole pages of the current epoch that the index does not name. They were evicted, or a crash came
-            before they were published; the two look alike.
-        damaged: slots that hold anything but a whole page, and why.
-        missing: slots that do not hold the page that the index names there, or lie beyond the slab's end; such pages
-            are misses.
-        groups: a report for each KV group whose pages the slab holds.
+        good: number of complete pages that the index lists.
+        slots: number of slots in the file.
+        empty: number of slots without a trailer.
+        stale: number of complete pages that no lookup finds, because they are of an older epoch, or the index lists a
+            different page for the slot.
+        orphans: slots with complete pages of the current epoch that the index does not list. Either the page was
+            evicted, or a crash came before it was published; nothing on disk tells which.
+        damaged: slots whose content is neither empty nor a complete page, and why.
+        missing: slots for which the index lists a page that they do not hold, or that lie beyond the slab's end.
+            Lookups of such pages miss.
+        groups: a report on each KV group whose pages the slab holds.
     """
 
     path: Path
@@ -78,11 +80,11 @@ class SlabReport:
 
 @dataclass(slots=True)
 class FsckReport:
-    """What `check_folder` found.
+    """The result of `check_folder`.
 
     Attributes:
-        problems: problems that no slab's counts show.
-        index_faults: those of the problems that concern an index which can still be read.
+        problems: all problems but damaged and missing slots, as text.
+        index_faults: those of `problems` that SQLite reports for an index that can still be read.
     """
 
     folder: Path
@@ -93,19 +95,19 @@ class FsckReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is damaged and the index is right. Orphans, stale slots and empty slots are normal after a
-        crash.
+        """Whether nothing is damaged and the index lists only pages that are there. Orphans, stale and empty slots are
+        normal.
         """
         return not self.problems and not any(slab.damaged or slab.missing for slab in self.slabs)
 
 
 def check_folder(folder: Path, repair: bool = False) -> FsckReport:
-    """Reads and verifies every slot of every slab in `folder`, and compares the index.
+    """Reads and verifies every slot of every slab in `folder`, and compares the slots with the index.
 
     Args:
-        repair: whether to correct the index. An undamaged index only loses the rows of pages that are missing, so
-            evicted pages stay evicted. A missing or damaged index is rebuilt from all whole pages; of several pages
-            with one key, the newest wins. Slots that hold no whole page become empty.
+        repair: whether to correct headers and index. An undamaged index only loses the rows of missing pages, so
+            evicted pages stay evicted. A missing or damaged index is rebuilt from all complete pages of the current
+            epoch; of several pages with one key, the newest wins. Damaged slots become empty.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -200,7 +202,9 @@ def _check(folder: Path, repair: bool) -> FsckReport:
 
 
 def _open_index(folder: Path, slots: list[int], report: FsckReport, repair: bool) -> SlotIndex | None:
-    """Opens the index. Returns None if it cannot be used; with `repair`, its files are then set aside."""
+    """Opens the index. Returns None if it is missing or unusable. With `repair`, sets the files of an unusable index
+    aside.
+    """
     path = folder / INDEX_NAME
     if not path.exists():
         report.problems.append(f"{path} is missing")
@@ -223,14 +227,18 @@ def _numbers(
     found: dict[int, tuple[SlabHeader, list[SlotReport]]],
     report: FsckReport,
 ) -> tuple[int, int | None]:
-    """Returns the current epoch, and the recorded count of opens (None if there is none). The epoch is the highest in
-    its file, in the index or, without an index, in any page; if both file and index are gone, the next one after that.
+    """Returns the current epoch, and the recorded count of openings (None if its file is missing or damaged).
+
+    The epoch is the higher of those in its file and in the index. Without an index, it is the highest in the file and
+    in any page; if the file's epoch is unknown, too, the next even epoch after that.
     """
     no_index = index is None or index.is_new
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]
     written_epoch = number_if_whole(read_epoch, folder, report.problems.append)
     opens = number_if_whole(read_opens, folder, report.problems.append)
-    if pages or not no_index:  # else a crash may have ended the first opening before it wrote them
+    if (
+        pages or not no_index
+    ):  # otherwise a crash may have ended the first opening before it wrote these files
         report.problems += [
             f"{folder / name} is missing: {WRITTEN_BACK}"
             for name in (EPOCH_NAME, OPENS_NAME)
@@ -287,7 +295,7 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
 
 
 def _empty_damaged(report: SlabReport, header: SlabHeader, groups: Mapping[int, DiskGroup]) -> None:
-    """Empties slots that hold no whole page. Precondition: the index is durable and names none of them any more."""
+    """Empties the slab's damaged slots. Precondition: the index is durable and lists no page in them any more."""
     codecs = [codec_of(group) for group in groups.values()]
     with report.path.open("r+b") as slab:
         end = os.fstat(slab.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Numbers writes by the durable count of opens and a counter. No number is ever used twice."""
+"""Numbers page writes by the durable count of the tier's openings and a counter. No number is ever used twice."""
 
 from __future__ import annotations
 
@@ -12,52 +12,56 @@ from flexkv.storage.base import Generations
 from flexkv.storage.number_file import read_number, write_number
 
 COUNTER_BITS = 40
-"""A trillion writes per open."""
+"""The lower bits of a generation count writes: a trillion per opening. The higher bits are the count of openings."""
 
 MOST_OPENS = (1 << 24) - 1
 
 OPENS_NAME = "opens"
-"""The file with the count of opens, beside the index, which has the count, too."""
+"""The name of the file with the count of openings. It lies beside the index, which contains the count, too."""
 
 OPENS_WITHOUT_A_TRACE = 1024
-"""If the file is lost, the count continues this far above the highest count found in index and trailers. The numbers
-allow that 16,000 times.
+"""If the file with the count is lost, the count continues this far above the highest one found in index and trailers.
+The 24 bits of the count allow that 16,000 times.
 """
 
 
 def opens_of(generations: Generations) -> int:
-    """The highest count of opens among `generations`, 0 if there are none."""
+    """The highest count of openings in `generations`; 0 if there are none."""
     return int(generations.max(initial=0)) >> COUNTER_BITS
 
 
 def write_opens(folder: Path, opens: int) -> None:
-    """Makes the count durable. Call it before any generation with this count is handed out.
+    """Makes the count of openings durable. Call this before any generation with this count is used.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     write_number(folder / OPENS_NAME, opens)
 
 
 def read_opens(folder: Path) -> int | None:
-    """The count written last, or None; raises as `read_number`."""
+    """The last count written; None if the file does not exist. Raises what `read_number` raises."""
     return read_number(folder / OPENS_NAME, MOST_OPENS)
 
 
 def opens_so_far(written: int | None, others: Iterable[int]) -> int:
-    """The highest number of times that the tier may have been opened.
+    """An upper bound of how often the tier was opened.
 
     Args:
-        written: what `read_opens` found; None if there is nothing, or it is damaged.
-        others: counts in the index, or in the trailers of a group. All may be too low: pages of the latest opens may
-            never have reached the disk, and an index that lost its log is an earlier commit's.
+        written: the count in the file; None if the file is missing or damaged.
+        others: counts in the index and in trailers. All of them may be too low: pages of the latest openings may never
+            have reached the disk, and an index that lost its log has the count of an earlier commit.
     """
     highest = max(others, default=0)
     return highest + OPENS_WITHOUT_A_TRACE if written is None else max(written, highest)
 
 
 class GenerationCounter:
-    """The generations of one open. Raises CapacityError when `opens` or the counter has no number left."""
+    """The generations of one opening of the tier.
+
+    Raises:
+        CapacityError: the bits of the count or of the counter are used up.
+    """
 
     def __init__(self, opens: int) -> None:
         if not 0 < opens <= MOST_OPENS:

@@ -1,21 +1,21 @@
-"""Decides how long a group commit waits, after its first row, for further rows to make durable together."""
+"""Decides how long a group commit waits, after its first row, for more rows to make durable in one sync."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 GROUP_S = 0.1
-"""How long a commit waits for more rows, seconds: ten syncs per second cost a busy disk next to nothing."""
+"""The longest that a commit waits for more rows, in seconds. Ten syncs per second cost a busy disk next to nothing."""
 
 QUIET_S = 0.005
-"""A commit stops waiting when no row has come for this long, seconds: the burst is over."""
+"""If no row has come for this long, in seconds, the burst is over and the commit stops waiting."""
 
 
 def await_group(clock: Callable[[], float], wait_for_more: Callable[[float], bool]) -> None:
     """Returns QUIET_S after the last row of a burst, and at the latest GROUP_S after the call.
 
     Args:
-        clock: monotonic, in seconds.
+        clock: returns monotonic time in seconds.
         wait_for_more: waits at most this many seconds; returns whether another row has come and the commit is not
             urgent.
     """

@@ -14,10 +14,10 @@ from flexkv import c_ext
 from flexkv.storage.base import DiskGroup
 
 TEXT_BYTES = 512
-"""The most bytes of a text at the end of a header; a longer text is cut."""
+"""The most bytes of each text at the end of a header. A longer text is cut."""
 
 WORD_BYTES = 16
-"""Size of a field that holds a short text, padded with zeros."""
+"""Bytes of a field that holds a short text, padded with zeros."""
 
 RECORD = struct.Struct("<IIIIIII16s16sHHI")
 """group, ranks, layers, runs, block_tokens, reach, reserved, rule, dtype, and the lengths of format_id and signature;
@@ -28,25 +28,25 @@ RUN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("layer", "<u4"), ("rank", 
 
 
 def codec_of(group: DiskGroup, number: int = 0) -> c_ext.PageCodec:
-    """The codec that seals and verifies the slot images of a group.
+    """Returns the codec that writes and verifies the trailers of a group's slot images.
 
     Args:
-        number: number of the KV group.
+        number: number of the KV group, which the trailers contain.
 
     Raises:
-        GeometryError: the runs do not fill the stripes.
+        GeometryError: the runs do not fill the stripes exactly.
     """
     runs = [np.ascontiguousarray(table, np.int64) for table in group.runs]
     return c_ext.PageCodec(list(group.stripe_bytes), runs, group.host_digests, number)
 
 
 def short_text(text: str, most: int = TEXT_BYTES) -> bytes:
-    """At most `most` bytes of `text` in UTF-8, cut between two characters."""
+    """`text` in UTF-8. Cut between two characters if it is longer than `most` bytes."""
     return text.encode()[:most].decode(errors="ignore").encode()
 
 
 def pack_tables(group: DiskGroup) -> tuple[bytes, int, int]:
-    """Stripes, layer offsets and runs as bytes, and how many layers and runs there are."""
+    """Returns the tables of stripes, layer offsets and runs as bytes, and how many layers and runs there are."""
     codec = codec_of(group)
     ranks = len(group.stripe_bytes)
     stripes = np.array([(codec.stripe_offset(r), group.stripe_bytes[r]) for r in range(ranks)], STRIPE)
@@ -65,10 +65,10 @@ def pack_tables(group: DiskGroup) -> tuple[bytes, int, int]:
 
 
 class TableReader:
-    """Reads the tables and texts of a header, one after the other.
+    """Reads the tables and texts of a slab's header, one after the other.
 
     Raises:
-        ValueError: from every method: the header ends too early, or the bytes to read as text are not text.
+        ValueError: (every method) the header ends too early, or the bytes of a text are not UTF-8.
     """
 
     def __init__(self, raw: bytes, at: int) -> None:
@@ -88,7 +88,7 @@ class TableReader:
     def tables(
         self, ranks: int, layers: int, runs: int
     ) -> tuple[tuple[int, ...], tuple[NDArray[np.int64], ...]]:
-        """The bytes and the runs of each rank's stripe."""
+        """Reads the tables. Returns the bytes of each rank's stripe, and the RunTable of each."""
         stripes = np.frombuffer(self.bytes(ranks * STRIPE.itemsize), STRIPE)
         self.bytes(8 * layers)
         table = np.frombuffer(self.bytes(runs * RUN.itemsize), RUN)
@@ -102,7 +102,7 @@ class TableReader:
         return tuple(int(n) for n in stripes["bytes"]), tuple(of_ranks)
 
     def record(self) -> tuple[int, DiskGroup]:
-        """The number of a group in version 2, and the group."""
+        """Reads the record of a group in a version 2 header. Returns the group's number and the group."""
         fields = RECORD.unpack(self.bytes(RECORD.size))
         number, ranks, layers, runs, block_tokens, reach, _, rule, dtype, name_bytes, signature_bytes, _ = (
             fields
@@ -122,12 +122,12 @@ class TableReader:
 
 
 def word(field: bytes) -> str:
-    """The text in a padded field. Raises ValueError if it is not text."""
+    """The text in a padded field. Raises ValueError if it is not UTF-8."""
     return field.rstrip(b"\0").decode()
 
 
 def pack_record(group: DiskGroup, number: int) -> bytes:
-    """A group's version 2 record, followed by its tables."""
+    """A group's record in a version 2 header, followed by its tables and texts."""
     tables, layers, runs = pack_tables(group)
     format_id = short_text(group.format_id)
     record = RECORD.pack(

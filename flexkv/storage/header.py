@@ -1,4 +1,6 @@
-"""The header of a slab: which pages it holds, and where their parts lie. Specified in docs/disk-format.md."""
+"""The header of a slab, which says whose pages the slab holds and where the parts of a page lie. Specified in
+docs/disk-format.md.
+"""
 
 from __future__ import annotations
 
@@ -25,36 +27,36 @@ from flexkv.storage.sharing import groups_of_slab, is_plain, slab_numbers
 
 MAGIC = b"FLEXKVSL"
 PLAIN_VERSION = 1
-"""Version of the slab of a unit with one KV group, see `is_plain`."""
+"""Version of the header if the unit has one plain KV group, see `is_plain`."""
 GROUPS_VERSION = 2
 VERSIONS = (PLAIN_VERSION, GROUPS_VERSION)
 SECTOR_BYTES = 4096
 MOST_HEADER_BYTES = 64 << 20
-"""No unit needs a longer header: a larger number in the file is damage, so that many bytes are never read."""
+"""No unit needs a longer header, so a larger length in the file is damage, and the file is not read that far."""
 
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 """magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format, group, ranks, layers, runs,
 block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit; reserved. In version 1
-groups is 0; in version 2 the per-group fields are 0 here, and stand in each group's record.
+`groups` is 0. In version 2 the fields of a group are 0 here, and each group's record contains them.
 """
 
 DIGEST_AT = 40
 
 
 class DamagedHeaderError(DiskError):
-    """The header's bytes are not the ones that were written."""
+    """The bytes in the header's place are not a complete, undamaged header."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabHeader:
-    """A header without its tables.
+    """A header's fields, without its tables.
 
     Attributes:
-        created: unix seconds.
-        format: digest of what readers of its pages must agree on, see `slab_format`.
-        group: number of the KV group, or of the first of those that share the slab. `ranks`, `layers`, `block_tokens`,
-            `dtype` and `format_id` are that group's.
-        epoch: epoch of the weights when the slab was made.
+        created: when the slab was created, in unix seconds.
+        format: 32-byte digest of the pages' form, see `slab_format`.
+        group: number of the KV group, or of the first group of those that share the slab. The fields `ranks`, `layers`,
+            `block_tokens`, `dtype` and `format_id` describe this group.
+        epoch: epoch of the weights when the slab was created.
     """
 
     version: int
@@ -76,7 +78,7 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """For each group, 32 bytes that are equal for groups that can read each other's slot images.
+    """For each group, 32 bytes that are equal for two groups if each can read the other's slot images.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.
@@ -97,7 +99,7 @@ def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
 
 
 def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
-    """The header's `format`: 32 bytes that are equal for slabs whose pages have the same form."""
+    """The `format` of a slab's header: 32 bytes that are equal for slabs whose pages have the same form."""
     digests = format_digests(groups)
     if is_plain(groups):
         return digests[0]
@@ -105,7 +107,7 @@ def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
 
 
 def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
-    """Bytes of a slot of the slab that these groups share: those of the largest image.
+    """Bytes of a slot of the slab that these groups share: the size of their largest image.
 
     Raises:
         GeometryError: the runs do not fill the stripes.
@@ -114,7 +116,7 @@ def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
 
 
 def slot_bytes_of_all(groups: Sequence[DiskGroup]) -> int:
-    """Bytes of one slot in each slab of these groups, together.
+    """Sum over the slabs of these groups of the bytes of one slot.
 
     Raises:
         GeometryError: see `slot_bytes` and `slab_numbers`.
@@ -135,8 +137,8 @@ def pack_header(
     """The header's bytes, a multiple of 4 KiB.
 
     Args:
-        groups: the unit's groups.
-        slab: number of the slab.
+        groups: all groups of the unit.
+        slab: number of the first group that uses the slab.
 
     Raises:
         GeometryError: the fingerprint is not 32 bytes long; see also `slab_numbers`.
@@ -183,7 +185,7 @@ def pack_header(
 
 
 def read_header(path: str) -> SlabHeader:
-    """The header of the slab at `path`, verified.
+    """Reads and verifies the header of the slab at `path`.
 
     Raises:
         DamagedHeaderError: it is short or not a slab's, or its digest does not match.
@@ -193,14 +195,15 @@ def read_header(path: str) -> SlabHeader:
 
 
 def raw_header(path: str) -> bytes:
-    """Returns the bytes where a header is expected, as many as it names or one sector, unverified.
+    """Returns, unverified, the bytes in the place of the header: as many as its length field says, or one sector if
+    that field is meaningless.
 
     Raises:
         DiskError: the file cannot be read.
     """
     try:
         with open(path, "rb", opener=open_at_once) as file:
-            raw = file.read(SECTOR_BYTES) or b""  # a pipe that has a writer gives None
+            raw = file.read(SECTOR_BYTES) or b""  # None: the file is a pipe that has a writer
             if len(raw) >= FIXED.size and raw[:8] == MAGIC:
                 total = struct.unpack_from("<I", raw, 12)[0]
                 if SECTOR_BYTES < total <= MOST_HEADER_BYTES:
@@ -211,7 +214,7 @@ def raw_header(path: str) -> bytes:
 
 
 def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup]]:
-    """The header in `raw`, and the groups of the slab by their numbers, ascending.
+    """Verifies the header in `raw`. Returns it, and the slab's groups by their numbers, ascending.
 
     Raises:
         DamagedHeaderError: it is short or not a slab's, or its digest does not match.
@@ -282,17 +285,17 @@ def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
 
 
 def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
-    """The groups of a slab of version 2.
+    """Reads the groups of a version 2 header.
 
     Raises:
-        ValueError, ConfigError: their numbers do not ascend from the slab's, or their rule is unknown.
+        ValueError, ConfigError: the groups' numbers do not ascend from the slab's number, or a rule is unknown.
     """
     groups: dict[int, DiskGroup] = {}
     for _ in range(count):
         number, group = reader.record()
         if number != slab if not groups else number <= max(groups):
             raise ValueError(f"group {number} after {list(groups)} in the slab of group {slab}")
-        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises for a meaningless rule
+        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises if the rule is meaningless
         groups[number] = group if number == slab else replace(group, shares=slab)
     if not groups:
         raise ValueError("no group")
@@ -300,6 +303,6 @@ def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
 
 
 def read_group(path: str) -> tuple[SlabHeader, DiskGroup]:
-    """Header and geometry of the first group of the slab at `path`; raises as `read_header`."""
+    """Reads the header of the slab at `path`. Returns it and its first group. Raises what `read_header` raises."""
     header, groups = parse_header(raw_header(path), path)
     return header, groups[header.group]

@@ -1,6 +1,4 @@
-"""A second copy of a slab's header, in a file of its own beside the slab, so that a flipped bit in either loses no
-page.
-"""
+"""Keeps a copy of a slab's header in a file beside the slab, so that a flipped bit in one of the two loses no page."""
 
 from __future__ import annotations
 
@@ -24,11 +22,12 @@ COPY_SUFFIX = ".header"
 
 @dataclass(frozen=True, slots=True)
 class FoundHeader:
-    """A slab's header, taken from the slab or from the copy, whichever is undamaged.
+    """A slab's header, read from the slab or, if the slab's own is damaged, from the copy.
 
     Attributes:
-        raw: its bytes.
-        groups: the slab's groups, by their numbers.
+        raw: the header's bytes.
+        header: the header's fields.
+        groups: the slab's groups, by number.
         slab_fault: what is wrong with the slab's own header; empty if nothing is.
         copy_fault: what is wrong with the copy; empty if nothing is, or if there is none.
         has_copy: whether an undamaged copy of the same header exists.
@@ -47,14 +46,14 @@ def copy_path(slab: Path) -> Path:
 
 
 def find_header(slab: Path) -> FoundHeader:
-    """The header of the slab at `slab`, verified: its own, or the copy if its own is damaged.
+    """Reads and verifies the header of the slab at `slab`, or its copy if the slab's own header is damaged.
 
     Raises:
-        DamagedHeaderError: both are damaged, or the slab's own is and no slots follow it.
-        DiskError: another version, or the file cannot be read.
+        DamagedHeaderError: header and copy are both damaged, or the header is damaged and no slots follow it.
+        DiskError: the header has another version or impossible content, or the file cannot be read.
     """
     copy, copy_fault = None, ""
-    if copy_path(slab).exists():  # a slab without one is whole too; the next start writes it
+    if copy_path(slab).exists():  # a slab without a copy is not damaged; the next start writes the copy
         try:
             copy = _whole(copy_path(slab))
         except DiskError as error:
@@ -71,8 +70,8 @@ def find_header(slab: Path) -> FoundHeader:
 
 
 def mend_header(slab: Path, found: FoundHeader) -> None:
-    """Writes the header that was found to the slab and to its copy if they lack it. If the disk is full, leaves out the
-    copy.
+    """Writes the header that `find_header` found to the slab and to the copy, where it is damaged or missing. If the
+    copy cannot be written, only logs that.
 
     Raises:
         OSError: the slab's own header cannot be written.
@@ -89,10 +88,10 @@ def mend_header(slab: Path, found: FoundHeader) -> None:
 
 
 def write_copy(slab: Path, raw: bytes) -> None:
-    """Writes the copy, durably.
+    """Writes the copy of a slab's header durably.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the copy could not be written.
     """
     new = slab.with_name(f"{slab.stem}{COPY_SUFFIX}.new")
     _write(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, raw)
@@ -103,7 +102,7 @@ def write_copy(slab: Path, raw: bytes) -> None:
 def _whole(path: Path) -> FoundHeader:
     """
     Raises:
-        DamagedHeaderError, DiskError: as `find_header`.
+        DamagedHeaderError, DiskError: see `find_header`.
     """
     raw = raw_header(str(path))
     header, groups = parse_header(raw, str(path))

@@ -1,9 +1,9 @@
 """The index of one disk: which slot holds which block, in an SQLite database beside the slabs.
 
-All rows of a group are in memory, and in the database in chunks of fixed size, one per database page: an update writes
-a few array elements and later the chunks that it touched, opening is one scan, and there is no Python object per row.
-Opening the index detects any damage: each chunk has a digest, and so do the meta values, which include the number of
-chunks.
+All rows of a slab are in memory. The database has them in chunks of fixed size, one per database page. An update
+changes a few array elements, and later writes the chunks that contain them. Opening the index is one scan. There is no
+Python object per row. Opening detects any damage: each chunk has a digest, and so do the meta values, which include the
+number of chunks.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 2
 
 CHUNK_ROOM_BYTES = 2 * 4096
-"""How many bytes of disk a chunk may take: a page in the log and one in the database."""
+"""The disk space that a chunk may need, in bytes: one page in the database's log and one in the database."""
 
 
 class SlotIndex:
-    """The open database of one disk. Not thread-safe: one thread at a time.
+    """The open index of one disk: its rows in memory and its database. Only one thread at a time may use it.
 
     Attributes:
         rows: each slab's rows, by the number of its first group. `commit` writes them to the database.
-        epoch: epoch of the weights.
-        opens: how often the tier was opened on this disk.
-        is_new: whether there was no index before.
-        beyond: slots beyond each slab's end that the database named when it was opened, because the slab was larger
-            before, or the file was cut. The next commit forgets them.
+        epoch: epoch of the weights to which the rows belong.
+        opens: count of the tier's openings.
+        is_new: whether no commit had been written before this opening.
+        beyond: for each slab, slots beyond its end for which the database had rows when it was opened, because the slab
+            was larger before or its file was cut. The next commit removes these rows.
 
     Args:
-        slots: slots of each slab, by the number of its first group; 0 for a group whose pages lie in another's slab.
+        slots: number of slots of each slab, by the number of its first group; 0 for a group that uses an earlier
+            group's slab.
 
     Raises:
-        DamagedIndexError: the database or its log is not what was written.
+        DamagedIndexError: the database or its log is damaged.
         OtherVersionError: the database has another version of the format.
         DiskError: the file system refuses, or another process has a lock; nothing was changed.
     """
@@ -88,11 +89,13 @@ class SlotIndex:
         self.beyond: list[list[int]] = [[] for _ in slots]
         self._slab_ids: list[int | None] = [None] * len(slots)
         self._meta: dict[str, MetaValue] = {}
-        """The meta values that the database has, without their digest."""
+        """The meta values in the database, without their digest."""
         self._stored: list[set[int]] = [set() for _ in slots]
-        """Chunks that the database has."""
+        """For each slab, the chunks that the database has."""
         self._gone: list[set[int]] = [set() for _ in slots]
-        """Stored chunks beyond the slab's end, because it was larger before. The next commit deletes them."""
+        """For each slab, chunks in the database that lie beyond the slab's end, because it was larger before. The next
+        commit deletes them.
+        """
         self._remaking = False
         self._written: list[tuple[int, int]] = []
         try:
@@ -127,7 +130,8 @@ class SlotIndex:
         """
         Raises:
             DamagedIndexError: `meta` is damaged.
-            OtherVersionError: the format has another version, whose digests may differ, too.
+            OtherVersionError: the format has another version. Its digest is not checked, because another version may
+                compute it differently.
         """
         version = meta.get("version")
         if version is not None and version != SCHEMA_VERSION:
@@ -183,7 +187,11 @@ class SlotIndex:
         self.beyond[group] += (np.flatnonzero(rows["generation"]) + first).tolist()
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
-        """Forgets the rows of groups whose slab has been replaced by another one."""
+        """Drops the rows of slabs that have been replaced by others since the last commit.
+
+        Args:
+            slab_ids: the id of each slab now, by the number of its first group.
+        """
         for group, slab_id in enumerate(slab_ids):
             known = self._slab_ids[group]
             if known is not None and known != signed(slab_id):
@@ -195,10 +203,10 @@ class SlotIndex:
             self._slab_ids[group] = signed(slab_id)
 
     def begin_use(self, opens: int, epoch: int) -> None:
-        """Durably records that the tier was opened once more, and forgets rows of an older epoch.
+        """Durably records the count of openings and the epoch. Drops all rows if they belong to another epoch.
 
         Raises:
-            DiskError: it cannot be written.
+            DiskError: a file or the database cannot be written.
         """
         folder = self.path.parent
         what = "the epoch"
@@ -224,9 +232,7 @@ class SlotIndex:
         used_ms: int,
         group: int = 0,
     ) -> None:
-        """Enters pages of a KV group; the next `commit` makes them durable. If a slot is named twice, the last page
-        wins.
-        """
+        """Enters pages of a KV group; the next `commit` makes them durable. The last page for a slot wins."""
         rows = self.rows[slab]
         rows["key"][slots] = keys
         rows["generation"][slots] = generations
@@ -237,24 +243,26 @@ class SlotIndex:
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def restore(self, slab: int, slots: NDArray[np.int64], rows: Rows) -> None:
-        """Enters rows for slots; the next `commit` makes them durable."""
+        """Sets the rows of these slots; the next `commit` makes them durable."""
         self.rows[slab][slots] = rows
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def evict(self, slab: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
-        """Empties those of the slots that still hold these generations."""
+        """Empties each of the slots whose row still has the generation given for it. The next `commit` makes that
+        durable.
+        """
         slots = slots[self.rows[slab]["generation"][slots] == generations]
         self.rows[slab][slots] = np.zeros((), ROW)
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def use(self, slab: int, slots: NDArray[np.int64], used_ms: int) -> None:
-        """Records a use, which a later `flush_uses` writes."""
+        """Records when these slots were last used. A commit after `flush_uses` makes that durable."""
         self.rows[slab]["used"][slots] = used_ms
         self._used[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def flush_uses(self, most_chunks: int) -> bool:
-        """Adds up to `most_chunks` chunks of each slab in which only uses changed to the next `commit`. Returns whether
-        that commit has any chunk to write.
+        """Makes the next `commit` also write chunks in which only uses have changed, at most `most_chunks` per slab.
+        Returns whether that commit has any chunk to write.
         """
         for slab, used in enumerate(self._used):
             for chunk in list(used)[:most_chunks]:
@@ -263,7 +271,7 @@ class SlotIndex:
         return any(self._dirty)
 
     def clear(self) -> None:
-        """Empties every slot."""
+        """Empties every slot; the next `commit` makes that durable."""
         for group in range(len(self.rows)):
             self._clear_group(group)
 
@@ -273,12 +281,13 @@ class SlotIndex:
         rows[:] = np.zeros((), ROW)
 
     def commit(self) -> None:
-        """Makes all changes since the last commit durable, all or nothing. An error loses nothing: call it again.
+        """Makes all changes since the last commit durable, or none of them. After an error nothing is lost, and the
+        call can be repeated.
 
-        If the database turns out to be damaged, sets it aside and rebuilds it from the rows in memory.
+        If the database turns out to be damaged, sets it aside and writes a new one from the rows in memory.
 
         Raises:
-            FullDiskError: the file system has no room.
+            FullDiskError: the file system has no space.
             DiskError: the database could not be written.
         """
         try:
@@ -291,18 +300,18 @@ class SlotIndex:
             self._written = self._named()
 
     def remake(self) -> None:
-        """Sets the database aside and makes a new one from the rows in memory, durably.
+        """Sets the database aside and durably writes a new one from the rows in memory.
 
         Raises:
             FullDiskError, DiskError: see `commit`.
         """
-        # Closing may fail as the commit did, which does not matter: everything is written again.
+        # Closing may fail just as the commit did. That does not matter, because everything is written again.
         with contextlib.suppress(*SQLITE_ERRORS):
             self._db.close()
         if not self._remaking:
             set_aside_index(self.path, DamagedIndexError.aside_name)
         self._remaking = True
-        remove_index(self.path)  # an earlier attempt may have left one
+        remove_index(self.path)  # an earlier attempt may have left a part of the new database
         for group, rows in enumerate(self.rows):
             self._stored[group].clear()
             self._gone[group].clear()
@@ -317,7 +326,7 @@ class SlotIndex:
     def _commit(self) -> None:
         """
         Raises:
-            DamagedIndexError, FullDiskError, DiskError: nothing was written.
+            DamagedIndexError, FullDiskError, DiskError: see `index_trouble`; nothing was committed.
         """
         counts = [
             len(stored) - len(gone) + len(dirty - stored)
@@ -347,7 +356,7 @@ class SlotIndex:
                 )
             self._db.execute("COMMIT")
         except SQLITE_ERRORS as error:
-            # The rollback may fail as the commit did; even then, nothing was committed.
+            # The rollback may fail just as the commit did. Even then, nothing was committed.
             with contextlib.suppress(*SQLITE_ERRORS):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -362,18 +371,20 @@ class SlotIndex:
             dirty.clear()
 
     def faults(self) -> list[str]:
-        """The first few faults that SQLite finds in the database. Reads all of it and changes nothing."""
+        """The first few faults that SQLite finds in the database. Reads the whole database and changes nothing."""
         return database_faults(self._db)
 
     @property
     def in_place(self) -> bool:
-        """Whether database and log are still the files to which the first commit was written. Rows that are written to
-        other or deleted files cannot be found again.
+        """Whether database and log are still the files to which the first commit was written. If they were deleted or
+        replaced, the next opening would not find what a commit writes.
         """
         return not self._written or self._named() == self._written
 
     def _named(self) -> list[tuple[int, int]]:
-        """The device and inode of database and log; empty if one of them is gone."""
+        """Device and inode of the files that have the names of database and log now; empty if one of them is
+        missing.
+        """
         try:
             found = [path.stat() for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))]
         except FileNotFoundError:
@@ -383,10 +394,10 @@ class SlotIndex:
         return [(file.st_dev, file.st_ino) for file in found]
 
     def close(self) -> None:
-        """Folds the log into the database and closes it.
+        """Moves the log's content to the database, and closes the database.
 
         Raises:
-            DiskError: the database could not be written; what was committed is safe.
+            DiskError: the database could not be written; all commits stay durable.
         """
         try:
             self._db.close()

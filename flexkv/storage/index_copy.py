@@ -1,4 +1,6 @@
-"""Reads the index of a folder that no unit uses, through a copy, because SQLite writes to a database that it opens."""
+"""Reads the index of a folder that no unit uses. Copies it first, because SQLite writes to a database when it opens
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def copy_index(folder: Path, to: Path) -> int | None:
-    """Copies the index and its log, which may hold later commits, into the folder `to`. Locks the unit's folder only
-    while copying.
+    """Copies a unit's index to the folder `to`, with the database's log, which may contain later commits. Locks the
+    unit's folder only while copying.
 
     Returns:
-        The epoch recorded beside the index; None if there is none or it is damaged.
+        The epoch in the file beside the index; None if the file is missing or damaged.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -42,10 +44,10 @@ def copy_index(folder: Path, to: Path) -> int | None:
 
 
 def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:
-    """How many pages of each KV group the folder's index names; groups without pages are left out.
+    """How many pages of each KV group the folder's index lists, by the group's number. Leaves out groups without pages.
 
     Args:
-        slots: slots of each slab, by its number.
+        slots: number of slots of each slab, by the slab's number.
 
     Raises:
         DiskError: the folder is in use, or its index cannot be read.

@@ -1,5 +1,4 @@
-"""The SQLite database that an index is kept in: its names, how it is opened and set aside, and what SQLite finds wrong
-with it."""
+"""Opens, checks, renames and deletes the SQLite database in which an index is stored."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ INDEX_NAME = "index.sqlite"
 LOG_SUFFIX = "-wal"
 
 BUSY_S = 5.0
-"""How long SQLite waits for a lock before it refuses."""
+"""How many seconds SQLite waits for another process's lock before it raises an error."""
 
 
 def open_database(path: Path, groups: int) -> sqlite3.Connection:
-    """Opens or creates the database, with a table of rows for each group. Precondition: the caller holds the folder's
+    """Opens or creates the database, with a table of chunks for each group. Precondition: the caller holds the folder's
     lock.
 
     Raises:
@@ -28,7 +27,7 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
     try:
         if (
             not path.exists()
-        ):  # SQLite would create it with the umask's mode; the log gets the database's mode
+        ):  # SQLite would take the file's mode from the umask; the log gets the database's mode
             os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     except OSError as error:
         raise disk_error(path, error) from error
@@ -37,12 +36,12 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
     except SQLITE_ERRORS as error:
         raise index_trouble(path, error) from error
     try:
-        # Exclusive mode needs no shared-memory file and no lock at each commit. The folder's lock keeps
-        # others out.
+        # Exclusive mode needs no shared-memory file and no lock at each commit. The folder's lock keeps other processes
+        # away.
         database.execute("PRAGMA locking_mode=EXCLUSIVE")
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=FULL")
-        # Detects a database that cannot be written at once instead of at the first commit.
+        # If the database cannot be written, this write fails now, instead of the first commit later.
         database.execute("BEGIN IMMEDIATE")
         database.execute(
             "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
@@ -59,8 +58,8 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
 
 
 def odd_file(path: Path) -> str:
-    """Names the database, or its log, if something other than a file is in its place: to open a pipe would wait. Empty
-    if there is none.
+    """Returns a text that says if database or log is something other than a file, such as a pipe, which must not be
+    opened because that would wait. Empty if both are files or missing.
 
     Raises:
         OSError: the folder cannot be read.
@@ -73,10 +72,12 @@ def odd_file(path: Path) -> str:
 
 
 def database_faults(database: sqlite3.Connection) -> list[str]:
-    """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
+    """The first few faults that SQLite finds in the database; empty if there are none. Reads the whole database and
+    changes nothing.
+    """
     try:
         found = [line for (text,) in database.execute("PRAGMA quick_check(5)") for line in text.splitlines()]
-        # A database that refuses writes would still pass this check, so write to it, too.
+        # A database that refuses writes would still pass this check, so this also writes to it.
         database.execute("BEGIN IMMEDIATE")
         database.execute("UPDATE meta SET value = value")
         database.execute("ROLLBACK")
@@ -86,7 +87,7 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
 
 
 def set_aside_index(path: Path, aside_name: str) -> None:
-    """Renames an index and its log, so that a person can inspect them and their names are free.
+    """Renames an index and its log, so that a person can inspect them and a new index can have their names.
 
     Raises:
         DiskError: the file system refuses.

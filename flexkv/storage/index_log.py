@@ -1,12 +1,12 @@
-"""Finds out whether the log of an index's database was damaged.
+"""Finds out whether the write-ahead log of an index's database is damaged.
 
-SQLite reads its log (the write-ahead log beside the database) up to the first damaged frame and ignores the rest, so a
-flipped bit silently undoes everything committed after it. A log that merely ends in the middle of a write, as a crash
-leaves it, loses nothing that was committed.
+SQLite reads the log, a file beside the database, up to the first damaged frame and ignores the rest. So a flipped bit
+silently undoes that commit and all later ones. A crash may leave a log that merely ends in the middle of a write. Such
+a log loses nothing that was committed, so it counts as undamaged.
 
-A power cut during a commit may leave the commit's later frames on the disk without an earlier one. A flipped bit in a
-synced commit looks no different. Both count as damage: rebuilding an index without need costs a read of the trailers,
-but an index without a synced commit would lose pages that were reported as durable.
+A power cut during a commit may leave later frames of the commit on the disk without an earlier one. That looks the same
+as a flipped bit in a synced commit, so both count as damage. Rebuilding an index without need only costs a read of the
+trailers, but an index that lacks a synced commit would lose pages that were reported as durable.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER = struct.Struct(">IIIIIIII")
-"""magic, version, page size, checkpoint, two salts, two checksums."""
+"""The log's header: magic, version, page size, checkpoint number, two salts, two checksums."""
 FRAME = struct.Struct(">IIIIII")
-"""page, pages of the database after a commit or 0, two salts, two checksums."""
+"""The header of a frame: page number, pages of the database if the frame ends a commit (else 0), two salts, two
+checksums.
+"""
 MAGIC = 0x377F0682
-"""The lowest bit says how the checksums' words are read: 1 for big-endian."""
+"""The magic number without its lowest bit. That bit is the byte order of the words that the checksums add: 1 for
+big-endian.
+"""
 SUMMED_HEADER_BYTES, SUMMED_FRAME_BYTES = 24, 8
 WORDS = {0: "<u4", 1: ">u4"}
 
 
 def log_damage(path: Path) -> str:
-    """What is wrong with the log at `path`; empty if it is undamaged, ends in the middle of a write, or does not exist.
+    """What is wrong with the log at `path`. Empty if the log is undamaged, ends in the middle of a write, or does not
+    exist.
 
     Algorithm: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the log cannot be read.
     """
     try:
         raw = path.read_bytes()
@@ -55,12 +60,12 @@ def log_damage(path: Path) -> str:
         sums = _checksum(summed, words, sums)
         if head[2:4] == salts and head[4:] == sums:
             continue
-        # Frames left over from an earlier log have other salts.
+        # Frames left over from an earlier log have different salts.
         left = [FRAME.unpack_from(raw, later) for later in starts[number:]]
         of_this = [found for found in left if _is_of(found[2:4], salts)]
         if not of_this:
             return ""
-        # Nothing is written after a commit before it is synced.
+        # SQLite syncs a commit before it writes anything after it.
         synced = any(found[1] for found in of_this[:-1])
         or_cut = "" if synced else ", or a power cut ended its last commit"
         return f"the log is damaged at its frame {number} of {len(starts)}{or_cut}"
@@ -68,15 +73,18 @@ def log_damage(path: Path) -> str:
 
 
 def _is_of(found: tuple[int, ...], salts: tuple[int, ...]) -> bool:
-    """Whether a frame belongs to the log with these salts, although one of the frame's salts may be damaged."""
+    """Whether a frame with the salts `found` belongs to the log with the salts `salts`. One equal salt is enough,
+    because the other one may be damaged.
+    """
     return any(one == other for one, other in zip(found, salts, strict=True))
 
 
 def _checksum(content: bytes, words: str, sums: tuple[int, ...]) -> tuple[int, ...]:
-    """Continues SQLite's checksum from `sums` over `content`: two 32-bit sums, updated with two words per step.
+    """Returns SQLite's checksum after `content`, starting from `sums`: two 32-bit sums, updated with two words per
+    step.
 
-    A step maps (s0, s1) and words (a, b) to (s0 + a + s1, s1 + b + the new s0), which is linear. So over all steps
-    together each word, and each of the initial sums, has a constant factor.
+    With the words a and b, a step changes the sums (s0, s1) to (s0 + a + s1, s1 + b + the new s0). That is linear. So
+    the result of all steps is a sum in which each word, and each initial sum, has a constant factor.
     """
     values = np.frombuffer(content, words).astype(np.uint64)
     of_words, of_sums = _factors(len(values) // 2)
@@ -86,7 +94,9 @@ def _checksum(content: bytes, words: str, sums: tuple[int, ...]) -> tuple[int, .
 
 @cache
 def _factors(steps: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Factors of the words, uint64 [2, 2 * steps], and of the first sums, [2, 2]; modulo 2**32."""
+    """The factors in `_checksum`, modulo 2**32: those of the words, uint64 [2, 2 * steps], and of the initial sums,
+    uint64 [2, 2].
+    """
     step = np.array([[1, 1], [1, 2]], np.uint64)
     taken = np.array([[1, 0], [1, 1]], np.uint64)
     low = np.uint64(0xFFFFFFFF)

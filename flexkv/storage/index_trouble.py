@@ -1,5 +1,5 @@
-"""Classifies errors of the index's database: either the file system has trouble, which passes or which a person must
-fix, or the database is damaged, and is then set aside and rebuilt.
+"""Classifies errors of the index's database. Either the file system has trouble, which passes or which a person must
+fix. Or the database is damaged; it is then set aside and rebuilt.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from flexkv.errors import DiskError
 from flexkv.storage.private_files import open_private
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""The errors of a database. SQLite's message may quote a damaged schema, which Python then fails to decode."""
+"""The errors that a database call may raise. SQLite's message may quote a damaged schema, which Python then fails to
+decode.
+"""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20
 LEAST_ROOM_BYTES = 64 << 10
-"""How many bytes of disk a database needs for small writes."""
+"""How many bytes of disk space a database needs for small writes."""
 
 
 class UnusableIndexError(DiskError):
-    """The database must be set aside and rebuilt. Trouble in reading an undamaged one is a plain DiskError.
+    """The database must be set aside and rebuilt. If a database may be undamaged but cannot be read, a plain DiskError
+    is raised instead.
 
     Attributes:
-        aside_name: the database's name once it is set aside; replaces an earlier file of this name.
+        aside_name: the name that the database gets when it is set aside; it replaces an earlier file of this name.
     """
 
     aside_name: str
@@ -38,17 +41,17 @@ class DamagedIndexError(UnusableIndexError):
 
 
 class OtherVersionError(UnusableIndexError):
-    """The database has another version of the format."""
+    """The database's format has a version that this code does not read."""
 
     aside_name = "index.other"
 
 
 class FullDiskError(DiskError):
-    """The file system has no room."""
+    """The file system has no space."""
 
 
 def disk_error(path: Path, error: OSError) -> DiskError:
-    """Returns a DiskError for `error`, which the file at `path` has caused."""
+    """Returns a DiskError for an operating system's error about the file at `path`."""
     kind = FullDiskError if error.errno in FULL else DiskError
     return kind(f"{path}: {error.strerror}")
 
@@ -56,14 +59,14 @@ def disk_error(path: Path, error: OSError) -> DiskError:
 def index_trouble(
     path: Path, error: sqlite3.Error | UnicodeDecodeError, room_bytes: int = LEAST_ROOM_BYTES
 ) -> DiskError:
-    """Returns the actual cause of SQLite's error about the database at `path`.
+    """Returns an exception with the actual cause of SQLite's error about the database at `path`.
 
     SQLite reports trouble and damage in the same words: "attempt to write a readonly database" for a read-only file
-    system and for a flipped bit. So this tries the file system itself: if the database can be read from start to end
-    and a file can be written beside it, the database is damaged.
+    system and for a flipped bit. So this function tries the file system itself. If the database can be read from start
+    to end and a file can be written beside it, the database counts as damaged.
 
     Args:
-        room_bytes: how many bytes the failed step may have needed to write.
+        room_bytes: how many bytes of disk space the failed step may have needed.
     """
     if "locked" in str(error):
         return DiskError(f"{path}: {error}")
@@ -76,7 +79,7 @@ def index_trouble(
 
 
 def _read_and_write(path: Path, room_bytes: int) -> None:
-    """Reads the database and writes a file beside it. Raises the file system's own OSError."""
+    """Reads the database and writes a file beside it. Raises the file system's OSError if one of these fails."""
     if path.exists():
         with open(path, "r+b", buffering=0) as file:
             while file.read(READ_BYTES):
