@@ -1,1 +1,2 @@
-"""Code that all adapters share, independent of any engine: lanes and ops of a rank, names of weights, framed values."""
+"""Code that all adapters share and that depends on no engine: a rank's lanes and ops, names of weights, and plain
+values encoded as bytes for keys."""

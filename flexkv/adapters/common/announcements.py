@@ -1,7 +1,7 @@
-"""Which of a unit's pages routers know to be in host memory and on the unit's own disks.
+"""Tracks which of a unit's pages routers know to be in host memory and on the unit's own disks.
 
-Routers count announcements, so a page is announced once per medium until it is removed there. An adapter turns what
-`take` returns into its engine's events.
+Routers count announcements, so a page is announced only once per medium until its removal from that medium is
+announced. An adapter turns the announcements that `take` returns into its engine's events.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
 
 MOST_STORED = 512
-"""Most announcements per medium that one `take` returns besides those of new pages: about a millisecond of the engine's
-step."""
+"""Most announcements of pages that are not new, per medium, that one call of `take` returns. They take about a
+millisecond of the engine's step."""
 
 
 class Medium(enum.IntEnum):
-    """Where a page is. Sets of media are plain integers with these bits: an operation of `enum.IntFlag` takes more than
-    a microsecond, and a page needs about ten of them."""
+    """A medium that a page can be in. A set of media is a plain integer with these bits, because an operation on an
+    `enum.IntFlag` takes more than a microsecond, and each page needs about ten such operations."""
 
     HOST = 1
     DISK = 2
@@ -41,7 +41,7 @@ class Tier(Protocol):
 
     @property
     def in_use(self) -> bool:
-        """Whether its pages may be used now."""
+        """Whether the tier's pages may be used now."""
         ...
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
@@ -51,25 +51,26 @@ class OwnDisks(Tier, Protocol):
     """The part of the unit's own disks that announcements need."""
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """Generations of the visible pages, uint64 [keys]; 0 where there is none."""
+        """The generation of each key's visible page, uint64 [keys]; 0 for a key without a visible page."""
         ...
 
     def forget(self, group: int, keys: Keys) -> int: ...
 
 
 class Record(Protocol):
-    """What events say about a page, in the adapter's form. It does not change, and is compact: one is kept for each
-    page that is announced."""
+    """What events say about a page, in the adapter's form. A record is immutable, and compact because one is kept for
+    each announced page."""
 
     def packed(self) -> bytes:
-        """What the next process announces, as in the book."""
+        """The record as bytes, as `EventBook` writes it to its file for the next process."""
         ...
 
 
 class Named(NamedTuple):
-    """A page as a store names it.
+    """A page that a store writes, with its description for events.
 
     Attributes:
+        record: what events say about the page.
         lasts: whether the record has the same meaning in the next process.
     """
 
@@ -84,11 +85,11 @@ class _Page:
     Attributes:
         group: number of the KV group.
         record, lasts: see `Named`.
-        generation: that of the page on disk; 0 if it is not there.
-        there: the media that it is in.
-        told: the media in which routers believe it to be.
-        stores: number of its stores that have not ended.
-        waits: the media whose queues of pages to be announced it is in.
+        generation: generation of the page on disk; 0 if the page is not on disk.
+        there: set of the media that hold the page.
+        told: set of the media for which the page is announced to routers.
+        stores: number of unfinished stores that write the page.
+        waits: set of the media whose queues of pages to be announced contain the page.
     """
 
     group: int
@@ -101,12 +102,12 @@ class _Page:
     waits: int = 0
 
     def entry(self, key: bytes) -> Entry:
-        """What the book says of it."""
+        """The page's entry in the book."""
         return Entry(key, self.group, self.generation, self.record.packed())
 
 
 class Told(NamedTuple):
-    """One announcement of a page."""
+    """An announcement that a page came to a medium or left it."""
 
     medium: Medium
     record: Record
@@ -114,12 +115,12 @@ class Told(NamedTuple):
 
 @dataclass(slots=True)
 class News:
-    """The next announcements, in the order of the fields.
+    """The next announcements, to be published in the order of the fields.
 
     Attributes:
-        cleared: there are no pages any more.
-        removed: pages that left a medium where they were announced.
-        stored: pages that are in a medium now.
+        cleared: whether all pages are gone.
+        removed: pages that left a medium for which they had been announced.
+        stored: pages that are in a medium for which they had not been announced.
     """
 
     cleared: bool = False
@@ -128,14 +129,14 @@ class News:
 
 
 class Announcements(CacheListener):
-    """Records where pages are. One thread calls it.
+    """Records where pages are. All calls must come from one thread.
 
-    A page is known from its first store on, even if the store finds it already stored, or from the book of what an
-    earlier process left on disk.
+    A page is recorded when a store of it begins, even if the page turns out to be stored already, or when it is found
+    in the book, which lists the pages that an earlier process left on disk.
 
     Args:
         host: host memory.
-        disk: the unit's own disks; None without them.
+        disk: the unit's own disks; None if it has none.
     """
 
     def __init__(self, host: Tier, disk: OwnDisks | None) -> None:
@@ -147,26 +148,31 @@ class Announcements(CacheListener):
         """The media whose tiers were in use when `take` last looked."""
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
-        """Pages to be announced, parents before their children; some of them may have left."""
+        """Keys of pages to be announced, parents before their children. Some of the pages may have left the medium
+        since they were queued."""
         self._new = dict.fromkeys(MEDIA, 0)
-        """How many pages this process's own stores and writes have added to each queue since the last `take`."""
+        """Number of pages that this process's own stores and disk writes have added to each queue since the last
+        `take`."""
         self._news = News()
         self._book: EventBook | None = None
 
     def open_book(self, path: Path, identity: bytes) -> None:
-        """Begins to read what an earlier process left on the disks, and to note what the next one is to announce.
-        Called before any page leaves the disks.
+        """Opens the book, the file that lists the pages on the disks with their records. A thread begins to read the
+        entries of an earlier process from it, and to write entries for the next process. Must be called before any
+        page leaves the disks.
 
         Args:
-            path: file beside these disks.
-            identity: what packed records mean; see `EventBook`.
+            path: path of the file, beside the slabs on disk.
+            identity: identifies the meaning of packed records; see `EventBook`.
         """
-        # All known pages, as an upper bound: to count those on disk, the book's thread would have to walk `_pages`.
+        # The number of all recorded pages serves as an upper bound, because to count only the pages on disk, the book's
+        # thread would have to iterate over `_pages`.
         self._book = EventBook(path, identity, self._is_current, self._pages.__len__)
 
     def _is_current(self, entry: Entry) -> bool:
-        """Whether the page of an entry is on disk in the entry's generation. The book's thread calls it. The words
-        may differ: a store by its hash alone names a page that the file describes with its tokens.
+        """Whether the page of an entry is on disk in the entry's generation. The book's thread calls this. The `words`
+        are not compared, because they may differ: a store that knows only a page's hash describes it differently from
+        an entry that has the page's tokens.
         """
         page = self._pages.get(entry.key)
         return (
@@ -177,17 +183,20 @@ class Announcements(CacheListener):
         )
 
     def close(self) -> None:
-        """Writes what the next process will announce. Called when no page is written any more. Idempotent."""
+        """Writes the remaining entries for the next process. Must be called after the last disk write. Idempotent."""
         if self._book is not None:
             self._book.close()
 
     # --- stores ---
 
     def begin_store(self, group: int, keys: Keys, named: Sequence[Named]) -> list[bytes]:
-        """Called before any page of a store can become visible; returns what `end_store` takes.
+        """Records the pages of a store. Must be called before any of them can become visible.
 
         Args:
-            keys: keys of the pages that events can name, one per entry of `named`.
+            keys: keys of the pages that events can describe, one per entry of `named`.
+
+        Returns:
+            The argument for `end_store`.
         """
         rows = [row.tobytes() for row in keys]
         for key, (record, lasts) in zip(rows, named, strict=True):
@@ -195,7 +204,7 @@ class Announcements(CacheListener):
         return rows
 
     def note_present(self, group: int, keys: Keys) -> None:
-        """Notes which pages of a store that has begun are there already."""
+        """Records which pages of a store that has begun are in host memory or on disk already."""
         rows = [row.tobytes() for row in keys]
         for medium, tier in self._tiers:
             if rows and tier.in_use:
@@ -203,7 +212,11 @@ class Announcements(CacheListener):
                 self._appeared((key for key, is_there in zip(rows, there, strict=True) if is_there), medium)
 
     def end_store(self, rows: Iterable[bytes]) -> None:
-        """Called when a store has ended: no more of its pages will become visible."""
+        """Records that a store has finished, so that no more of its pages will become visible.
+
+        Args:
+            rows: the value that `begin_store` returned.
+        """
         for key in rows:
             page = self._pages[key]
             page.stores -= 1
@@ -213,7 +226,7 @@ class Announcements(CacheListener):
         if not page.there and not page.stores:
             del self._pages[key]
 
-    # --- what the manager notifies of ---
+    # --- called by the manager ---
 
     def on_publish(self, group: int, keys: Keys) -> None:
         self._appeared((row.tobytes() for row in keys), Medium.HOST)
@@ -229,7 +242,7 @@ class Announcements(CacheListener):
                 page.generation = generation
                 if page.lasts:
                     entries.append(page.entry(key))
-        # First, because the book's thread leaves out what is not on disk when it shrinks the file.
+        # This precedes `put`: when the book's thread rewrites the file, it leaves out pages that are not on disk.
         self._appeared(rows, Medium.DISK)
         if entries and self._book is not None:
             self._book.put(entries)
@@ -239,7 +252,8 @@ class Announcements(CacheListener):
             gone = [row.tobytes() for row in keys]
             if self._book.is_settled:
                 gone = [key for key in gone if (page := self._pages.get(key)) is not None and page.lasts]
-            # Until the book is settled, it may name pages that are not in `_pages` yet, so every key is dropped.
+            # Until the whole book has been read, it may list pages that are not in `_pages` yet, so every key is
+            # dropped.
             self._book.drop(gone)
         self._left(keys, Medium.DISK)
 
@@ -262,7 +276,8 @@ class Announcements(CacheListener):
                     self._new[medium] += 1
 
     def _wait(self, key: bytes, page: _Page, medium: Medium) -> bool:
-        """Adds the page to the medium's queue, unless it is there or announced already; returns whether it did."""
+        """Adds the page to the medium's queue and returns True; returns False if the page is already in the queue or
+        announced."""
         if (page.waits | page.told) & medium:
             return False
         page.waits |= medium
@@ -283,8 +298,8 @@ class Announcements(CacheListener):
     # --- what is announced to routers ---
 
     def forget_told(self) -> None:
-        """Called when the engine has told routers that it has no block any more: the pages are announced again, some of
-        them with each `take`."""
+        """Announces all pages again, some with each `take`. Must be called when the engine has published that all its
+        blocks are gone, because routers then forget flexkv's pages too."""
         for key, page in self._pages.items():
             page.told = 0
             for medium in MEDIA:
@@ -293,7 +308,8 @@ class Announcements(CacheListener):
         self._news = News(cleared=self._news.cleared)
 
     def _turned(self, medium: Medium) -> None:
-        """Called when the tier comes into use or goes out of use."""
+        """Announces the removal of a tier's pages if the tier has gone out of use, and queues its pages to be announced
+        if the tier has come into use."""
         for key, page in self._pages.items():
             if page.told & medium:
                 page.told &= ~medium
@@ -303,12 +319,12 @@ class Announcements(CacheListener):
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would announce more, now or once more of the book has been read."""
+        """Whether `take` would announce more pages, either now or after more of the book has been read."""
         is_read = self._book is None or self._book.is_settled
         return any(self._waiting.values()) or not (is_read or self._disk is None or not self._disk.in_use)
 
     def _find(self, unpacked: Callable[[bytes], Record]) -> None:
-        """Takes pages from the book that an earlier process left and that are still there."""
+        """Records the next pages from the book that an earlier process left and that are still in a tier."""
         if self._book is None or self._disk is None or not self._disk.in_use:
             return
         by_group: dict[int, list[Entry]] = {}
@@ -320,11 +336,11 @@ class Announcements(CacheListener):
     def _find_in(
         self, group: int, found: list[Entry], disk: OwnDisks, unpacked: Callable[[bytes], Record]
     ) -> None:
-        """Takes those of these pages that are on disk or in host memory.
+        """Records those pages from the book that are on disk or in host memory.
 
-        After a crash the index may still name an older page, of a key that left and was stored again. Its place may
-        have another page by now; if it has not, a router would not know of what is served. So the disks forget such a
-        page.
+        If a page left the disk and was stored again before a crash, the disk index may still list the older page. That
+        page's slot may hold a different page by now. Even if it does not, the page would be served without being
+        announced. So this makes the disks forget the older page.
         """
         keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
         generations = disk.generations(group, keys)
@@ -341,7 +357,7 @@ class Announcements(CacheListener):
             if page is None:
                 page = self._pages[each.key] = _Page(group, unpacked(each.words), lasts=True)
             elif not page.lasts:
-                # This process stores the page too, and could not tell that its record lasts.
+                # This process stores the page too, but with a record that does not last.
                 page.record, page.lasts = unpacked(each.words), True
                 if is_on_disk and page.generation:  # written by this process, without an entry
                     rewritten.append(page.entry(each.key))
@@ -356,12 +372,13 @@ class Announcements(CacheListener):
             self._book.put(rewritten)
 
     def take(self, unpacked: Callable[[bytes], Record]) -> News:
-        """Takes the changes since the last call. If many pages are to be announced that are not new, some wait for the
-        next call: for each medium, a call takes as many pages as are new there, and MOST_STORED more. Pages of a tier
-        that is out of use count as removed, and are announced again once it is back.
+        """Returns the announcements since the last call and marks them as announced. For each medium, one call
+        announces at most as many pages as are new in the medium plus MOST_STORED; the remaining pages wait for the next
+        call. The pages of a tier that goes out of use are announced as removed, and again as stored when the tier is
+        back in use.
 
         Args:
-            unpacked: makes a record from what an earlier process packed.
+            unpacked: makes a record from the bytes of `Record.packed`, which an earlier process wrote.
         """
         if not self._waiting[Medium.DISK]:
             self._find(unpacked)

@@ -1,5 +1,5 @@
-"""Waits for copies that must end before the engine continues, cancels late ones, and raises an error if one does not
-end.
+"""Waits for copies that must finish before the engine continues, cancels late copies, and raises an error if a
+cancelled copy does not finish.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from flexkv.transfer.base import DataPlane, Ticket
 
 
 def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bool:
-    """Waits up to `wait_s` seconds; returns whether every op of these graphs has ended. Takes no results."""
+    """Waits up to `wait_s` seconds; returns whether every op of these graphs has finished. Leaves the ops' results for
+    a later `poll`."""
     ends_s = time.monotonic() + wait_s
     return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 
@@ -25,19 +26,19 @@ def cancel_and_drain(
     what: str,
     limit: str = "load.deadline_s",
 ) -> None:
-    """Ends graphs that are late: drops the pages that no lane has taken, and waits for the rest.
+    """Cancels graphs that are late: drops the pages that no lane has begun to copy, and waits for the other pages.
 
     Args:
-        what: the name of the copies in the error's text, such as "a load of 3 pages".
-        limit: the setting whose time has passed, for the error's text.
+        what: name of the copies in the error's text, such as "a load of 3 pages".
+        limit: dotted name of the setting whose time has passed, for the error's text.
 
     Raises:
-        ClosedError: a copy neither ended nor could be recalled. Its blocks may still be read or written at any time, so
-            the engine can neither use nor reuse them.
+        ClosedError: a copy neither finished nor could be cancelled. Its blocks may still be read or written at any
+            time, so the engine can neither use nor reuse them.
     """
     for ticket in tickets:
         lanes.cancel(ticket)
-    # The watchdog needs up to one stuck_s to find a lane stuck, and the lane may recover meanwhile.
+    # The watchdog may need stuck_s seconds to detect a stuck lane, and the lane may recover during that time.
     drain_s = 2 * config.transfer.stuck_s
     if not wait_all(lanes, tickets, drain_s):
         section, name = limit.split(".")

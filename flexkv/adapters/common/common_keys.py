@@ -1,6 +1,7 @@
-"""The common key scheme: a namespace of everything that decides KV except the engine, so that engines share pages.
+"""The common key scheme: its namespace contains everything that determines the KV except the engine, so that different
+engines share pages.
 
-Its keys are those of the token chain (`flexkv.cache.keys.TokenChain`), which is the chain that SGLang hashes.
+Its block hashes are the token chain of `flexkv.cache.keys.TokenChain`, which is the chain that SGLang computes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ COMMON = "common"
 """The value of `keys.scheme` that selects this module."""
 
 PLAIN_DTYPES = ("float32", "float16", "bfloat16")
-"""KV dtypes whose values need nothing else. Quantised values need scales, which engines keep outside the pages."""
+"""KV dtypes whose values can be read without further data. Quantised values need scales, which engines keep outside the
+pages."""
 
 HUB_COMMIT = re.compile(r"hub:[^/:@]+(?:/[^/:@]+)?(?P<inside>.*)@(?P<commit>[0-9a-f]{40})")
-"""A hub name with its commit. `inside` says which of the repository's models is meant, such as `:Q4_K_M`."""
+"""A hub name with its commit. The group `inside` selects one of the repository's models, such as `:Q4_K_M`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,14 @@ class SharedModel:
 
     Attributes:
         path: the model's folder or hub name.
-        weights: its `weights_identity`.
-        kv_dtype: the dtype of K and V, by name.
-        quantization: the quantisation of the weights, by name; "None" for none.
+        weights: the model's `weights_identity`.
+        kv_dtype: name of the dtype of K and V.
+        quantization: name of the quantisation of the weights; "None" if they are not quantised.
         block_tokens: tokens per block.
-        overrides: the overrides of the model's configuration that the user gave the engine.
+        overrides: entries of the model's configuration that the user overrode in the engine's arguments.
         config: the model's configuration as the engine read it.
-        apart: anything else that the KV depends on, and which part of the KV a unit holds; None if there is neither.
+        apart: anything else that the KV depends on, and which share of the KV the unit holds; None if the KV depends on
+            nothing else and the unit holds all of it.
     """
 
     path: str
@@ -53,7 +56,7 @@ class SharedModel:
 
 
 def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
-    """32 bytes, equal for all engines that would compute equal KV.
+    """The namespace of the common key scheme: 32 bytes, equal for all engines that would compute equal KV.
 
     Raises:
         ConfigError: the KV is quantised, engines would compute it by different rules, or the weights cannot be
@@ -74,7 +77,7 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
     fields = {
         "scheme": "token chain, sha256",
         "weights": weights,
-        # The model's own file, because each engine's library adds entries to those that it reads.
+        # Read from the model's own file, because each engine's library adds entries to the configuration that it reads.
         "architecture": plain_config(config) if config else None,
         "overrides": plain_config(dict(model.overrides)),
         "kv_dtype": model.kv_dtype,
@@ -87,14 +90,14 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
 
 
 def draft_refusal(method: str) -> ConfigError:
-    """The error for an engine with speculative decoding."""
+    """The error to raise for an engine that uses speculative decoding."""
     return _refusal(
         f"speculative decoding ({method}) keeps KV of the draft in the same blocks, or pairs of tokens in the hashes"
     )
 
 
 def other_config_refusal(option: str, path: str) -> ConfigError:
-    """The error for an engine that does not read the model's configuration from beside the weights."""
+    """The error to raise for an engine that reads the model's configuration from elsewhere than beside the weights."""
     return _refusal(
         f"{option}={path} is another configuration than the model's own, by which engines are compared"
     )
@@ -109,7 +112,8 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
         raise _refusal(
             f"the weights are {model.weights}, which may move; set identity.model, or a commit as revision"
         )
-    # One engine may be started with the hub's name, and another with the folder of the same commit.
+    # The name of the repository is left out: one engine may be started with the hub name, and another with the folder
+    # of the same commit.
     return f"{COMMIT_PREFIX}{commit['commit']}{commit['inside']}"
 
 

@@ -1,11 +1,13 @@
-"""Records, beside a unit's disk pages, what KV events say about them, so that the next process can announce what it
-finds.
+"""The event book: a file beside a unit's disk pages that records what KV events say about each page, so that the next
+process can announce the pages that it finds on disk.
 
-A thread of its own reads and writes the file. A lost entry only leaves a page unannounced: an entry says how events
-describe a key, which stays true, and the caller asks the index whether the page is there. After a crash the index may
-still list a page whose place was being overwritten, so the file also records which pages left, and an entry has its
-page's generation: the caller makes the disks forget an older page. If a record of what left is lost as well, the page
-stays announced until a request reads it.
+A separate thread reads and writes the file. An entry says how events describe a page, which stays true as long as the
+page exists; the caller asks the disk index whether the page exists. So if an entry is lost, its page is merely not
+announced.
+
+After a crash, the index may still list a page whose slot was being overwritten. Therefore the file also records which
+pages left the disks, and each entry has its page's generation, so that the caller can make the disks forget an older
+page. If the record of a page that left is lost too, the page stays announced until a request reads it.
 """
 
 from __future__ import annotations
@@ -30,48 +32,52 @@ logger = get_logger(__name__)
 BOOK_NAME = "announced"
 
 STORED, GONE = b"\x01", b"\x02"
-"""First byte of a frame: packed entries follow, or the keys of pages that left the disks."""
+"""First byte of a frame. After STORED, packed entries follow; after GONE, the keys of pages that left the disks."""
 
 FRAME_PAGES = 1024
-"""Most pages of a frame, and of a batch of found pages: some 0.4 ms of the engine's step."""
+"""Most pages in a frame, and in a batch of found pages. To process a batch takes some 0.4 ms of the engine's step."""
 
 MAX_WAITING = 65_536
-"""Most records that wait to be written; further ones are not kept. Some 13 MB at 16 tokens a block."""
+"""Most records that may wait to be written; further records are dropped. They take some 13 MB at 16 tokens per
+block."""
 
 MAX_FOUND = 4
-"""Most batches of found pages that wait for the engine."""
+"""Most batches of found pages that may wait for the engine's thread to take them."""
 
 SLACK_RECORDS = 16_384
-"""The file is rewritten once it has more records than four times the pages on disk and this: some 2 MB."""
+"""The file is rewritten when it has more records than RECORDS_PER_PAGE times the pages on disk, plus this number (some
+2 MB)."""
 
 RECORDS_PER_PAGE = 4
-"""While pages come and go, half of the records say what left."""
+"""Records per page on disk from which on the file is rewritten; see SLACK_RECORDS. While pages come and go, half of the
+records are of pages that left."""
 
 MOST_GROWTH = 8
-"""A file that cannot be rewritten begins anew once it has this many times the records at which rewriting was due."""
+"""A file that cannot be rewritten is emptied when it has this many times the records at which rewriting was due."""
 
 PIECE_BYTES = 256 << 10
 PAUSE_S = 0.001
-"""After each PIECE_BYTES of the file, some 1,300 blocks at 16 tokens, the thread sleeps this long, so that the engine's
-thread can run."""
+"""After each PIECE_BYTES of the file (some 1,300 blocks of 16 tokens), the thread sleeps for PAUSE_S seconds, so that
+the engine's thread can run."""
 
 LOCK_S = 10.0
-"""How long the thread waits for a process that still closes the folder."""
+"""Seconds that the thread waits for an earlier process that is still closing the folder and has the file locked."""
 
 CLOSE_S = 5.0
-"""How long a close waits for the last pages to be written."""
+"""Seconds that `close` waits for the last records to be written."""
 
 HEAD = struct.Struct(f"<{KEY_BYTES}sIQI")
-"""Begins a packed entry: key, KV group, generation, bytes of the words that follow."""
+"""Head of a packed entry: key, KV group, generation, and the length in bytes of the words that follow."""
 
 
 class Entry(NamedTuple):
-    """What the file says of one page, which is on disk in this generation or a later one, unless it has left.
+    """An entry of the file: one page, which is on disk in this generation or a later one unless it has left the disks.
 
     Attributes:
+        key: the page's index key.
         group: number of the KV group.
         generation: generation of the page on disk.
-        words: what events say about it, in the adapter's form.
+        words: what events say about the page, in the adapter's form.
     """
 
     key: bytes
@@ -80,21 +86,26 @@ class Entry(NamedTuple):
     words: bytes
 
     def packed(self) -> bytes:
-        """The entry as in the file."""
+        """The entry as bytes, as in the file."""
         return HEAD.pack(self.key, self.group, self.generation, len(self.words)) + self.words
 
 
 class _Closing(Exception):
-    """Raised to end a rewrite of the file at a close, because the rewrite can wait."""
+    """Raised to stop rewriting the file when the book is closed, because the next process can rewrite it."""
 
 
 class EventBook:
-    """The engine's thread calls everything but `_run`; no call waits but `close`.
+    """The file and the thread that reads and writes it. The engine's thread calls the public methods; only `close`
+    waits.
 
     Args:
-        identity: what the words mean, IDENTITY_BYTES of `frame_log`; a file with another identity is begun anew.
-        is_current: tells whether the page of an entry is on disk in the entry's generation; the thread calls it.
-        most_pages: the most pages for which that may be so; the thread calls it.
+        path: path of the file.
+        identity: identifies the meaning of `Entry.words`; IDENTITY_BYTES (see `frame_log`) long. A file with a
+            different identity is emptied.
+        is_current: returns whether the page of an entry is on disk in the entry's generation. The book's thread calls
+            it.
+        most_pages: returns an upper bound of the number of pages for which `is_current` is true. The book's thread
+            calls it.
     """
 
     def __init__(
@@ -109,25 +120,25 @@ class EventBook:
         self._lock = threading.Condition()
         self._found: deque[list[Entry]] = deque()
         self._waiting: list[tuple[bytes, bytes]] = []
-        """First byte of the frame, and a packed entry or a key."""
+        """Records that wait to be written: (STORED, packed entry) or (GONE, key) of each."""
         self._is_read = False
         self._closing = False
         self._dropped = 0
         self._records = 0
-        """Records in the file; the thread's own, like those below."""
+        """Number of records in the file. Only the book's thread uses this and the attributes below."""
         self._shrinks_at = 0
-        """Records below which a rewriting that failed is not tried again."""
+        """After a rewrite has failed, the number of records from which on it is tried again; otherwise 0."""
         self._has_failed = False
         self._thread = NamedThread("flexkv-events", self._run)
         self._thread.start()
 
     @property
     def is_settled(self) -> bool:
-        """Whether every page that the file names has been taken."""
+        """Whether the whole file has been read and `take` has returned all its entries."""
         return self._is_read and not self._found
 
     def take(self) -> list[Entry]:
-        """Takes some pages that the file names; empty if none are ready."""
+        """Removes and returns the next batch of entries read from the file; empty if none is ready."""
         if not self._found:
             return []
         with self._lock:
@@ -136,16 +147,18 @@ class EventBook:
         return found
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Keeps entries of pages that came to the disks. Drops what finds no room."""
+        """Queues entries of pages that came to the disks to be written to the file. If the queue is full, entries are
+        dropped."""
         self._put([(STORED, entry.packed()) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Records pages that left the disks; the file need not name them. Drops records if there is no room."""
+        """Queues records of pages that left the disks, whether or not the file lists the pages. If the queue is full,
+        records are dropped."""
         self._put([(GONE, key) for key in keys])
 
     def _put(self, records: list[tuple[bytes, bytes]]) -> None:
         if not self._thread.is_alive():
-            return  # the reason is logged already
+            return  # the thread has logged why it stopped
         with self._lock:
             room = 0 if self._closing else MAX_WAITING - len(self._waiting)
             self._waiting += records[:room]
@@ -153,7 +166,7 @@ class EventBook:
             self._lock.notify()
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Writes the waiting records, for at most `wait_s` seconds."""
+        """Stops the thread, and waits up to `wait_s` seconds until it has written the queued records."""
         with self._lock:
             self._closing = True
             self._lock.notify()
@@ -169,7 +182,7 @@ class EventBook:
                 self._dropped,
             )
 
-    # --- the thread ---
+    # --- the book's thread ---
 
     def _run(self) -> None:
         try:
@@ -203,18 +216,19 @@ class EventBook:
                 if not self._waiting:
                     return
             self._attempt(self._write, log)
-            # Only once all found pages are taken, because entries of the others do not count as current before. Not
-            # while the engine ends: the next process can do it.
+            # The file is rewritten only after `take` has returned all its entries, because an entry that was not taken
+            # yet does not count as current, and would be left out. It is not rewritten while the book is being closed,
+            # because the next process can do that.
             limit = RECORDS_PER_PAGE * self._most_pages() + SLACK_RECORDS
             if self._records > max(limit, self._shrinks_at) and self.is_settled and not self._closing:
                 self._attempt(partial(self._shrink_or_wait, MOST_GROWTH * limit), log)
 
     def _attempt(self, work: Callable[[FrameLog], None], log: FrameLog) -> None:
-        """If the work fails, begins the file anew, because otherwise the next process would believe entries of pages
-        that have left.
+        """Calls `work`. If it fails, empties the file, because otherwise the next process would trust entries of pages
+        that have left the disks.
 
         Raises:
-            OSError: the file cannot be cut.
+            OSError: the file cannot be emptied.
         """
         try:
             work(log)
@@ -230,14 +244,14 @@ class EventBook:
             self._has_failed = True
 
     def _read(self, log: FrameLog) -> None:
-        """Passes the file's entries whose pages have not left since to the engine, and writes waiting records
-        meanwhile."""
+        """Offers to the engine's thread all entries whose pages have not left the disks according to later records.
+        Between frames it writes the queued records."""
         frames, gone = 0, dict[bytes, int]()
         for frame in self._paced(log.frames()):
             if frame.startswith(GONE):
                 gone |= dict.fromkeys(_keys_of(frame), frames)
             frames += 1
-        # No further than that, because frames of this process follow.
+        # Reads no more frames than the first pass did, because this process's own frames follow.
         for number, frame in itertools.islice(enumerate(self._paced(log.frames())), frames):
             if self._closing:
                 return
@@ -251,7 +265,7 @@ class EventBook:
                 self._offer(there, log)
 
     def _offer(self, found: list[Entry], log: FrameLog) -> None:
-        """Waits until the engine has room for these pages, and writes what waits meanwhile."""
+        """Adds a batch for `take`. While MAX_FOUND batches wait to be taken, waits and writes the queued records."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: len(self._found) < MAX_FOUND or self._waiting or self._closing)
@@ -263,7 +277,7 @@ class EventBook:
             self._write(log)
 
     def _write(self, log: FrameLog) -> None:
-        """Appends what waits."""
+        """Appends the queued records to the file."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for frame in _frames(waiting):
@@ -271,10 +285,11 @@ class EventBook:
         self._records += len(waiting)
 
     def _shrink_or_wait(self, most_records: int, log: FrameLog) -> None:
-        """Rewrites the file. If that fails, the file is used unchanged, and is rewritten at twice the size.
+        """Rewrites the file. If that fails, goes on with the unchanged file, and tries again when the file has twice as
+        many records.
 
         Raises:
-            OSError: the rewrite failed, and the file has more than `most_records`.
+            OSError: the rewrite failed, and the file has more than `most_records` records.
         """
         try:
             self._shrink(log)
@@ -287,7 +302,8 @@ class EventBook:
             self._shrinks_at = 2 * self._records
 
     def _shrink(self, log: FrameLog) -> None:
-        """Rewrites the file with one entry for each page that is still on disk, unless the engine ends meanwhile."""
+        """Rewrites the file with one entry for each page that is still on disk. Gives up if the book is closed
+        meanwhile."""
         kept: set[bytes] = set()
 
         def entries() -> Iterator[tuple[bytes, bytes]]:
@@ -295,7 +311,8 @@ class EventBook:
                 if self._closing:
                     raise _Closing
                 for entry in () if frame.startswith(GONE) else _entries_of(frame):
-                    # An entry of an earlier page with this key would be believed where the index names that page.
+                    # An entry with an older generation is left out: it would be trusted if, after a crash, the index
+                    # still listed the older page.
                     if entry.key not in kept and self._is_current(entry):
                         kept.add(entry.key)
                         yield STORED, entry.packed()
@@ -307,7 +324,7 @@ class EventBook:
         self._records = len(kept)
 
     def _paced(self, frames: Iterable[bytes]) -> Iterator[bytes]:
-        """The frames, with pauses in which the engine's thread can run."""
+        """Yields the frames, and sleeps from time to time so that the engine's thread can run."""
         passed = 0
         for frame in frames:
             yield frame
@@ -318,7 +335,7 @@ class EventBook:
 
 
 def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Frames of these records, in their order."""
+    """Packs records into frames, in order; each frame has records of one kind."""
     for kind, of_kind in itertools.groupby(records, lambda record: record[0]):
         while batch := [content for _, content in itertools.islice(of_kind, FRAME_PAGES)]:
             yield kind + b"".join(batch)

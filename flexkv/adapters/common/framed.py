@@ -9,19 +9,20 @@ from flexkv.cache.keys import namespace_digest
 
 
 def plain_namespace(fields: Mapping[str, Any]) -> bytes:
-    """The namespace made from these plain values, 32 bytes.
+    """The namespace made from plain values, 32 bytes.
 
     Raises:
-        TypeError: a value has no stable form.
+        TypeError: the type of a value has no stable encoding; see `framed`.
     """
     return namespace_digest({name: framed(value) for name, value in fields.items()})
 
 
 def framed(value: Any) -> bytes:
-    """Encodes a value as kind, length and content. Different values never give the same bytes.
+    """Encodes a value as kind, length and content. Different values never give the same bytes, except that a list and a
+    tuple of the same items do.
 
     Raises:
-        TypeError: the value's type has no stable form.
+        TypeError: the value's type has no stable encoding.
     """
     if value is None:
         return _frame(b"N", b"")

@@ -1,7 +1,7 @@
-"""Tables of an engine's settings that decide a block's KV, and how each enters the key.
+"""Tables of the engine settings that determine a block's KV, with how each setting enters the key.
 
-`docs/identity.md` has these tables, and the settings that must not change a key, each with its reason. A test goes
-through the settings that an engine has, and fails for one that neither has.
+`docs/identity.md` shows these tables, and lists the settings that must not change a key, each with a reason. A test
+fails if an engine has a setting that is neither in the tables nor in that list.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from flexkv.adapters.common.model_identity import plain_config
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The fields that a text names, separated by white space."""
+    """Splits a text into names of fields at white space."""
     return tuple(text.split())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
-    """The fields of one of an engine's configuration objects that decide KV. Each is in exactly one of the three
-    collections.
+    """The fields of one of an engine's configuration objects that determine KV. Each field is in exactly one of
+    `taken`, `elsewhere` and `read`.
 
     Attributes:
-        config: the name of the object's class.
-        path: dotted path from the engine's whole configuration to the object; empty for the whole configuration.
+        config: class name of the configuration object.
+        path: dotted path from the engine's top-level configuration to the object; empty for the top level itself.
         taken: fields whose values enter the key unchanged.
-        elsewhere: fields that decide KV and enter the key through separate code: field -> how, in words.
-        read: fields of which a part enters the key: field -> (which part, in words; the function that extracts it).
+        elsewhere: fields whose values enter the key through separate code: field -> description of how.
+        read: fields only a part of which enters the key: field -> (description of the part, function that extracts it).
     """
 
     config: str
@@ -38,8 +38,8 @@ class FieldTable:
     read: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
 
     def values(self, owner: Any) -> dict[str, Any]:
-        """The values of all fields that are taken or read, as plain values. A field that this version of the engine
-        lacks counts as None."""
+        """Plain values of all fields in `taken` and `read`, from the configuration object `owner`. The value of a field
+        that the object lacks, because the engine's version differs, is None."""
         return {name: self.value(name, getattr(owner, name, None)) for name in (*self.taken, *self.read)}
 
     def value(self, name: str, value: Any) -> Any:
@@ -51,7 +51,7 @@ class FieldTable:
         return [*self.taken, *self.read, *self.elsewhere]
 
     def markdown(self) -> str:
-        """This table in Markdown, under a heading of its own."""
+        """This table in Markdown, under its own heading."""
         rows = [f"| `{name}` | as it is |" for name in self.taken]
         rows += [f"| `{name}` | {how} |" for name, (how, _) in self.read.items()]
         rows += [f"| `{name}` | {how} |" for name, how in self.elsewhere.items()]

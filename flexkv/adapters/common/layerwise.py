@@ -1,5 +1,5 @@
-"""Layerwise loads and stores of a step: the forward pass waits for each layer of a load just before it reads the layer,
-and each layer of a store is copied once the forward pass has written it.
+"""Layerwise loads and stores of a step. The forward pass waits for each layer of a load just before it reads the layer.
+Each layer of a store is copied after the forward pass has written the layer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NOT_FINISHED = "the step's forward did not come to its end"
 class LayerLoads:
     """The layerwise loads of one step.
 
-    The forward pass does not notice a load that fails or misses `load.deadline_s`: everything it computes from then on
-    is wrong, and `finish` puts the blocks into the step's report. If the forward pass did not wait for every layer,
-    `finish` fails all of the step's loads, because a layer may have been read too early.
+    The forward pass does not notice if a load fails or misses `load.deadline_s`. Its results are then wrong, and the
+    load's failed blocks are in the step's report when `finish` returns. If the forward pass did not wait for every
+    layer, `finish` fails all of the step's loads, because a layer may have been read too early.
 
     Attributes:
-        busy: loads have begun, and their forward pass has not ended.
+        busy: whether loads have begun whose forward pass has not finished.
     """
 
     def __init__(self, ops: RankOps, deadline_s: float) -> None:
@@ -39,7 +39,11 @@ class LayerLoads:
         self.busy = False
 
     def begin(self, jobs: Sequence[LoadJob], layers: int) -> None:
-        """Takes the loads that were submitted for the next forward pass. `layers` is the number of layers of the KV."""
+        """Registers the loads that were submitted for the next forward pass.
+
+        Args:
+            layers: number of layers of the KV.
+        """
         self._jobs = list(jobs)
         self.busy = bool(jobs)
         self._waited.clear()
@@ -47,10 +51,12 @@ class LayerLoads:
         self._ends_s = time.monotonic() + self._deadline_s
 
     def wait(self, layer: int, stream: int | None = None) -> None:
-        """Returns once layer `layer` of every load is in place, or blocks without it are due to be reported as failed.
+        """Waits until layer `layer` of every load is in place. A load whose layer fails or is late no longer delays the
+        forward pass; its blocks will be reported as failed.
 
         Args:
-            stream: the engine's stream, on a device: work enqueued there from now on starts after the copies.
+            stream: the engine's stream, if the KV pool is on a device. Work enqueued on the stream after this call
+                starts after the copies.
         """
         if not 0 <= layer < self._layers:
             return  # no load has such a layer
@@ -61,10 +67,10 @@ class LayerLoads:
                 self._ops.finish_load(job)
 
     def finish(self) -> bool:
-        """Called after the forward pass: waits until its loads have ended.
+        """Waits until all loads of the step have finished. Must be called after the forward pass.
 
         Returns:
-            Whether the forward pass has waited for every layer.
+            Whether the forward pass waited for every layer.
 
         Raises:
             ClosedError: see `RankOps.finish_load`.
@@ -86,14 +92,14 @@ class LayerLoads:
 
 
 class LayerStores:
-    """The gated stores of one step.
+    """The gated stores of one step: stores whose layers are copied only after the forward pass has written them.
 
-    A layer is copied once the forward pass has written it and all layers before it; the remaining layers are copied
-    after the forward pass. So if a forward pass reports no layer (the replay of a CUDA graph), its pages are stored
-    like whole pages.
+    A layer is copied as soon as the forward pass has reported it and all layers before it; the remaining layers are
+    copied after the forward pass. So if a forward pass reports no layer (a CUDA graph is replayed), all layers are
+    copied after it.
 
     Attributes:
-        busy: stores have begun, and their forward pass has not ended.
+        busy: whether stores have begun whose forward pass has not finished.
     """
 
     def __init__(self, ops: RankOps) -> None:
@@ -105,7 +111,11 @@ class LayerStores:
         self._layers = 0
 
     def begin(self, graphs: Sequence[TransferGraph], layers: int) -> None:
-        """Submits the stores of the next forward pass. `layers` is the number of layers of the KV."""
+        """Submits the stores of the next forward pass.
+
+        Args:
+            layers: number of layers of the KV.
+        """
         self._op_ids = [op.op_id for graph in graphs for op in graph.ops]
         self.busy = bool(self._op_ids)
         self._written.clear()
@@ -114,7 +124,8 @@ class LayerStores:
             self._ops.submit_store(graph, gated=True)
 
     def written(self, layer: int) -> None:
-        """Called when all work that writes this layer's KV is enqueued: lets the layers complete so far be copied."""
+        """Reports that all work that writes this layer's KV is enqueued. If all layers before it have been reported
+        too, the lanes may copy them."""
         if not self._op_ids:
             return
         self._written.add(layer)
@@ -126,13 +137,14 @@ class LayerStores:
             self._ops.open_layers(self._op_ids, ready)
 
     def finish(self) -> None:
-        """Called after the forward pass: lets the layers that it did not report be copied too."""
+        """Lets the lanes copy the layers that the forward pass did not report. Must be called after the forward
+        pass."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         if op_ids and self._open < self._layers:
             self._ops.open_layers(op_ids, self._layers)
 
     def abandon(self) -> None:
-        """Called when another step begins: abandons stores whose forward pass never ended."""
+        """Gives up the stores if their forward pass never finished. Called when the next step begins."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         for op_id in op_ids:
             self._ops.give_up(op_id, NOT_FINISHED)

@@ -1,8 +1,8 @@
-"""The contract between the sides of an adapter: the loads that the scheduler's side orders from a rank.
+"""The message with which an adapter's scheduler side orders a load from a rank.
 
-A rank and its unit introduce themselves with the records of `flexkv.facts.ranks`. From then on the scheduler's side
-orders loads as `LoadJob`s, and the rank reports every op once (`RankReports`). These records are plain and picklable,
-because workers may run in separate processes.
+A rank and its unit first exchange the records of `flexkv.facts.ranks`. Then the scheduler's side sends each load as a
+`LoadJob`, and the rank reports every op once (`RankReports`). All these records are plain and picklable, because
+workers may run in separate processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ class LoadJob:
     """One request's load.
 
     Attributes:
-        graph: has no ops when the promise could not be kept; every block of `lost` is then reported as failed.
-        sync: the step's forward pass needs the load: all of it before the forward pass starts or, with layerwise ops,
-            each layer before that layer is read.
+        request_id: the engine's id of the request.
+        graph: the ops of the load; none if the promise could not be kept.
+        sync: whether the step's forward pass reads the loaded blocks. It then waits for the complete load before it
+            starts or, with layerwise ops, for each layer before it reads the layer.
+        lost: engine blocks to report as failed if `graph` has no ops; empty otherwise.
     """
 
     request_id: str
@@ -29,5 +31,5 @@ class LoadJob:
 
     @property
     def by_layer(self) -> bool:
-        """Whether the forward pass waits for the load's layers one by one."""
+        """Whether the forward pass waits for each layer of the load separately."""
         return any(op.layerwise for op in self.graph.ops)

@@ -1,5 +1,5 @@
-"""Settings of an engine's weight loader that decide which files it reads; settings that only affect speed are left
-out.
+"""Extracts from the settings of an engine's weight loader those that determine which files it reads, without those that
+only affect speed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ USUAL = "safetensors"
 SAME_FILES = frozenset(
     {"auto", "hf", USUAL, "fastsafetensors", "instanttensor", "runai_streamer", "local_cached"}
 )
-"""Formats with which loaders read the same files of a model that has `*.safetensors`. For a model without such files,
-a loader of these formats falls back to other files or refuses to start."""
+"""Load formats for which engines read the same files if the model has `*.safetensors`. If it has none, an engine with
+one of these formats reads other files or refuses to start."""
 
 SPEED_ENTRIES = frozenset(
     {
@@ -32,20 +32,25 @@ SPEED_ENTRIES = frozenset(
         "verify_on_load",
     }
 )
-"""Entries of `model_loader_extra_config` that decide how files are read or checked, not which."""
+"""Entries of `model_loader_extra_config` that determine how files are read or checked, not which files."""
 
 FORMAT_RULE = f"by the files that are read: {', '.join(sorted(SAME_FILES))} count as one, others by name"
 EXTRA_RULE = f"without {', '.join(sorted(SPEED_ENTRIES))}"
 
 
 def files_of_format(load_format: Any) -> str:
-    """A name for the set of files that a loader reads; formats that read the same files have the same name."""
+    """A name for the set of files that a loader reads: the same for all formats in SAME_FILES, otherwise the format's
+    own name."""
     name = load_format.name if isinstance(load_format, Enum) else str(load_format or "auto")
     return USUAL if name.lower() in SAME_FILES else name.lower()
 
 
 def loader_settings(extra: Any) -> Any:
-    """Plain values of `model_loader_extra_config`, a mapping or its JSON, without entries that change no weight."""
+    """Plain values of `model_loader_extra_config` without the entries in SPEED_ENTRIES, which change no weight.
+
+    Args:
+        extra: the setting: a mapping, its JSON text, or None. A text that is not JSON is returned unchanged.
+    """
     if isinstance(extra, str):
         try:
             extra = json.loads(extra)

@@ -1,4 +1,4 @@
-"""Names LoRA adapters by content, because an adapter keeps its name and path when it is retrained."""
+"""Names LoRA adapters by their content, because an adapter keeps its name and path when it is retrained."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ from flexkv.weights.digest import whole_identity
 logger = get_logger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
-"""Has the rank, scale and target modules: the same matrices under another scale are another adapter."""
+"""File with an adapter's rank, scale and target modules. It counts as content, because the same matrices with a
+different scale are a different adapter."""
 
 MOST_LINKS = 40
-"""Symbolic links that are followed to reach one file; Linux follows as many."""
+"""Most symbolic links that are followed to reach one file; Linux has the same limit."""
 
 MOST_NAMED_BYTES = 128 << 20
 """Largest adapter that is named by content. Reading it takes a tenth of a second, during which the request and the
 engine's scheduler wait."""
 
 READ_BYTES = 1 << 20
-"""Bytes read at a time from a file that is read whole."""
+"""Bytes that are read at a time from a file."""
 
 RUN_PREFIX = "run:"
-"""Begins names that are valid only in this process."""
+"""First characters of a name that is valid only in this process."""
 
 GIT_DIGITS = 40
-"""Digits of a git object's name. The hub's cache names small files so, and large files by their SHA-256."""
+"""Hexadecimal digits in the name of a git object. The hub's cache names small files by their git object, and large
+files by their SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A value that differs whenever a file of an adapter changes, or another folder or file appears at its path.
+    """A value that changes whenever a file of an adapter changes, or a different folder or file appears at its path.
 
     Attributes:
         files: (name, bytes, time of content change in ns, time of inode change in ns, inode) of each file; empty if
-            there is no folder.
-        route: (device, inode, time of inode change in ns) of each folder and symbolic link on the path, and of each
-            file of the adapter that is a link. The time is 0 for folders other than the adapter's own, because these
-            also change with other files beside the adapter.
+            the adapter's folder does not exist.
+        route: (device, inode, time of inode change in ns) of each folder and symbolic link on the path to the adapter's
+            folder, and on the path from each file in it that is a link to the link's target. The time is 0 for all
+            but links and the adapter's own folder, because a folder also changes with unrelated files in it.
     """
 
     files: tuple[tuple[str, int, int, int, int], ...] = ()
@@ -64,7 +66,7 @@ class Stamp:
                 if file.is_symlink():
                     route += _walk(place, file.name)[1]
             found = [(file.name, file.stat()) for file in files]
-        except (OSError, ValueError):  # no such file exists, or the name is not valid for one
+        except (OSError, ValueError):  # no such file exists, or the name is not a valid file name
             return cls()
         return cls(
             tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in found), tuple(route)
@@ -72,13 +74,17 @@ class Stamp:
 
     @property
     def changed_ns(self) -> int:
-        """Time of the last change, of content or inode: a copy may keep the content's time, but not the inode's."""
+        """Time of the last change of any content or inode, unix ns. The inode's time counts because a copied file may
+        keep the content's time of the original, but never the inode's."""
         of_files = (max(mtime, ctime) for _, _, mtime, ctime, _ in self.files)
         return max((*of_files, *(ctime for _, _, ctime in self.route)), default=0)
 
 
 def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
-    """Follows `path` from `base`, a folder without links in its path; returns its end, and the `Stamp.route` to it.
+    """Follows `path` from the folder `base`, whose own path has no links.
+
+    Returns:
+        The file or folder at which the path ends, and the part of `Stamp.route` that leads to it.
 
     Raises:
         OSError: a part of the path is missing, or there are too many links.
@@ -108,18 +114,18 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 
 
 class LoraNames:
-    """Names of adapters' contents, one per path, made when a path is first seen.
+    """Names of the contents of adapters, one per path; each name is made when the path is first asked for.
 
     To make a name, the adapter's weights and configuration are read completely while a request waits; the engine reads
-    as much to load the adapter. Once the files have changed, no name tells which content the engine computes with: it
-    keeps the former content until it loads the adapter again, of which it says nothing.
+    the same bytes to load the adapter. After the files have changed, it is unknown which content the engine computes
+    with: it keeps the former content until it loads the adapter again, and it does not report when it does so.
 
     The name is valid only in this process in these cases:
-      - An error occurs: the caller is the engine's scheduler, which must go on.
-      - The adapter has more than `MOST_NAMED_BYTES`.
-      - Its files changed after `since_ns`, or it is not a folder on this machine. An engine reads an adapter some time
-        after its start, keeps it, and does not say which content it read; KV computed with one content must not be
-        found under the name of another.
+      - An error occurs while the files are read. The caller is the engine's scheduler, which must go on.
+      - The adapter's weights have more than `MOST_NAMED_BYTES`.
+      - The adapter's files changed after `since_ns`, or it is not a folder on this machine. An engine reads an adapter
+        some time after its start, keeps it, and does not say which content it read. KV computed with one content must
+        not be found under the name of a different content.
 
     Args:
         since_ns: a time (unix, ns) before the engine reads any adapter; None for the time of this call.
@@ -131,18 +137,19 @@ class LoraNames:
         self._changed: set[str] = set()
 
     def name(self, path: str) -> str:
-        """The name of the content that was at `path` (a folder, or a hub name) at the first call. It is equal for equal
-        content in every process, unless it is valid only in this process (see above): it then begins with RUN_PREFIX.
+        """The name of the content that was at `path` (a folder, or a hub name) at the first call for that path. Equal
+        content has the same name in every process. A name that is valid only in this process (see the class) begins
+        with RUN_PREFIX.
         """
         if (known := self._named.get(path)) is None:
             folder = _folder(path)
-            # The stamp comes first, so that a change while the files are read is seen by `has_changed`.
+            # The stamp is taken before the files are read, so that `has_changed` detects a change made meanwhile.
             known = self._named[path] = (Stamp.of(folder), self._new_name(folder))
         return known[1]
 
     def has_changed(self, path: str) -> bool:
-        """Whether anything else has appeared at a path since it was named, however old the new content is. Stays true,
-        because the engine may still hold any content that the path had. Costs a few stats.
+        """Whether the content at a path has changed in any way since `name` was first called for it. Once true, this
+        stays true, because the engine may still hold any content that was ever at the path. Costs a few calls of stat.
         """
         if path in self._changed:
             return True
@@ -161,22 +168,25 @@ class LoraNames:
             return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
             reason = str(error)
-        except Exception as error:  # such as no memory or no thread for the digest: the engine must go on
+        # Any other failure, such as no memory or no thread for the digest, must not stop the engine.
+        except Exception as error:
             reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
         logger.warning("%s; KV computed with it is found again in this run only", reason)
         return f"{RUN_PREFIX}{os.urandom(16).hex()}"
 
 
 def _folder(path: str) -> Path:
-    # Path.expanduser would raise for the home of an unknown user; os.path treats it as an ordinary name.
+    # For the home of an unknown user, Path.expanduser would raise; os.path.expanduser returns the path unchanged.
     return Path(os.path.expanduser(path))
 
 
 def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -> str:
-    """A string that differs for adapters with different weights or configuration. Reads all bytes of both.
+    """A string that identifies the content of an adapter: it differs if the weights or the configuration differ. All
+    bytes of both are read.
 
     Args:
-        most_bytes: largest size of the adapter's weights; None for any.
+        since_ns: a time (unix, ns) before the engine reads the adapter.
+        most_bytes: largest size of the adapter's weights that is accepted; None for any size.
 
     Raises:
         ConfigError: a file, the folder or a link on the path changed after `since_ns` (unix time, ns), so that an
@@ -192,7 +202,7 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
         weights = whole_identity(folder, most_bytes)
         config = folder / CONFIG_NAME
         settings = config.read_bytes() if config.is_file() else b""
-        # Files of a commit that were downloaded after the start are still the same files.
+        # A commit's files are the same whenever they are downloaded, so a download after `since_ns` is not a change.
         if before.changed_ns >= since_ns and not _is_as_downloaded(folder):
             raise ConfigError(
                 f"adapter {folder}: its files changed after the engine's start, which may have read others"
@@ -205,9 +215,10 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
 
 
 def _is_as_downloaded(folder: Path) -> bool:
-    """Whether `folder` is the folder of a commit in the hub's cache, unchanged since the download. Reads all of it.
+    """Whether `folder` is the folder of a commit in the hub's cache, and its files are unchanged since the download.
+    Reads all of its files.
 
-    A commit's folder has links to files, each named by a digest of its content.
+    A commit's folder contains links to files, each of which is named by a digest of its content.
     """
     if COMMIT.search(os.path.normpath(folder)) is None:
         return False
@@ -216,7 +227,8 @@ def _is_as_downloaded(folder: Path) -> bool:
 
 
 def _digest_like(name: str, file: Path) -> bool:
-    """Whether `name` is the file's digest: the name of its git object, or its SHA-256."""
+    """Whether `name` is the digest of the file's content, either as a git object (if it has GIT_DIGITS digits) or as
+    SHA-256."""
     size = file.stat().st_size
     digest = hashlib.sha256()
     if len(name) == GIT_DIGITS:

@@ -1,8 +1,9 @@
-"""Reports counters under an engine without a hook for a connector's metrics: in a log line per minute if a count has
-changed, and on the engine's Prometheus page if the engine collects metrics from files.
+"""Reports flexkv's counters in engines that have no hook for a connector's metrics. They are logged periodically if a
+count has changed, and shown on the engine's Prometheus page if the engine collects metrics from files.
 
-SGLang (`--enable-metrics`) names a folder in PROMETHEUS_MULTIPROC_DIR before it starts its processes. Metrics that a
-process registers with prometheus_client go to files there, and the server's page shows the files of all processes.
+SGLang (with `--enable-metrics`) sets PROMETHEUS_MULTIPROC_DIR to a folder before it starts its processes. The metrics
+that a process registers with prometheus_client go to files in that folder, and the server's page shows the files of all
+processes.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ logger = get_logger(__name__)
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 EXPORT_EVERY_S = 0.5
-"""How far the Prometheus page lags behind, in seconds; scrapes come every few seconds."""
+"""Seconds between two updates of the Prometheus page, which is scraped every few seconds."""
 
 
 class MetricReport:
-    """Reports a process's counters. Not thread-safe: the thread that counts calls it.
+    """Reports a process's counters. Not thread-safe: only the thread that updates the counters may call it.
 
     Args:
-        counters: left unchanged, except that the observations of histograms are removed, because they would pile up.
+        counters: the counters to report. The observations of histograms are removed after each report, because they
+            would accumulate; everything else is left unchanged.
         gauges: sets the gauges in the counters.
+        logger: the logger for the periodic lines.
         prefix: see `register_metrics`.
-        labels: labels that distinguish this process from the engine's others.
+        labels: labels that distinguish this process from the engine's other processes.
         log_every_s: seconds between two lines in the log.
         clock: monotonic time in seconds; for tests.
     """
@@ -59,7 +62,7 @@ class MetricReport:
         self._logged_at_s = clock()
 
     def report_if_due(self) -> None:
-        """Makes the reports that are due. If none is due, only reads the clock."""
+        """Updates the Prometheus page and logs a line, each if it is due. If neither is due, only reads the clock."""
         now_s = self._clock()
         if now_s < self._export_at_s:
             return
@@ -72,12 +75,12 @@ class MetricReport:
             self._interval, self._logged_at_s = Counters(), now_s
 
     def close(self) -> None:
-        """Reports the remaining counts, and logs the sums since the start."""
+        """Adds the remaining counts to the Prometheus page, and logs the sums since the start."""
         self._take()
         self._log("since the start", self._counters)
 
     def _take(self) -> None:
-        """Adds the counts since the last call to the page and to the interval's sums."""
+        """Adds the counts since the last call to the Prometheus page and to the sums for the next log line."""
         self._gauges(self._counters)
         new: dict[str, Any] = {}
         for name, values in list(self._counters.data.items()):
@@ -101,22 +104,22 @@ class MetricReport:
 
 
 def _has_counts(counters: Counters) -> bool:
-    """Whether anything besides gauges was counted."""
+    """Whether `counters` contains any counter or histogram; gauges do not count."""
     return any(METRICS[name].kind is not MetricKind.GAUGE for name in counters.data)
 
 
 def _files_where_collected(prefix: str, labels: Mapping[str, str]) -> PrometheusSeries | None:
-    """The files of this process. None if the engine collects no such files, or if they cannot be written; the log then
-    names the error.
+    """This process's metrics, written to files in the folder from which the engine collects them. None if the engine
+    collects no files, or if the files cannot be written; in the latter case the error is logged.
     """
     if FOLDER_VARIABLE not in os.environ:
         return None
     try:
-        # Only engines with such a page bring this package.
+        # Imported here, because only engines that have such a page install this package.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        # One registry per report: only the files are collected, and two caches in one process have metrics of the same
-        # names.
+        # Each report has its own registry, because two caches in one process have metrics with the same names. Nothing
+        # needs a common registry: the engine collects only the files.
         registry = CollectorRegistry()
         make = {
             MetricKind.COUNTER: partial(Counter, registry=registry),
@@ -124,7 +127,7 @@ def _files_where_collected(prefix: str, labels: Mapping[str, str]) -> Prometheus
             MetricKind.HISTOGRAM: partial(Histogram, registry=registry),
         }
         files = PrometheusSeries(register_metrics(prefix, list(labels), make), list(labels.values()))
-        # A gauge that was never set is not collected.
+        # Gauges are set to 0 at once, because the engine does not collect a gauge that was never set.
         gauges = [metric for metric in METRICS.values() if metric.kind is MetricKind.GAUGE]
         files.add({metric.name: dict.fromkeys(metric.all_series(), 0) for metric in gauges})
         return files

@@ -1,8 +1,10 @@
-"""Files beside a model's weights that determine its KV: the processing of images, the quantisation of the weights.
+"""Reads the files beside a model's weights that also determine its KV: the settings of image processors and of the
+quantisation, and the model's Python code.
 
-They are read from a folder only. Which of a hub's files are in a machine's cache depends on what was loaded there
-before, and must not enter a key: the commit that names the weights also names the files. If the user names the weights
-(`identity.model`), the commit enters the key on behalf of the files; if no commit is known, nothing does.
+The files are read only if the model is a folder or file on this machine. For a hub name they are not read, because
+which of the hub's files are in a machine's cache depends on what was loaded before, and that must not enter a key. The
+commit that identifies the weights identifies these files too. If the user names the weights instead (`identity.model`),
+the commit enters the key in place of the files; if no commit is known, nothing enters it.
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ MISTRAL_FILE = "tekken.json"
 MISTRAL_SECTIONS = ("image", "audio", "multimodal")
 
 NOT_OF_INPUTS = frozenset({"chat_template", "transformers_version"})
-"""Entries of a processor's file that decide nothing, or only tokens, which are in each key anyway."""
+"""Entries of a processor's file that do not affect the processing of inputs. The chat template determines only tokens,
+which are in each key anyway."""
 
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files that say how weights are quantised where the model's own configuration does not."""
+"""Files that describe how the weights are quantised if the model's `config.json` does not."""
 
 MOST_BYTES = 64 << 20
-"""Largest file that is read, in bytes. The largest that we know is a tokenizer of 20 MiB."""
+"""Size of the largest file that is read, in bytes. The largest known such file is a tokenizer of 20 MiB."""
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """The model's own `config.json` where the model is a folder that has one; otherwise empty.
+    """The content of the model's `config.json`; empty if the model is not a folder or the folder has no such file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no model's configuration.
+        ConfigError: the file cannot be read, or does not hold a model's configuration.
     """
     file = Path(model) / "config.json"
     if not file.is_file():
@@ -53,12 +56,12 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def processor_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
-    """The settings in the files of a model's processor, by file name; without the chat template.
+    """The settings in the files of a model's processors, by file name, without the entries in NOT_OF_INPUTS.
 
     Args:
-        model: folder, file in it, or hub name.
-        revision: for a hub name, the commit, or else a branch or tag.
-        named: the user names the weights, so the key has no commit for them.
+        model: the model's folder, a file in it, or a hub name.
+        revision: for a hub name, a commit, branch or tag; None if unknown.
+        named: whether the user names the weights, so that the key does not contain their commit.
 
     Raises:
         ConfigError: a file is too large or cannot be read.
@@ -71,15 +74,16 @@ def processor_files(model: str, revision: str | None = None, named: bool = False
 
 
 def quantization_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
-    """The settings in files that describe the quantisation of the weights. Arguments and errors as for
-    `processor_files`.
+    """The settings in the files that describe the quantisation of the weights, by file name. Arguments and errors are
+    those of `processor_files`.
     """
     found = {name: _settings(name, content) for name, content in _contents(model, QUANTIZATION_FILES)}
     return found | _commit_of(model, revision, named)
 
 
 def code_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, str]:
-    """Digests of the Python files in a model's folder, by file name. Arguments and errors as for `processor_files`."""
+    """Digests of the Python files in a model's folder, by file name. Arguments and errors are those of
+    `processor_files`."""
     folder = Path(model)
     files = sorted(folder.glob("*.py")) if folder.is_dir() else []
     found = {file.name: hashlib.sha256(_read(file)).hexdigest() for file in files}
@@ -96,7 +100,7 @@ def file_digest(path: str) -> str:
 
 
 def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Name and content of each file that exists; empty for a hub name."""
+    """Name and content of each of these files that exists beside the model's weights; empty for a hub name."""
     place = Path(model)
     if not place.exists():
         return []
@@ -105,14 +109,16 @@ def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
 
 
 def _commit_of(model: str, revision: str | None, named: bool) -> dict[str, str]:
-    """The hub's commit, if it stands for files that are not read and nothing else in the key does."""
+    """The entry with the hub's commit, which takes the place of files that are not read. Empty if the key contains the
+    commit anyway, if no commit is known, or if the files are on this machine and were read."""
     if not named or revision is None or not PINNED.fullmatch(revision) or Path(model).exists():
         return {}
     return {"commit": revision}
 
 
 def _read(file: Path) -> bytes:
-    """
+    """The file's content.
+
     Raises:
         ConfigError: the file is larger than `MOST_BYTES`, or cannot be read.
     """
@@ -128,7 +134,8 @@ def _read(file: Path) -> bytes:
 
 
 def _settings(name: str, content: bytes) -> Any:
-    """The settings in a file; the file's digest if it is not JSON."""
+    """The settings in a JSON file without the entries in NOT_OF_INPUTS; name and digest of the file if it is not
+    JSON."""
     try:
         said = json.loads(content)
     except ValueError:

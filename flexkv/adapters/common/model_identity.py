@@ -1,4 +1,4 @@
-"""The part of a model's configuration that decides its KV."""
+"""Extracts the entries of a model's configuration that determine its KV."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ VOLATILE_FIELDS = {
     "_attn_implementation",
     "torch_dtype",
 }
-"""Entries of a model's configuration that say where and with what it was read, not what it computes."""
+"""Entries of a model's configuration that never enter a key: they say from where and with what the model was loaded,
+not what it computes."""
 
 LONG_ROPE = ("longrope", "su")
-"""Rotary embeddings with one set of factors for short requests and another for long ones, by name."""
+"""Names of the rotary embeddings that have one set of factors for short requests and another set for long requests."""
 
 FIRST_LENGTH = "original_max_position_embeddings"
-"""The entry with the number of tokens up to which the short factors apply."""
+"""Entry of a model's configuration with the number of tokens up to which the factors for short requests apply."""
 
 
 def plain_config(value: Any) -> Any:
@@ -37,10 +38,10 @@ def plain_config(value: Any) -> Any:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain_config(getattr(value, item.name)) for item in fields(value)}
-    # A plugin of the engine may keep settings in its own class, which can compute their digest.
+    # A plugin of the engine may keep its settings in an object of its own class that can compute their digest.
     if not isinstance(value, type) and callable(digest := getattr(value, "compute_hash", None)):
         return str(digest())
-    # The text of a function has an address in it, which differs in every process.
+    # str() of a function contains its address, which differs in every process.
     if callable(value):
         return (
             f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
@@ -49,15 +50,21 @@ def plain_config(value: Any) -> Any:
 
 
 def has_long_rope(config: Mapping[str, Any]) -> bool:
-    """Whether a token's KV depends on the length of requests, as in Phi-3 with 128k tokens."""
+    """Whether the model's rotary embedding is one of LONG_ROPE (as in Phi-3 with 128k tokens), so that a token's KV
+    depends on the length of requests."""
     return any(value in LONG_ROPE for value in _values(config, ("rope_type", "type")))
 
 
 def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
-    """The choice of factors in an engine that chooses once, by the longest request it allows; None without `LONG_ROPE`.
+    """The set of rotary factors that an engine uses if it chooses once, according to the longest request that it
+    allows. None if the model's rotary embedding is not in `LONG_ROPE`.
 
     Args:
-        longest: tokens of the longest request.
+        longest: number of tokens of the longest request.
+
+    Returns:
+        For each value of FIRST_LENGTH in the configuration, ascending, whether the factors for long requests are used;
+        `longest` if the configuration has no such value.
     """
     if not has_long_rope(config):
         return None
@@ -66,7 +73,7 @@ def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
 
 
 def _values(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """The values of all entries with one of these names, at any depth of mappings."""
+    """Yields the values of all entries with one of these names, at any depth of nested mappings."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if name in names:

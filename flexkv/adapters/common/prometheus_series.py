@@ -1,4 +1,5 @@
-"""Registers flexkv's metrics with prometheus_client, or with an engine's classes in its place, and adds counts."""
+"""Registers flexkv's metrics with prometheus_client, or with an engine's own classes that replace it, and adds counts
+to them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ def register_metrics(
     """Registers every metric of `METRICS`; returns them by name.
 
     Args:
-        prefix: put before each metric's name: the engine's own prefix, so that its metrics are listed together.
-        labels: names of the labels that come before those of each metric.
-        make: the class of each kind of metric, with the keywords of prometheus_client's.
+        prefix: the engine's own prefix, put before each metric's name so that flexkv's metrics are listed with the
+            engine's.
+        labels: names of labels that every metric gets, before its own labels.
+        make: the class for each kind of metric, with the keyword arguments of prometheus_client's class.
     """
     registered = {}
     for metric in METRICS.values():
@@ -33,7 +35,13 @@ def register_metrics(
 
 
 class PrometheusSeries:
-    """Every series of `METRICS` that has these values of the first labels, at zero from the start."""
+    """All series of `METRICS` for one set of values of the labels that every metric has. Each series exists from the
+    start, with the value zero.
+
+    Args:
+        registered: the result of `register_metrics`.
+        values: the values of those labels, in the order of `labels` in `register_metrics`.
+    """
 
     def __init__(self, registered: Mapping[str, Any], values: Sequence[object]) -> None:
         self._series = {
@@ -43,8 +51,8 @@ class PrometheusSeries:
         }
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Adds the counts since the last call, as the plain data of `Counters`; leaves out series that `METRICS` lacks,
-        which the process of another flexkv may have sent."""
+        """Adds the counts since the last call, given as the plain data of `Counters`. Skips series that `METRICS`
+        lacks, which a process with a different version of flexkv may have sent."""
         for name, values in data.items():
             for series, value in values.items():
                 if (bound := self._series.get((name, series))) is not None:

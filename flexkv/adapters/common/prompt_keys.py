@@ -1,4 +1,4 @@
-"""Keys of a prompt from its token ids alone, where an engine's block hashes are a token chain."""
+"""Computes the keys of a prompt from its token ids alone, for engines whose block hashes are a token chain."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from flexkv.errors import PluginCallError
 from flexkv.facts.keys import Keys
 
 GROUP = 0
-"""The one KV group of the engines whose adapters use this."""
+"""Number of the only KV group in the engines whose adapters use this module."""
 
 
 class TokenKeys:
-    """Index keys of one request's blocks, made from its tokens. Costs O(new blocks).
+    """Index keys of one request's blocks, computed from its tokens. The keys of earlier tokens are kept.
 
     Args:
+        block_tokens: tokens per block.
         namespace: the request's namespace.
-        seed: the chain's seed.
+        seed: the seed of the token chain.
     """
 
     def __init__(self, block_tokens: int, namespace: bytes, seed: bytes = b"") -> None:
@@ -26,7 +27,7 @@ class TokenKeys:
         self._keys = EngineKeyChain(namespace, GROUP)
 
     def of(self, tokens: Sequence[int]) -> Keys:
-        """Keys of all whole blocks of `tokens`, which must begin with the tokens of the last call.
+        """Keys of all full blocks of `tokens`, which must begin with the tokens of the last call. Costs O(new blocks).
 
         Raises:
             TokenError: a token is not in [0, 2**32).
@@ -41,15 +42,17 @@ class TokenKeys:
         return self._keys.keys
 
     def begun_again(self) -> TokenKeys:
-        """Keys with the same namespace and seed, of no tokens yet."""
+        """A new object with the same namespace and seed, but without any tokens."""
         return TokenKeys(*self._arguments)
 
 
 def without_salt(salt: str) -> bytes:
-    """The seed of a chain, for an engine that numbers its salts itself.
+    """The seed of the token chain in an engine that replaces salts by its own numbers: empty, for a prompt without
+    salt.
 
     Raises:
-        PluginCallError: the engine derives keys from a salt in a way that this cannot reproduce.
+        PluginCallError: the prompt has a salt. Its keys cannot be computed here, because the engine's number for the
+            salt is unknown.
     """
     if salt:
         raise PluginCallError("this engine gives salts numbers of its own; ask of prompts without one")

@@ -21,23 +21,24 @@ from flexkv.transfer.ways_file import usable_ways
 def open_gds_lane(
     config: FlexKVConfig, slabs: SlabMap, stripe: int, views: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[GdsLane | None, str]:
-    """Opens the lane that loads blocks from the slabs on disk without a page of the host pool.
+    """Opens the lane that loads blocks from the slabs on disk without using a slot of the host pool.
 
     Args:
-        stripe: which stripe of each page this rank loads.
+        slabs: the slabs on the unit's disks.
+        stripe: number of the stripe that this rank loads from each page.
         views: a `KvView` of the rank's pool for each KV group.
-        tensors: the tensors from which the views were made; they say which device the pool is on.
+        tensors: the tensors from which the views were made. They determine which device the pool is on.
 
     Returns:
-        The lane and an empty string. If `disk.gds` is auto and the lane is unavailable: None and the reason.
+        The lane and an empty string; or, if `disk.gds` is auto and the lane is unavailable, None and the reason.
 
     Raises:
-        ConfigError: `disk.gds` demands the lane, and the lane or its staging is unavailable.
+        ConfigError: `disk.gds` demands the lane, but the lane or its staging buffers are unavailable.
     """
     try:
         device = cuda_device_of(tensors)
         lane = make_gds_lane(slabs, stripe, device, config.gds, io=config.disk.io, views=views)
-        # A machine that supports direct reads may still refuse a slab's file system or the staging.
+        # Even where direct reads are supported, a slab's file system or the staging buffers may rule them out.
         if config.disk.gds == "auto" and device is not None and (refusal := lane.direct_refusal):
             lane.close()
             return None, refusal
@@ -62,21 +63,24 @@ def open_lanes(
     mover: Any = None,
     gds_lane: GdsLane | None = None,
 ) -> TransferEngine:
-    """Starts the transfer engine of a rank and attaches its pool; on a GPU the host pool is registered too.
+    """Starts the transfer engine of a rank and attaches the rank's pool. If that pool is on a GPU, also registers the
+    host pool with the GPU.
 
     Args:
         views: a `KvView` of the rank's pool for each KV group.
-        places: where in a slot the blocks of each group lie.
-        tensors: the tensors from which the views were made. They say which device the pool is on, and are kept alive
-            while copies may touch them.
-        stream_of: takes a CUDA device; returns the stream that copies are ordered after if `submit` names none.
-        mover: the mover of the host lanes; None takes the transfer engine's own.
-        gds_lane: see `open_gds_lane`. The transfer engine owns it from now on; if this function raises, the lane is
-            closed.
+        tensors: the tensors from which the views were made. They determine which device the pool is on, and are kept
+            alive while copies may touch them.
+        pool: the unit's host pool.
+        places: for each KV group, the position of this rank's blocks in a slot.
+        stream_of: takes a CUDA device; returns the stream after whose work copies start if `submit` names no other
+            point.
+        mover: the mover of the host lanes; None for the transfer engine's own.
+        gds_lane: the lane that `open_gds_lane` returned. The transfer engine takes ownership; if this function raises,
+            it closes the lane.
 
     Raises:
-        GeometryError: the tensors lie on several devices, or on one that no lane can reach.
-        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` a file without a
+        GeometryError: the tensors are on several devices, or on a device that no lane can reach.
+        ConfigError: `observe.nvtx` names a library that does not exist, or the file of `transfer.ways_file` has no
             complete table.
     """
     transfer = config.transfer
@@ -113,6 +117,6 @@ def attach_views(
     places: Sequence[RankPlace],
     tensors: Sequence[Any],
 ) -> None:
-    """Attaches the rank's pool to its transfer engine: the i-th view as KV group i."""
+    """Attaches the rank's pool to its transfer engine. The i-th view becomes KV group i."""
     for group, (view, place) in enumerate(zip(views, places, strict=True)):
         engine.attach_view(group, view, pool, place.stripe, place.digests, tensors)

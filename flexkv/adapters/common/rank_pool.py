@@ -1,4 +1,4 @@
-"""What an adapter says of one KV group of a rank's pool."""
+"""An adapter's description of one KV group of a rank's pool."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class RankPool:
 
     Attributes:
         view: `KvView` of the pool; its block numbers are the engine's.
+        format_id: the format of the group's blocks.
         block_tokens: tokens per block.
         tensors: the tensors that hold the group's memory.
         layers: number of the model's layers in the group.
-        heads: number of heads of K and V on this rank; 0 if unknown, or where K and V are not rows of one size.
+        heads: number of heads of K and V on this rank; 0 if unknown, or if the rows of K and V differ in size.
         replicas: number of consecutive ranks that hold the same bytes.
     """
 

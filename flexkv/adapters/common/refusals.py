@@ -1,4 +1,4 @@
-"""Reports to the engine's log and to the caller that flexkv refuses to start."""
+"""Logs why flexkv refuses to start, and raises the error for the engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flexkv.errors import FlexKVError
 
 @contextlib.contextmanager
 def log_refusal(logger: logging.Logger) -> Iterator[None]:
-    """Logs why flexkv refuses to start, one error per line of the reason, before the engine prints the exception within
-    its own traceback."""
+    """Context in which flexkv starts. If it raises a FlexKVError, logs each line of the error's message as an error, so
+    that the reason appears in the log before the engine's own traceback."""
     try:
         yield
     except FlexKVError as error:
         for line in str(error).splitlines():
             logger.error("flexkv refuses to start: %s", line)
-        # Raised without its traceback, because the message says it all and the engine would print every frame. A copy,
-        # because the interpreter restores the whole traceback of an exception that is raised again.
+        # The error is raised without its traceback, because its message is sufficient and the engine would print every
+        # frame. A copy is raised, because the interpreter restores the traceback of an exception that is raised again.
         raise copy.copy(error).with_traceback(None) from None

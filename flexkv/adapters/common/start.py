@@ -1,4 +1,4 @@
-"""The first steps of an adapter in an engine's process: settings, logging, and what the log says of both."""
+"""The first steps of an adapter in an engine's process: reads the settings, sets up logging, and logs the start."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flexkv.observe import configure_logging, log_package
 
 
 def read_settings(given: Mapping[str, object] | None = None) -> FlexKVConfig:
-    """Reads flexkv's settings, and sets its logging up by them.
+    """Reads flexkv's settings, and sets up flexkv's logging accordingly.
 
     Args:
-        given: settings that the engine passes, which override all others.
+        given: settings that the engine passes, which override all other sources; None if it passes none.
 
     Raises:
         ConfigError: a setting is unknown or not allowed.
@@ -24,7 +24,7 @@ def read_settings(given: Mapping[str, object] | None = None) -> FlexKVConfig:
 
 
 def log_start(logger: logging.Logger, settings: FlexKVConfig, engine: str) -> None:
-    """Logs which flexkv runs, and the settings that were given and that the engine does not use.
+    """Logs which flexkv package runs, and warns of settings that were given but have no effect in this engine.
 
     Args:
         engine: see `without_effect`.

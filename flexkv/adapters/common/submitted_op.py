@@ -1,4 +1,4 @@
-"""One op of one rank between submit and report: how its end is reported, and how it is counted."""
+"""One op of one rank from its submission to its report: which result is reported, and how the op is counted."""
 
 from __future__ import annotations
 
@@ -21,20 +21,27 @@ LOSSES = {
     OpStatus.FAILED: PageLoss.MOVE_FAILED,
     OpStatus.SKIPPED: PageLoss.MOVE_SKIPPED,
     OpStatus.LANE_DOWN: PageLoss.LANE_DOWN,
-    # This is not an error: a client may have disconnected.
+    # A cancelled op is not an error: a client may have disconnected.
     OpStatus.CANCELLED: PageLoss.CANCELLED,
 }
-"""The loss to count for failed pages, by the op's status. OK stands for an op that ended well but had torn pages."""
+"""The reason for which an op's failed pages are counted, by the op's status. An op with status OK has failed pages only
+if pages were torn: the engine may have written their blocks while the copy read them."""
 
 
 @dataclass(slots=True)
 class SubmittedOp:
-    """An op submitted here and not yet reported.
+    """An op that was submitted on this rank and is not yet reported.
 
     Attributes:
+        ticket: the ticket of the op's graph.
+        pages: number of pages in the op.
+        group: number of the KV group.
+        started_s: when the op was submitted (`time.monotonic`).
         step: number of the last forward pass that was ordered when the op was submitted.
         load: the job that the op belongs to; None for a store.
-        torn: positions in the op whose block may have been written while the copy read it.
+        deadline_s: when the op is given up (`time.monotonic`); infinite for a store and after the op was given up.
+        torn: positions in the op whose blocks the engine may have written while the copy read them; None if there are
+            none.
         given_up: why the op's bytes must not be used, however the op ends; empty while they may be used.
     """
 
@@ -49,9 +56,9 @@ class SubmittedOp:
     given_up: str = ""
 
     def outcome(self, result: OpResult) -> OpResult:
-        """The result to report for an op that ended with `result`."""
+        """The result to report for an op that finished with `result`."""
         if self.given_up:
-            # FAILED would mean that the stored pages are bad.
+            # The result is not FAILED, because FAILED would mean that the stored pages are bad.
             return OpResult.cancelled(result.op_id, self.pages, self.given_up)
         if not self.torn:
             return result
@@ -62,9 +69,10 @@ class SubmittedOp:
         return OpResult(result.op_id, status, failed, reason, result.digests)
 
     def count(self, result: OpResult, stripe_bytes: int, counters: Counters) -> None:
-        """Adds an op that has ended to the metrics.
+        """Adds a finished op to the metrics.
 
         Args:
+            result: the op's result as reported.
             stripe_bytes: bytes per page that this rank moves.
         """
         direction = "load" if self.load is not None else "store"

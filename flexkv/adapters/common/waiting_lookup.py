@@ -1,4 +1,4 @@
-"""Lookups of engines that cannot be asked to come back: they wait for pages behind host memory."""
+"""Lookups that wait for pages behind host memory, for engines that cannot be asked to repeat a lookup later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ READ_LOOK_S = 0.0005
 """Seconds between two polls of a lookup that waits for reads from the tiers behind host memory."""
 
 Pause = Callable[[float], None]
-"""Waits for a number of seconds."""
+"""A function that waits for the given number of seconds."""
 
 
 def match_and_wait(
@@ -21,14 +21,17 @@ def match_and_wait(
     poll: Callable[[], None],
     pause: Pause | None = None,
 ) -> MatchResult:
-    """Matches until the tiers behind host memory have answered, or the time to wait is over.
+    """Repeats a lookup until the tiers behind host memory have answered, or the time to wait is over.
 
     Args:
-        match: looks a request up (`CacheManager.match`).
-        waits: see `CacheManager.waits`.
-        ends_s: when the wait ends at the latest (`time.monotonic`).
-        poll: drives the tiers.
-        pause: called between two polls; None sleeps.
+        match: looks up the request (`CacheManager.match`).
+        waits: whether the request with this id still waits for a tier (`CacheManager.waits`).
+        ends_s: when to stop waiting (`time.monotonic`).
+        poll: polls the tiers.
+        pause: called between two polls to wait; None for `time.sleep`.
+
+    Returns:
+        The result of the last lookup.
     """
     while True:
         found = match()

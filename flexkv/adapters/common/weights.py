@@ -1,4 +1,4 @@
-"""Names sets of weights, by the hub's commit or by their content."""
+"""Names a model's weights by their commit on Hugging Face's hub, or by their content."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from flexkv.weights.fingerprint import sampled_identity
 COMMIT_PREFIX = "commit:"
 HUB_PREFIX = "hub:"
 BLOBS = "blobs"
-"""The folder of the hub's cache that holds the files themselves; a commit's folder has links to them."""
+"""Name of the folders of the hub's cache that hold the files themselves; a commit's folder has links to the files."""
 
 COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 PINNED = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_identity(model: str, revision: str | None, resolved: str | None = None) -> str:
-    """A string that differs for different weights: the hub's commit and the path in it, or else a digest of samples of
-    the content.
+    """A string that identifies weights: the hub's commit and the path in it or, if no commit is known, a digest of
+    samples of the content.
 
     Args:
-        model: a folder, a file, or a hub name; a hub name enters the string with its commit.
-        revision: for a hub name, a commit, or a branch or tag that may move.
-        resolved: the commit that the engine found for the revision.
+        model: a folder, a file, or a hub name; a hub name enters the string together with its commit.
+        revision: for a hub name, a commit, or a branch or tag that may move; None for the default branch.
+        resolved: the commit that the engine found for the revision; None if unknown.
 
     Raises:
-        ConfigError: the folder holds no weights of a known format, or nothing says which commit of the hub is meant.
-            The message says what to set.
+        ConfigError: the folder holds no weights of a known format, or the commit of a hub name is unknown. The message
+            says what to set.
     """
     return _name_of(model, revision, resolved) or sampled_identity(Path(model))
 
 
 def weights_content(model: str, revision: str | None, resolved: str | None = None) -> WeightsContent:
-    """Which of these weights must be read completely, because no commit names them. Arguments and errors as for
-    `weights_identity`.
+    """Which of the weights must be read completely, because no commit identifies them. Arguments and errors are those
+    of `weights_identity`.
     """
     name = _name_of(model, revision, resolved)
     if not name:
@@ -52,11 +52,14 @@ def weights_content(model: str, revision: str | None, resolved: str | None = Non
 
 
 def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
-    """A name for the weights that does not depend on reading their content; empty if there is none.
+    """A name for the weights that is found without reading their content; empty if there is none.
 
-    A commit's folder gives a name if its files are links into the hub's cache, which names each file by a digest of its
-    content; editing one in place would break that cache. A folder that has a commit's name but holds the files
-    themselves, such as a copy, is treated like any other folder.
+    The folder of a commit in the hub's cache has such a name if its files are links to the cache's blobs: the cache
+    names each blob by a digest of its content, so nobody can edit one in place without breaking the cache. A folder
+    that has a commit's name but holds the files themselves, such as a copy, is treated like any other folder.
+
+    Raises:
+        ConfigError: the commit of a hub name is unknown.
     """
     path = Path(model)
     place = os.path.normpath(model)
@@ -76,27 +79,27 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
 
 
 def _is_of_hub_cache(path: Path) -> bool:
-    """Whether every weights file in the folder is a link into the hub's cache. Also true if there is no such file: then
-    only the commit names what an engine loads.
+    """Whether every weights file in the folder is a link into the hub's cache. Also true if there is no weights file,
+    because then only the commit identifies the files that the engine loads.
     """
     try:
         files = weight_files(path)
     except ConfigError:
         return True
     except OSError:
-        return False  # the code that reads the files names the error
+        return False  # the code that reads the files then reports the error
     return all(
         file.is_symlink() and os.path.basename(os.path.dirname(os.readlink(file))) == BLOBS for file in files
     )
 
 
 def resolved_commit(model: Any) -> str | None:
-    """The commit on Hugging Face's hub from which an engine loaded the model, even if a branch was requested; None if
-    unknown.
+    """The commit on Hugging Face's hub from which an engine loaded the model, even if the user asked for a branch; None
+    if unknown.
 
     Args:
-        model: an engine's configuration of the model, which has transformers' configuration in `hf_text_config`, and
-            mostly in `hf_config` as well.
+        model: the engine's configuration of the model. It has transformers' configuration as `hf_text_config`, and
+            usually also as `hf_config`.
     """
     configs = (model.hf_text_config, getattr(model, "hf_config", None))
     return next((commit for config in configs if (commit := getattr(config, "_commit_hash", None))), None)
