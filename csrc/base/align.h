@@ -1,4 +1,4 @@
-// The alignment of every address, offset and length that O_DIRECT, cuFile or a DMA engine gets.
+// The alignment of slots and stripes in memory and in files, which direct I/O and cuFile need.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-// Unit: bytes. The largest logical block size of usual disks, cuFile's unit, and the host's page size.
+// Unit: bytes. This is the largest logical block size of usual disks, cuFile's unit and the host's page size.
 inline constexpr int64_t kIoAlignBytes = 4096;
 
 FLEXKV_HD constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }

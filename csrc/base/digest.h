@@ -1,8 +1,8 @@
-// The digest of KV bytes: a tree over 4 KiB leaves whose order of evaluation does not matter. Specified in
-// docs/digest.md. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
+// The digest of KV bytes: a tree over 4 KiB leaves, which may be evaluated in any order. docs/digest.md
+// specifies it. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
 //
-// Every function here is FLEXKV_HD and works word by word, so that a CPU core, an AVX2 unit and a GPU warp
-// share one definition.
+// The functions from which the digest is built are FLEXKV_HD and work word by word, so that a CPU core, an
+// AVX2 unit and a GPU warp share one definition.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,11 +13,12 @@ namespace flexkv {
 
 inline constexpr int64_t kLeafBytes = 4096;
 inline constexpr int kLeafWords = kLeafBytes / 8;
-// Words are summed separately by their index modulo this, so changes to words of different lanes cannot
-// cancel out in a sum; within a lane, the products depend on each word's position.
+// The number of separate sums per leaf: word i goes into the sums of lane i % kDigestLanes. So changes to
+// words of different lanes cannot cancel out in a sum. Within a lane, the products depend on each word's
+// position.
 inline constexpr int kDigestLanes = 8;
 
-// SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction, read at position `i`.
+// Output `i` of SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction.
 FLEXKV_HD constexpr uint64_t digest_constant(uint64_t i) {
   uint64_t z = 0x243F6A8885A308D3u + (i + 1) * 0x9E3779B97F4A7C15u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -25,7 +26,8 @@ FLEXKV_HD constexpr uint64_t digest_constant(uint64_t i) {
   return z ^ (z >> 31);
 }
 
-// Positions of the constants that follow those of the words 0..511.
+// Positions of the constants that are no word's key. They follow positions 0..511, which belong to a leaf's
+// words.
 inline constexpr uint64_t kFoldConstantA = kLeafWords;
 inline constexpr uint64_t kFoldConstantB = kFoldConstantA + kDigestLanes;
 inline constexpr uint64_t kLengthConstant = kFoldConstantB + kDigestLanes;
@@ -48,13 +50,14 @@ FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
 #endif
 }
 
-// The sums of one digest lane, over the words whose index is congruent to the lane's number. Addition is
-// commutative, so each thread may hold partial sums, and they are added up in any order.
+// The sums of one digest lane, over the words of a leaf whose index modulo kDigestLanes is the lane's number.
+// Each thread may hold partial sums, which may be added up in any order because addition is commutative.
 struct LaneSums {
   uint64_t products = 0;  // depends on the position of each word
-  uint64_t words = 0;     // changes with every single word, even if the product does not
+  uint64_t words = 0;     // changes if one word changes, even if that word's product does not
 
-  // `key` is digest_constant(i) for word i of the leaf, little-endian, zero-filled past the leaf's end.
+  // Adds word i of the leaf, which is read as little-endian and filled with zeros past the leaf's end. `key`
+  // is digest_constant(i).
   FLEXKV_HD void add(uint64_t word, uint64_t key) {
     const uint64_t x = word ^ key;
     products += (x & 0xFFFFFFFFu) * (x >> 32);
@@ -70,8 +73,8 @@ struct LaneSums {
   }
 };
 
-// The term that a leaf adds to its run's sum. `folded` is the sum of folded() over the lanes; `bytes` is in
-// [1, 4096].
+// The term that leaf number `index` of a run adds to the run's sum. `folded` is the sum of folded() over the
+// digest lanes. `bytes` is the leaf's length, in [1, 4096].
 FLEXKV_HD inline uint64_t leaf_term(uint64_t folded, uint64_t index, uint64_t bytes) {
   return digest_mix(digest_mix(folded + bytes * digest_constant(kLengthConstant)) +
                     (index + 1) * digest_constant(kIndexConstant));
@@ -84,11 +87,11 @@ FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) 
 
 // The digest of a run, computed with AVX2 if the CPU has it. `bytes` may be 0.
 uint64_t run_digest(const void* data, size_t bytes);
-// The sum of the terms of the leaves in `data`; the first of them is leaf `first_leaf` of the run. Callers
-// that digest a run piece by piece add these up for finish_run(). Every piece except the run's last consists
-// of whole leaves.
+// The sum of the terms of the leaves in `data`, of which the first is leaf `first_leaf` of the run. Callers
+// that digest a run piece by piece add up the sums of all pieces for finish_run(). Every piece except the
+// run's last consists of complete leaves.
 uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf);
-// Computes the same digest as run_digest(), one word at a time.
+// Computes the same digest as run_digest(), one word at a time and without AVX2.
 uint64_t run_digest_scalar(const void* data, size_t bytes);
 bool digest_uses_avx2();
 

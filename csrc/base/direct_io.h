@@ -4,8 +4,9 @@
 
 namespace flexkv {
 
-// Why direct I/O on `fd` needs a larger alignment than kIoAlignBytes. Empty if it does not, or if the kernel
-// does not report it: on such kernels that alignment is usually enough.
+// Returns why direct I/O on `fd` needs a larger alignment than kIoAlignBytes. Returns an empty string if
+// kIoAlignBytes is enough, or if the kernel does not report the alignment: then kIoAlignBytes is usually
+// enough.
 std::string direct_io_refusal(int fd);
 
 }  // namespace flexkv

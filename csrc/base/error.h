@@ -1,4 +1,4 @@
-// The exception family of the native core; bindings map each class to its twin in flexkv/errors.py.
+// The exceptions of the native core. Bindings map each to the corresponding class in flexkv/errors.py.
 // Expected outcomes are Status values (base/status.h), never exceptions.
 #pragma once
 #include <stdexcept>

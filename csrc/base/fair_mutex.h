@@ -1,5 +1,5 @@
-// A mutex that threads get in the order in which they ask for it: a thread that takes it repeatedly, for one
-// piece of its work each time, lets waiting threads go first.
+// A mutex that threads acquire in the order in which they ask for it. So a thread that releases and
+// reacquires it between two pieces of its work lets waiting threads go first.
 #pragma once
 #include <condition_variable>
 #include <cstdint>

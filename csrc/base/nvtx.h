@@ -1,12 +1,12 @@
-// Marks a thread's work as named ranges for a profiler, through NVTX. Ranges are off until load() is called,
-// and then cost one pointer load each. NVTX itself does nothing if no tool is attached.
+// Marks a thread's work as named ranges for a profiler, through NVTX. Ranges are off until load() is called.
+// While they are off, each costs one pointer load. NVTX itself does nothing if no tool is attached.
 #pragma once
 #include <atomic>
 #include <string>
 
 namespace flexkv::nvtx {
 
-// libnvtx3interop and libnvToolsExt both have these.
+// The functions of NVTX that ranges call. libnvtx3interop and libnvToolsExt both have them.
 struct Functions {
   int (*push)(const char* name) = nullptr;
   int (*pop)() = nullptr;
@@ -16,11 +16,11 @@ struct Functions {
 extern std::atomic<const Functions*> functions;
 
 // Turns ranges on for the rest of the process: they cannot be turned off, because threads may be inside one.
-// Throws ConfigError, with the loader's message, if `library` cannot be loaded or lacks a function. A second
-// call with another library changes nothing.
+// Throws ConfigError, with the reason, if `library` cannot be loaded or lacks a function. After the first
+// successful call, further calls change nothing, even with a different library.
 void load(const std::string& library);
 
-// A range from here to the end of the scope. `name` must be a string literal, because a tool may read it
+// A range that lasts as long as the object. `name` must be a string literal, because a tool may read it
 // later.
 class Range {
  public:
@@ -34,7 +34,7 @@ class Range {
   Range& operator=(const Range&) = delete;
 
  private:
-  const Functions* functions_;  // those of the push: ranges stay balanced if they are turned on in between
+  const Functions* functions_;  // loaded once, so that there is no pop without a push
 };
 
 }  // namespace flexkv::nvtx

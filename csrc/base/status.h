@@ -1,25 +1,24 @@
-// How an operation on pages ended, and why its pages failed. The comment on each code says what the caller
-// may do next.
+// The outcome of an op on pages, and the causes of page failures.
 #pragma once
 #include <cstdint>
 
 namespace flexkv {
 
 enum class Status : int32_t {
-  kOk = 0,         // every byte moved (and was verified, if a digest was requested)
-  kFailed = 1,     // the named pages are unusable; the others are good
-  kCancelled = 2,  // never issued: no byte moved, and only the pins must be released
+  kOk = 0,         // every byte was moved, and verified if a digest was requested
+  kFailed = 1,     // the pages that the result lists are unusable; all other pages are good
+  kCancelled = 2,  // the op was never issued: no byte moved, and the caller only releases the pins
   kSkipped = 3,    // a predecessor failed, so this op (or page) was not issued
-  kLaneDown = 4,   // the lane was taken out of service; try another tier, not this one
+  kLaneDown = 4,   // the lane was taken out of service; the caller may try another tier
 };
 
-// Whether a page's stored copy is worth reading again.
+// Why a page failed. The cause decides whether the page's stored copy is worth reading again.
 enum class FailureCause : uint8_t {
-  kUnknown = 0,      // not reported: treated as kContent, which forgets the copy
+  kUnknown = 0,      // no cause was reported; treated as kContent: the stored copy is forgotten
   kContent = 1,      // the stored bytes are not the requested page
   kSource = 2,       // the disk refused the read or cut it short
-  kTransport = 3,    // memory, a device, its driver or the lane: any page would have failed
-  kNotExecuted = 4,  // cancelled, late or not begun
+  kTransport = 3,    // memory, a device, its driver or the lane failed, as it would have for any page
+  kNotExecuted = 4,  // the copy was cancelled, was late or had not begun
 };
 
 }  // namespace flexkv

@@ -6,7 +6,8 @@
 
 namespace flexkv {
 
-// Unit: seconds. A clock before 1970 counts as 1970, when nothing has expired yet.
+// Unit: seconds since 1970. Returns 0 if the clock is set to a time before 1970: then no page counts as
+// expired.
 inline uint64_t unix_now() { return static_cast<uint64_t>(std::max<std::time_t>(0, std::time(nullptr))); }
 
 }  // namespace flexkv

@@ -1,4 +1,5 @@
-// A queue of reads and writes on one disk. Its owner thread submits and waits; any thread may wake it.
+// A queue of reads and writes on one disk. The thread that owns the queue submits requests and waits for
+// them; any thread may end its wait with wake().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,67 +16,70 @@ struct IoRequest {
   std::byte* buffer = nullptr;
   int64_t bytes = 0;
   int64_t offset = 0;
-  uint64_t cookie = 0;  // returned in IoDone; below kReservedCookie
+  uint64_t cookie = 0;  // the caller's number for the request, below kReservedCookie; IoDone returns it
 };
 inline constexpr uint64_t kReservedCookie = ~uint64_t{0};
 
 struct IoDone {
   uint64_t cookie = 0;
-  int64_t result = 0;  // bytes moved, which may be fewer than requested, or -errno
+  int64_t result = 0;  // the number of bytes moved, which may be fewer than requested; -errno if it failed
 };
 
 class IoQueue {
  public:
   virtual ~IoQueue() = default;
   virtual const char* name() const = 0;
-  // How many I/Os may be under way at once.
+  // How many I/Os may be in flight at once.
   virtual int32_t depth() const = 0;
-  // Owner only. Precondition: fewer than depth() are under way. May hold the request back until wait() or
-  // take().
+  // Only the owner thread calls this. Precondition: fewer than depth() I/Os are in flight. The queue may
+  // start the I/O only at the next wait() or take().
   virtual void submit(const IoRequest& request) = 0;
-  // Owner only. Waits until an I/O has ended or another thread has called wake(), then appends those that
-  // have ended. Throws DiskError if the kernel refuses to continue: requests under way may then never be
-  // reported.
+  // Only the owner thread calls this. Waits until an I/O has finished or another thread has called wake(),
+  // then appends the finished I/Os to `done`. Throws DiskError if the kernel refuses to continue; I/Os in
+  // flight may then never be reported.
   virtual void wait(std::vector<IoDone>& done) = 0;
-  // The same without waiting: submits the requests held back, and appends the I/Os that have ended.
+  // Does the same as wait() without waiting: starts the I/Os that submit() has not started, and appends the
+  // finished ones to `done`.
   virtual void take(std::vector<IoDone>& done) = 0;
+  // Ends the owner's current wait(), or its next one. Any thread may call this.
   virtual void wake() = 0;
 };
 
-// Memory that many requests will use. io_uring registers it at the first such request, so that the kernel
-// pins its pages once instead of once per request.
+// Memory that many requests will use. A queue on io_uring registers it at the first request that uses it, so
+// that the kernel pins its pages once instead of once per request.
 struct IoMemory {
   std::byte* base = nullptr;
   int64_t bytes = 0;  // at most 1 GiB, the kernel's limit
-  // Whether all of it has been allocated. It is not registered before, because that would allocate the rest.
+  // Whether all of the memory has been allocated. It is not registered earlier, because registering it would
+  // allocate the rest.
   std::function<bool()> ready = [] { return true; };
 };
 
-// The memory to register, if any.
+// The pieces of memory that a queue may register.
 struct IoMemories {
   std::vector<IoMemory> parts = {};
-  // Called in the owner's thread, at most once, with the reason why no further memory is registered; later
-  // requests then use unregistered memory. Required if there are parts.
+  // The queue calls this in the owner's thread, at most once, with the reason why it registers no further
+  // memory. Later requests then use unregistered memory. Required if `parts` is not empty.
   std::function<void(const std::string& reason)> refused = nullptr;
 };
 
 enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
 
-// Why this process cannot use io_uring; empty if it can. Asks the kernel each time.
+// Returns why this process cannot use io_uring, or an empty string if it can. Tries it out on each call.
 std::string uring_refusal();
 
-// Must be called in the owner's thread, because some rings belong to the thread that made them. Throws
-// DiskError if kUring is requested and refused.
+// Makes the queue of one disk. Must be called in the owner's thread, because an io_uring may accept requests
+// only from the thread that made it. Throws DiskError if `backend` is kUring and the kernel refuses it.
 std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories = {});
 
-// Wraps the queue of a disk in another one; called in the owner's thread.
+// A function that wraps a disk's queue in another queue. It is called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
-// The same as a class, so that another extension module can implement it.
+// WrapQueue as a class, so that another extension module can implement it.
 class QueueWrapper {
  public:
   virtual ~QueueWrapper() = default;
-  // Each disk's owner thread calls it.
+  // The owner thread of each disk's queue calls this.
   virtual std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) = 0;
 };
 

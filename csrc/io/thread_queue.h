@@ -1,4 +1,4 @@
-// Performs I/O with pread and pwrite in its own threads, for systems that refuse io_uring.
+// An I/O queue that calls pread and pwrite in threads of its own, for systems that refuse io_uring.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -9,13 +9,13 @@
 
 namespace flexkv {
 
-// Unit: threads. Enough to keep a disk busy with large pages; each waits in the kernel most of the time.
+// Unit: threads. Eight threads keep a disk busy with large pages. Each waits in the kernel most of the time.
 inline constexpr int32_t kMostIoThreads = 8;
 
 class ThreadQueue : public IoQueue {
  public:
   explicit ThreadQueue(int32_t depth);
-  // Waits for the I/Os under way.
+  // Waits for the I/Os in flight.
   ~ThreadQueue() override;
 
   const char* name() const override { return "threads"; }

@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 
-// These flags are newer than some headers; a kernel that does not know them returns EINVAL.
+// Older kernel headers lack these flags. A kernel that does not know them returns EINVAL.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -26,8 +26,8 @@
 namespace flexkv {
 namespace {
 
-// The numbers and arguments of IORING_REGISTER_BUFFERS2 and IORING_REGISTER_BUFFERS_UPDATE, which older
-// headers lack or name differently.
+// The numbers and argument structs of IORING_REGISTER_BUFFERS2 and IORING_REGISTER_BUFFERS_UPDATE. Older
+// headers lack them or name them differently.
 constexpr unsigned kRegisterBuffers2 = 15;
 constexpr unsigned kRegisterBuffersUpdate = 16;
 struct BufferTable {
@@ -62,7 +62,8 @@ void* map(int fd, size_t bytes, off_t offset) {
 }  // namespace
 
 Uring::Uring(uint32_t entries) {
-  // These flags make the kernel process completions when the owner asks for them, instead of interrupting it.
+  // With these flags, the kernel processes completions when the owner thread asks for them, and does not
+  // interrupt it.
   params_.flags = IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   fd_ = setup(entries, params_);
   if (fd_ < 0 && errno == EINVAL) {
@@ -107,7 +108,7 @@ int Uring::enter(uint32_t min_complete) {
   uint32_t* tail = at(sq_ring_, params_.sq_off.tail);
   store(tail, *tail + queued_);
   queued_ = 0;
-  // Includes entries that an earlier call left over.
+  // Includes entries that an earlier call did not submit.
   const uint32_t pending = *tail - load(at(sq_ring_, params_.sq_off.head));
   const long done =
       syscall(__NR_io_uring_enter, fd_, pending, min_complete, IORING_ENTER_GETEVENTS, nullptr, size_t{0});

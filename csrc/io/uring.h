@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// To be used only by the thread that made it.
+// One io_uring. Only the thread that constructed it may use it.
 class Uring {
  public:
   // Throws DiskError with the kernel's reason.
@@ -16,17 +16,18 @@ class Uring {
   Uring(const Uring&) = delete;
   Uring& operator=(const Uring&) = delete;
 
-  // The next free submission entry, zeroed; null when the ring is full until enter().
+  // Returns the next free submission entry, zeroed, or null if the ring is full. enter() frees entries.
   io_uring_sqe* next_sqe();
-  // Submits the entries that next_sqe() returned and waits until `min_complete` requests have ended. Returns
-  // 0 or -errno.
+  // Submits the entries that next_sqe() returned and waits until `min_complete` requests have finished.
+  // Returns 0 or -errno.
   int enter(uint32_t min_complete);
-  // Makes `count` empty places for registered buffers. Returns 0 or -errno.
+  // Makes a table of `count` empty places for registered buffers. Returns 0 or -errno.
   int reserve_buffers(uint32_t count);
-  // Registers memory in one of those places, which pins its pages. Returns 0 or -errno.
+  // Registers memory in place `place` of that table, which pins its pages. Returns 0 or -errno.
   int register_buffer(uint32_t place, void* base, size_t bytes);
-  // The oldest completion not seen yet, or null; seen() releases it.
+  // Returns the oldest completion that seen() has not released, or null if there is none.
   const io_uring_cqe* peek_cqe() const;
+  // Releases the completion that peek_cqe() returned.
   void seen();
 
  private:
@@ -44,7 +45,7 @@ class Uring {
   Mapping cq_ring_;
   Mapping sqe_ring_;
   io_uring_params params_{};
-  uint32_t queued_ = 0;  // returned by next_sqe(), not submitted
+  uint32_t queued_ = 0;  // how many entries next_sqe() has returned since the last enter()
 };
 
 }  // namespace flexkv

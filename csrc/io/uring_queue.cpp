@@ -35,7 +35,7 @@ io_uring_sqe* UringQueue::sqe() {
   return entry;
 }
 
-// Makes the ring report a call of wake().
+// Queues a poll of the eventfd, through which the ring reports the next call of wake().
 void UringQueue::arm() {
   io_uring_sqe* entry = sqe();
   entry->opcode = IORING_OP_POLL_ADD;
@@ -45,12 +45,13 @@ void UringQueue::arm() {
 }
 
 void UringQueue::refuse(const char* what, int error) {
-  memories_.clear();  // does not affect requests under way in registered memory
+  memories_.clear();  // does not affect requests that are in flight in registered memory
   refused_(std::string(what) + ": " + std::strerror(error));
 }
 
-// Returns the place of the registered memory that contains the request's buffer, or -1. Registers that memory
-// first if needed.
+// Returns the place, in the table of registered buffers, of the memory that contains the request's buffer.
+// Registers that memory first if needed. Returns -1 if no memory contains the buffer, or if it cannot be
+// registered now.
 int32_t UringQueue::registered_place(const IoRequest& request) {
   const auto after = std::upper_bound(
       memories_.begin(), memories_.end(), request.buffer,
@@ -88,10 +89,11 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Submits, and appends the I/Os that have ended. Returns whether there were any, or wake() was called.
+// Submits the queued requests and appends the finished I/Os to `done`. Returns whether an I/O had finished or
+// wake() had been called.
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
-  // Signals are ignored; EAGAIN and EBUSY go away when completions are taken.
+  // A signal (EINTR) is ignored. EAGAIN and EBUSY no longer occur after completions have been taken.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }
@@ -120,7 +122,7 @@ void UringQueue::take(std::vector<IoDone>& done) { collect(done, 0); }
 
 void UringQueue::wake() {
   const uint64_t one = 1;
-  // This fails only if the counter is at its maximum, and then the fd is readable anyway.
+  // The write fails only if the counter is at its maximum, and then the fd is readable anyway.
   [[maybe_unused]] const auto bytes = write(wake_fd_, &one, sizeof(one));
 }
 

@@ -1,4 +1,4 @@
-// Performs I/O with io_uring.
+// An I/O queue that uses io_uring.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace flexkv {
 
 class UringQueue : public IoQueue {
  public:
-  // Must be called in the owner's thread. Throws DiskError.
+  // Must be called in the owner's thread. Throws DiskError if the kernel refuses the ring or the eventfd.
   explicit UringQueue(int32_t depth, IoMemories memories = {});
   ~UringQueue() override;
 
@@ -34,7 +34,7 @@ class UringQueue : public IoQueue {
   const int32_t depth_;
   Uring ring_;
   int wake_fd_ = -1;
-  std::vector<Memory> memories_;  // ascending, without overlap; empty once nothing more is registered
+  std::vector<Memory> memories_;  // ascending by address, without overlap; emptied if registering fails
   std::function<void(const std::string&)> refused_;
 };
 

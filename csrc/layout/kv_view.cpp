@@ -10,9 +10,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A pool cannot be larger, and the sum of two such sizes still fits in 64 bits.
+// Unit: bytes. No pool is larger than this, and the sum of two such sizes still fits in 64 bits.
 constexpr int64_t kMaxSpanBytes = int64_t{1} << 56;
-// Unit: layers. Attaching a view makes a table of its layers, so a wrong number must not cost gigabytes.
+// Unit: layers. Attaching a view allocates a table with an entry per layer, so without a limit, a wrong layer
+// number could cost gigabytes.
 constexpr int32_t kMaxLayers = 1 << 16;
 
 void check_sizes(const Segment& run, int64_t num_blocks) {

@@ -1,5 +1,5 @@
-// Where the runs of a block of one KV group lie in one rank's pool. The data plane knows nothing else about
-// the pool. run_address() in segment.h makes an address of a block's number.
+// Describes where the runs of a KV group's blocks lie in one rank's pool. The data plane knows nothing else
+// about the pool. run_address() in segment.h computes a run's address from the block's number.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,16 +12,17 @@ namespace flexkv {
 // Immutable. Holds addresses but does not own the memory: whoever attaches a view keeps the pool alive.
 class KvView {
  public:
-  // `runs` are uncoalesced, in any order; blocks are numbered [first_block, num_blocks) (SGLang reserves page
-  // 0). Throws GeometryError unless sizes are positive, the runs fill [0, stripe_bytes) of the stripe
-  // exactly, and no two runs of any blocks share a byte of the pool.
+  // `runs` are uncoalesced and in any order. Blocks are numbered [first_block, num_blocks); `first_block` may
+  // be positive because SGLang reserves page 0. Throws GeometryError unless all sizes are positive, the runs
+  // fill [0, stripe_bytes) of the stripe exactly, and no two runs of any blocks share a byte of the pool.
   KvView(std::vector<Segment> runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block = 0);
 
-  // Uncoalesced, ascending by page offset. Each run has a digest of its own.
+  // The uncoalesced runs, ascending by page offset. Each run has a digest of its own.
   const std::vector<Segment>& runs() const { return runs_; }
-  // Coalesced, ascending by page offset. Copies loop over these.
+  // The coalesced runs, ascending by page offset. Copies loop over segments.
   const std::vector<Segment>& segments() const { return segments_; }
-  // Coalesces only the runs of layers [lo, hi). Throws BlockRangeError unless 0 <= lo < hi <= num_layers().
+  // Returns the coalesced runs of layers [lo, hi) only. Throws BlockRangeError unless
+  // 0 <= lo < hi <= num_layers().
   std::vector<Segment> segments_of_layers(int32_t lo, int32_t hi) const;
 
   int32_t num_layers() const { return num_layers_; }
@@ -30,10 +31,10 @@ class KvView {
   int64_t stripe_bytes() const { return stripe_bytes_; }
 
   bool has_block(int64_t block) const { return block >= first_block_ && block < num_blocks_; }
-  // Throws BlockRangeError, which calls the block `what`, if the view does not have it.
+  // Throws BlockRangeError if the view does not have the block. The message calls the block `what`.
   void require_block(int64_t block, const char* what = "block") const;
 
-  // Checks again what the constructor checked. Throws GeometryError.
+  // Repeats the constructor's checks. Throws GeometryError if one fails.
   void check() const;
 
  private:
@@ -45,7 +46,7 @@ class KvView {
   int32_t num_layers_ = 0;
 };
 
-// Merges each run with the next one that continues it. Precondition: `runs` ascend by page offset.
+// Merges runs that continue each other (see continues()). Precondition: `runs` ascend by page offset.
 std::vector<Segment> coalesce(const std::vector<Segment>& runs);
 
 std::string to_string(const Segment& segment);

@@ -1,5 +1,6 @@
-// What one thread of a group of `lanes` threads (a warp) does for a run: it copies its share and digests the
-// leaves. Compiled by g++ and nvcc alike; testing/layout_lanes.h runs it on the CPU one lane after the other.
+// The work of one thread (a lane) in a group of `lanes` threads (a warp): it copies its share of a run, and
+// sums up its share of a leaf's words. g++ and nvcc both compile this file. csrc/testing/layout_lanes.h runs
+// the lanes one after the other on the CPU.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +9,7 @@
 
 namespace flexkv {
 
-// The units that a GPU thread copies in one instruction, widest first.
+// The words that a GPU thread can copy with one instruction, widest first.
 struct alignas(16) Vector16 {
   uint64_t low, high;
 };
@@ -28,8 +29,8 @@ FLEXKV_HD inline bool aligned_for(const void* a, const void* b, uintptr_t width)
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (width - 1)) == 0;
 }
 
-// Copies `lane`'s share of the whole words of a run, which are interleaved over the lanes. Returns the bytes
-// that all lanes copy.
+// Copies one lane's share of the complete words of a run: words lane, lane + lanes, and so on. Returns how
+// many bytes all lanes copy together.
 template <typename Word, int kInFlight>
 FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                     int lanes) {
@@ -46,8 +47,8 @@ FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src
   return words * static_cast<int64_t>(sizeof(Word));
 }
 
-// Copies `lane`'s share of a run: words as wide as both ends allow, then a tail of at most one word of 8, one
-// of 4 and single bytes. Any size and alignment.
+// Copies one lane's share of a run of any size and alignment. The lanes copy words as wide as the alignment
+// of both addresses allows, then a tail of at most one word of 8 bytes, one of 4, and single bytes.
 template <int kInFlight = kLoadsInFlight>
 FLEXKV_HD inline void copy_lane(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                 int lanes) {
@@ -80,9 +81,9 @@ FLEXKV_HD inline uint64_t load_word(const unsigned char* leaf, int64_t bytes, in
   return value;
 }
 
-// The sums of the words lane, lane + lanes, ... of a leaf. With `lanes` a multiple of kDigestLanes these all
-// belong to digest lane `lane % kDigestLanes`: add up the sums of threads with the same digest lane
-// (shuffles), fold each, and add the folds.
+// Returns the sums over words lane, lane + lanes, and so on of a leaf. If `lanes` is a multiple of
+// kDigestLanes, all these words belong to digest lane `lane % kDigestLanes`. The caller then adds up the sums
+// of threads with the same digest lane, folds each digest lane's sums, and adds up the results.
 FLEXKV_HD inline LaneSums leaf_lane(const unsigned char* leaf, int64_t bytes, int lane, int lanes) {
   LaneSums sums;
   for (int64_t word = lane; word * 8 < bytes; word += lanes) {

@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// A segment with its blocks [0, blocks), and the number of its view.
+// A segment, how many blocks its view has, and the view's number (0 or 1).
 struct Area {
   const Segment* segment;
   int64_t blocks;
@@ -27,7 +27,8 @@ struct Hit {
 
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Throws an error that names the first view's block first, in whichever order the two areas were compared.
+// Throws GeometryError. The message names the block of view 0 first, in whichever order the two areas were
+// compared.
 [[noreturn]] void refuse(const Area& a, const Area& b, const Hit& hit) {
   if (a.view > b.view) refuse(b, a, {hit.b_block, hit.a_block});
   throw GeometryError("block " + std::to_string(hit.a_block) + " of " + to_string(*a.segment) +
@@ -35,11 +36,11 @@ int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1)
                       " share bytes of the pool");
 }
 
-// Finds blocks of two areas, of any strides, that share a byte, if there are any; equal block numbers of
-// different views do not count.
+// Returns a block of each area that share a byte, or nothing if there are none. The areas may have any
+// strides. If they belong to different views, equal block numbers may share bytes.
 std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
-  // Runs of blocks i and j share a byte iff a + i*S - b_run < b + j*T < a + i*S + a_run: for each i, one
-  // range of j.
+  // Let the areas have bases a and b, and strides S and T. The runs of blocks i and j share a byte if and
+  // only if a + i*S - b_run < b + j*T < a + i*S + a_run. So for each i, one range of j shares bytes with it.
   for (int64_t i = 0; i < a.blocks; ++i) {
     const int64_t at = a.base() + i * a.segment->block_stride - b.base();
     int64_t lo = std::max<int64_t>(floor_div(at - b.segment->run_bytes, b.segment->block_stride) + 1, 0);
@@ -51,10 +52,11 @@ std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
   return std::nullopt;
 }
 
-// Checks areas of one stride S. Byte x of a run lies at residue x mod S in row x / S; block i lies i rows
-// further. So two areas share a byte if and only if their residues overlap and their rows are closer than
-// their numbers of blocks. A sweep over the residues keeps the areas under the sweep line sorted by row.
-// Areas of one view do not overlap there, so it compares only neighbours.
+// Checks areas that all have one stride S. The byte at address x lies at residue x mod S of row x / S, and
+// block i of an area lies i rows after block 0. So two areas share a byte if and only if their residues
+// overlap and their rows differ by less than their numbers of blocks. A sweep over the residues keeps the
+// areas under the sweep line sorted by row. Areas of one view do not overlap there, so it compares only
+// neighbours.
 class SameStride {
  public:
   SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}
@@ -72,7 +74,7 @@ class SameStride {
  private:
   struct Edge {
     int64_t residue;
-    bool starts;  // false sorts first: an area that ends at a residue does not overlap one that starts there
+    bool starts;  // ends sort first: an area that ends at a residue does not overlap one that starts there
     int64_t row;
     size_t area;
     bool operator<(const Edge& other) const {
@@ -80,7 +82,8 @@ class SameStride {
     }
   };
 
-  // A run that passes the end of its row continues at the start of the next one.
+  // Adds the two edges of an area's run. If the run passes the end of its row, it continues at the start of
+  // the next row, which adds two more edges.
   void add(size_t i) {
     const Area& area = areas_[i];
     const int64_t row = floor_div(area.base(), stride_);
@@ -97,13 +100,13 @@ class SameStride {
   void enter(const Edge& edge) {
     const Area& mine = areas_[edge.area];
     for (int view = 0; view < 2; ++view) {
-      // Visits the areas whose rows differ by less than the lower area's number of blocks, so that the upper
-      // one starts among its blocks.
+      // Visits the areas whose first row lies among the rows of `mine`, and those whose blocks may reach the
+      // first row of `mine`.
       const auto& under = under_[view];
       for (auto at = under.lower_bound(edge.row - most_blocks_[view] + 1);
            at != under.end() && at->first < edge.row + mine.blocks; ++at) {
         const Area& other = areas_[at->second];
-        const int64_t apart = at->first - edge.row;  // my block i overlaps block i - apart of the other
+        const int64_t apart = at->first - edge.row;  // block i of `mine` overlaps block i - apart of `other`
         if (apart <= -other.blocks || apart >= mine.blocks) continue;
         if (view != mine.view && apart == 0) continue;
         refuse(mine, other, apart >= 0 ? Hit{apart, 0} : Hit{0, -apart});
@@ -140,8 +143,8 @@ void check(const std::vector<Area>& all, bool within_views) {
   for (auto& [stride, areas] : by_stride) SameStride(stride, areas).check();
   if (by_stride.size() == 1) return;
 
-  // Sweeps areas of different strides by their start. Under the sweep line are the areas of each stride that
-  // have not ended.
+  // Compares areas of different strides in a sweep over their start addresses. `under` holds, for each
+  // stride, the areas that started before the current one and end after its start.
   std::vector<std::pair<int64_t, Area>> sorted;
   for (const auto& [stride, areas] : by_stride) {
     for (const Area& area : areas) sorted.emplace_back(stride, area);

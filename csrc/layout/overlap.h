@@ -9,14 +9,14 @@
 
 namespace flexkv {
 
-// Throws GeometryError naming two segments and blocks whose runs share a byte. O(n log n) for n segments of
-// one stride; segments of different strides are compared pairwise if the address ranges that they span
-// overlap.
+// Throws GeometryError if two runs of any blocks share a byte; the message names both segments and blocks.
+// Takes O(n log n) time for n segments of one stride. Segments of different strides are compared pairwise if
+// the address ranges that they span overlap.
 void check_no_overlap(const std::vector<Segment>& segments, int64_t num_blocks);
 
-// Throws GeometryError if block i of one view shares a byte with block j of the other, i != j. Equal block
-// numbers may share bytes: groups of a hybrid model use the same memory, and the engine gives a block to one
-// group at a time.
+// Throws GeometryError if block i of one view shares a byte with block j of the other view, where i != j.
+// Equal block numbers may share bytes: the KV groups of a hybrid model use the same memory, and the engine
+// gives each block to one group at a time.
 void check_same_blocks_only(const KvView& a, const KvView& b);
 
 }  // namespace flexkv

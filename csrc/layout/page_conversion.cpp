@@ -12,8 +12,8 @@ namespace flexkv {
 namespace {
 
 constexpr int64_t kMaxStripeBytes = int64_t{1} << 40;
-// Unit: elements of K and V. The check marks each one, which costs one bit of memory and some nanoseconds. A
-// page of 80 layers, 256 tokens and 8 heads of 128 has 2**25.
+// Unit: elements of K and V together. The check marks each element, which costs one bit of memory and some
+// nanoseconds. A page of 80 layers, 256 tokens and 8 heads of 128 elements has 42 million.
 constexpr int64_t kMostElements = int64_t{1} << 28;
 
 int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
@@ -33,7 +33,8 @@ int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
   return bytes;
 }
 
-// Throws GeometryError if the steps of an axis lead out of the stripe: sums of such steps could overflow.
+// Throws GeometryError if the steps along an axis lead out of the stripe, because sums of such steps could
+// overflow.
 void require_steps(const RowCounts& counts, const RowOrder& order, int64_t stripe_bytes) {
   const auto require = [&](const std::string& name, int64_t bytes, int64_t steps) {
     const int64_t most = stripe_bytes / std::max<int64_t>(1, steps);
@@ -48,8 +49,8 @@ void require_steps(const RowCounts& counts, const RowOrder& order, int64_t strip
   require("the start of V", order.v_offset, 1);
 }
 
-// Marks every element's place. If there are as many different places as elements, there is neither a gap nor
-// an overlap.
+// Throws GeometryError unless the elements fill the stripe without gap or overlap. It marks the place of each
+// element. The stripe has as many places as there are elements, so if no place is marked twice, none is left.
 void require_dense(const RowCounts& counts, int64_t element_bytes, int64_t stripe_bytes,
                    const RowOrder& order) {
   require_steps(counts, order, stripe_bytes);

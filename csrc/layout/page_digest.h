@@ -1,4 +1,4 @@
-// The digests of a page: one per run, in page order.
+// Computes the digests of a stripe: one per run, ascending by page offset.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace flexkv {
 
-// Returns one digest for each of view.runs(). `stripe` has view.stripe_bytes() bytes. The digests depend on
-// the runs only, not on how they coalesce to segments.
+// Returns one digest for each run of view.runs(). `stripe` has view.stripe_bytes() bytes. The digests do not
+// depend on how the runs are coalesced into segments.
 std::vector<uint64_t> page_digests(const KvView& view, const std::byte* stripe);
 
 }  // namespace flexkv

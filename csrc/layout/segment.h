@@ -1,4 +1,4 @@
-// Where the runs of a block lie: in the engine's pool and in the page. Compiled by g++ and nvcc alike.
+// Where the runs of a block lie in the engine's pool and in the page. g++ and nvcc both compile this file.
 #pragma once
 #include <cstdint>
 
@@ -6,9 +6,9 @@
 
 namespace flexkv {
 
-// One run of every block: for block b, run_bytes bytes at base + b * block_stride, stored at page_offset in
-// the stripe. All sizes are in bytes. `layer` numbers the layers of the KV group from 0; a coalesced segment
-// that spans several layers carries the lowest of them.
+// One run of every block. Block b has run_bytes bytes at address base + b * block_stride of the pool, which
+// are stored at page_offset in the stripe. All sizes are in bytes. `layer` counts the layers of the KV group
+// from 0; in a coalesced segment that spans several layers, it is the lowest of their numbers.
 struct Segment {
   uintptr_t base = 0;
   int64_t block_stride = 0;
@@ -19,7 +19,8 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-// Where a block's run lies in memory. Kernels, which have tables of their own, call this too.
+// Returns the address of a block's run. Kernels call this too: they keep bases and strides in tables of their
+// own instead of Segments.
 FLEXKV_HD inline uintptr_t block_address(uintptr_t base, int64_t block_stride, int64_t block) {
   return base + static_cast<uintptr_t>(block * block_stride);
 }
@@ -28,7 +29,7 @@ FLEXKV_HD inline uintptr_t run_address(const Segment& segment, int64_t block) {
   return block_address(segment.base, segment.block_stride, block);
 }
 
-// Whether `next` continues `segment` in memory and in the page for every block, so that both are one copy.
+// Whether `next` directly follows `segment`, both in memory and in the page, so that one copy can move both.
 FLEXKV_HD inline bool continues(const Segment& segment, const Segment& next) {
   return next.block_stride == segment.block_stride &&
          next.base == segment.base + static_cast<uintptr_t>(segment.run_bytes) &&

@@ -8,7 +8,8 @@
 namespace flexkv {
 namespace {
 
-// Units: bytes, and ranks. A larger number is a mistake; sums stay far from overflow.
+// The largest stripe or trailer, in bytes, and the largest number of ranks. A larger value is a mistake of
+// the caller. Up to these limits, sums stay far from overflow.
 constexpr int64_t kMaxPartBytes = int64_t{1} << 48;
 constexpr size_t kMostRanks = 4096;
 

@@ -1,5 +1,5 @@
-// The geometry of a slot image: [stripe of rank 0]...[stripe of rank n-1][trailer], every part on a 4 KiB
-// boundary. It is the same in the host pool, the slab and (with one stripe) the staging of gds transfers.
+// The geometry of a slot image: [stripe of rank 0]...[stripe of rank n-1][trailer]. Each stripe and the
+// trailer begin on a 4 KiB boundary.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,9 +9,10 @@ namespace flexkv {
 
 class SlotImage {
  public:
-  // Sizes are in bytes, one stripe per rank; there is no trailer if `trailer_bytes` is 0. The trailer has
-  // sectors of its own, so that the write that commits the page does not rewrite any byte of the stripes.
-  // Throws GeometryError if there is no stripe, one is not positive, or the trailer is negative.
+  // `stripe_bytes` has the size of each rank's stripe. If `trailer_bytes` is 0, there is no trailer. The
+  // trailer has sectors of its own, so that the write that commits the page does not rewrite any byte of the
+  // stripes. Throws GeometryError if there is no stripe, a stripe's size is not positive, the trailer's size
+  // is negative, or a size or the number of ranks exceeds its limit.
   explicit SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes = 0);
 
   int32_t ranks() const { return static_cast<int32_t>(stripes_.size()); }

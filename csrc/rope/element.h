@@ -1,6 +1,5 @@
-// The element types of a KV cache that a rotation understands. Conversions to float are exact; those back to
-// the element type round. They compile with g++ and nvcc alike, and have no branches, so that g++ can
-// vectorise them.
+// The element types of keys that can be rotated. Conversions to float are exact; conversions back to the
+// element type round. g++ and nvcc both compile them. They have no branches, so that g++ can vectorise them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -37,7 +36,7 @@ FLEXKV_HD inline float to_float(Bfloat16 value) {
   return element_detail::float_of(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// A multiplication re-biases the exponent; this is exact for subnormals, too.
+// A multiplication by 2^112 adjusts the exponent's bias; the result is exact for subnormals, too.
 FLEXKV_HD inline float to_float(Float16 value) {
   using namespace element_detail;
   const uint32_t half = value.bits;
@@ -47,7 +46,7 @@ FLEXKV_HD inline float to_float(Float16 value) {
   return float_of(scaled | special | (half & 0x8000u) << 16);
 }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// The overloads of from_float() round to nearest, ties to even. A NaN stays a NaN.
 FLEXKV_HD inline void from_float(float value, float& to) { to = value; }
 
 FLEXKV_HD inline void from_float(float value, Bfloat16& to) {
@@ -63,7 +62,7 @@ FLEXKV_HD inline void from_float(float value, Float16& to) {
   const uint32_t bits = signed_bits & 0x7FFFFFFFu;
   constexpr uint32_t kTooLarge = 0x47800000u;   // 2^16
   constexpr uint32_t kNormalMin = 0x38800000u;  // 2^-14
-  constexpr uint32_t kAligner = 0x3F000000u;    // adding 1/2 shifts a subnormal's bits to the bottom, rounded
+  constexpr uint32_t kAligner = 0x3F000000u;    // 1/2; adding it rounds a subnormal into the lowest bits
   const uint32_t special = bits > 0x7F800000u ? 0x7E00u | (bits >> 13 & 0x3FFu) : 0x7C00u;
   const uint32_t subnormal = bits_of(float_of(bits) + float_of(kAligner)) - kAligner;
   const uint32_t normal = (bits - 0x38000000u + 0xFFFu + (bits >> 13 & 1u)) >> 13;

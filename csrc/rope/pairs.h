@@ -1,11 +1,11 @@
-// Rotates pairs of a head one by one: the pairs left over by the vectorised code, and those for which it
+// Rotates pairs of a head one by one: the pairs that the vectorised code leaves over, and those for which it
 // would not give the right bits.
 #pragma once
 #include "rope/rotation.h"
 
 namespace flexkv {
 
-// Rotates pairs [first, end) of a head of `half` pairs, in place or elsewhere.
+// Rotates pairs [first, end) of a head that has `half` pairs. `dst` may be `src`.
 template <typename Element, Pairing kPairing>
 inline void turn_pairs(Element* dst, const Element* src, const float* cosines, const float* sines,
                        int32_t first, int32_t end, int32_t half) {

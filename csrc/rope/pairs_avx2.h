@@ -1,5 +1,5 @@
-// Loads, turns and stores eight pairs at a time, in either pairing. Results are bit-identical to turn_pair()
-// and the conversions of element.h.
+// Loads, rotates and stores eight pairs at a time, in either pairing. Results are bit-identical to those of
+// turn_pair() and the conversions of element.h.
 #pragma once
 #include <immintrin.h>
 
@@ -13,14 +13,14 @@
 namespace flexkv::avx2 {
 
 inline constexpr int kPairs = 8;
-// Unit: bytes. The alignment that streaming a head to its place needs, which is that of the widest store.
+// Unit: bytes. The alignment that a head's destination needs for streaming stores: that of the widest one.
 inline constexpr size_t kStreamAlign = 32;
 
 struct Pairs {
   __m256 x, y;
 };
 
-// How turned pairs are written: through the caches, or past them (only to aligned places).
+// How rotated pairs are written: through the caches, or past them, which needs an aligned destination.
 enum class Write { kCached, kStreamed };
 
 template <Write kWrite>
@@ -44,7 +44,8 @@ FLEXKV_AVX2 void put(void* to, __m256 value) {
   put<kWrite>(to, _mm256_castps_si256(value));
 }
 
-// Copies; its writes bypass the caches. Precondition: `dst` is aligned to kStreamAlign.
+// Copies `bytes` with stores that bypass the caches, except for a tail shorter than kStreamAlign.
+// Precondition: `dst` is aligned to kStreamAlign.
 FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t bytes) {
   size_t at = 0;
   for (; at + kStreamAlign <= bytes; at += kStreamAlign) {
@@ -53,7 +54,7 @@ FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t byt
   std::memcpy(dst + at, src + at, bytes - at);
 }
 
-// Applies turn_pair() to eight pairs: fmsub is the fused operation with the addend negated.
+// Applies turn_pair() to eight pairs. fmsub is the fused multiply-add with a negated addend.
 FLEXKV_AVX2 Pairs turn(const Pairs& pairs, __m256 cosines, __m256 sines) {
   return {_mm256_fmsub_ps(pairs.x, cosines, _mm256_mul_ps(pairs.y, sines)),
           _mm256_fmadd_ps(pairs.y, cosines, _mm256_mul_ps(pairs.x, sines))};
@@ -63,28 +64,29 @@ FLEXKV_AVX2 __m256i load_bits(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
 FLEXKV_AVX2 __m128i load_half(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-// Returns quarters 0, 2, 1, 3.
+// Swaps the two middle quarters: returns quarters 0, 2, 1, 3.
 FLEXKV_AVX2 __m256i swap_middle(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xD8); }
 
 struct PairBits {
   __m256i x, y;
 };
 
-// Rounds to nearest even: the bfloat16 is the upper half of each value; the lower half may hold anything.
+// Rounds to nearest, ties to even. The bfloat16 is the upper half of each 32-bit result; the lower half has
+// no meaning.
 FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
 }
-// A NaN never becomes a number: a NaN that results from a rotation has no payload or that of a bfloat16 key,
-// whose lower half is zero, so rounding does not change it. This relies on check_rotation_rows(), which
-// rejects sines and cosines that are NaN.
+// Rounding never makes a number of a NaN, although it does not test for NaN: a NaN that results from a
+// rotation has either no payload or that of a bfloat16 key. In both cases its lower half is zero, so rounding
+// does not change it. This relies on check_rotation_rows(), which rejects sines and cosines that are NaN.
 FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
   return {round_to_upper(pairs.x), round_to_upper(pairs.y)};
 }
 FLEXKV_AVX2 __m128i to_float16(__m256 value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
-// --- NeoX: eight consecutive elements, and eight more half a head later ---
+// --- NeoX: eight consecutive elements, and the eight that lie `half` elements later ---
 
 FLEXKV_AVX2 Pairs load_halves(const float* from, int32_t half) {
   return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + half)};
@@ -119,8 +121,9 @@ FLEXKV_AVX2 void store_halves(Float16* to, int32_t half, const Pairs& pairs) {
 
 // --- GPT-J: eight pairs of neighbours ---
 
-// Two shuffles leave float32 pairs in the order 0, 1, 4, 5, 2, 3, 6, 7. This brings the table into the same
-// order, and unpacking undoes it.
+// Loads eight cosines or sines in the order in which load_neighbours() loads pairs. For float32 that is 0, 1,
+// 4, 5, 2, 3, 6, 7, because of its shuffles; the unpacking in store_neighbours() restores the order in
+// memory.
 template <typename Element>
 FLEXKV_AVX2 __m256 angles_of_neighbours(const float* from) {
   const __m256 angles = _mm256_loadu_ps(from);
@@ -165,8 +168,8 @@ FLEXKV_AVX2 void store_neighbours(Float16* to, const Pairs& pairs) {
   put<kWrite>(to + kPairs, _mm_unpackhi_epi16(x, y));
 }
 
-// Turns the pairs of a head from `first` on, eight at a time while eight are left, in place or elsewhere.
-// Returns the number of the first pair not turned.
+// Rotates the pairs of a head from pair `first` on, eight at a time, until fewer than eight are left. `dst`
+// may be `src`. Returns the number of the first pair that is not rotated.
 template <typename Element, Pairing kPairing, Write kWrite>
 FLEXKV_AVX2 int32_t turn_eights(Element* dst, const Element* src, const float* cosines, const float* sines,
                                 int32_t first, int32_t half) {

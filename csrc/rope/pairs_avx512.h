@@ -1,7 +1,7 @@
-// Turns sixteen pairs of bfloat16 at a time, on processors with an instruction that rounds to bfloat16
-// (AVX512_BF16): rounding is half of the work of the AVX2 turn. Results are bit-identical to turn_pair() and
-// element.h. The instruction treats subnormal numbers as zero, so sixteen pairs that include a subnormal are
-// turned one by one.
+// Rotates sixteen pairs of bfloat16 at a time, on processors that have an instruction which rounds to
+// bfloat16 (AVX512_BF16): rounding is half of the work of the AVX2 code. Results are bit-identical to those
+// of turn_pair() and element.h. The instruction treats subnormal numbers as zero, so if a result is
+// subnormal, its sixteen pairs are rotated one by one.
 #pragma once
 #include <immintrin.h>
 
@@ -21,8 +21,9 @@ inline bool is_supported() {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// Turns all pairs of a head, in place or elsewhere, or none if their number is not a multiple of sixteen;
-// returns how many it turned. With `streamed`, writes bypass the caches; `dst` is aligned to 32 bytes.
+// Rotates all pairs of a head, or none if their number is not a multiple of sixteen. Returns how many it
+// rotated. `dst` may be `src`. With `streamed`, writes bypass the caches, and `dst` must be aligned to 32
+// bytes.
 template <Pairing kPairing>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"), noinline)) int32_t
 turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const float* sines, int32_t half,
@@ -30,7 +31,7 @@ turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const fl
   if (half % kPairs != 0) return 0;
   constexpr int kSubnormal = 0x20;
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  // Words 0, 16, 1, 17, ...: puts the two elements of each pair next to each other.
+  // Selects words 0, 16, 1, 17, and so on, which puts the two elements of each pair next to each other.
   const __m512i in_turns =
       _mm512_or_si512(count, _mm512_slli_epi32(_mm512_add_epi32(count, _mm512_set1_epi32(kPairs)), 16));
   for (int32_t i = 0; i < half; i += kPairs) {

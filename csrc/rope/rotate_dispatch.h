@@ -1,4 +1,4 @@
-// Selects the code that is compiled for a call's element type and pairing.
+// Selects the code that was compiled for a call's element type and pairing.
 #pragma once
 #include "rope/rotate.h"
 
@@ -10,7 +10,7 @@ struct RotationKind {
   static constexpr Pairing kPairing = kOf;
 };
 
-// Calls `run(RotationKind<Element, kPairing>{})`.
+// Calls `run(RotationKind<Element, kPairing>{})` with the Element of `type` and the kPairing of `pairing`.
 template <typename Run>
 void dispatch_rotation(ElementType type, Pairing pairing, const Run& run) {
   const auto with = [&]<typename Element>() {

@@ -10,10 +10,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A smaller batch will probably be read again while it is in a cache, so it is not streamed.
+// Unit: bytes. Batches of at least this size are written past the caches. A smaller batch will probably be
+// read again while it is still in a cache.
 constexpr int64_t kStreamMinBytes = 4 << 20;
-// Unit: bytes. How far ahead of the rotation to prefetch, rounded to whole rows: the hardware prefetcher
-// restarts at each row that is not contiguous, and at each 4 KiB page.
+// Unit: bytes. How far ahead of the rotation to prefetch, rounded up to complete rows. The hardware
+// prefetcher is not enough: it restarts at each row that does not follow the row before, and at each 4 KiB
+// page.
 constexpr int64_t kPrefetchBytes = 8192;
 // Unit: bytes. The size of a cache line.
 constexpr int64_t kLineBytes = 64;
@@ -42,8 +44,8 @@ FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const f
   }
 }
 
-// Streams rows only if the number of pairs is a multiple of eight: mixing cached and streaming stores in one
-// line would cost more than either.
+// Rotates, copies or zeroes all rows. With `streaming`, writes bypass the caches if a head's number of pairs
+// is a multiple of eight: mixing cached and streaming stores in one cache line would cost more than either.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   using avx2::Write;
@@ -82,7 +84,7 @@ __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows
   if (streaming) _mm_sfence();
 }
 
-// Whether the processor has what turn_rows() needs.
+// Whether the processor has the instructions that turn_rows() needs.
 bool is_fast() {
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

@@ -6,8 +6,9 @@
 namespace flexkv {
 namespace {
 
-// Units: threads per block, and blocks per multiprocessor. Small blocks find room beside other work. Their
-// number is not limited to spare the model, because its own work waits for the rotation.
+// Units: threads per block, and blocks per multiprocessor. Small blocks fit onto multiprocessors beside other
+// kernels. The number of blocks is not limited for the model's sake, because the model's own work waits for
+// the rotation.
 constexpr int kRotateThreads = 256;
 constexpr int kRotateBlocksPerMultiprocessor = 4;
 

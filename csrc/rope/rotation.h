@@ -1,12 +1,12 @@
-// The arithmetic that moves cached keys to other positions: it turns each pair of a key's elements by the
-// angle between its old and its new position. It compiles with g++ and nvcc alike: rotate_kernel.cu launches
-// it; rotate_host.cpp vectorises the same pair function or, on processors without AVX2, calls the per-lane
-// function with one lane.
+// The arithmetic that moves cached keys to different positions: it rotates each pair of a key's elements by
+// the angle between the key's old and new position. g++ and nvcc both compile this file. rotate_kernel.cu
+// launches it on a GPU. rotate_host.cpp vectorises the same pair function or, on processors without AVX2,
+// calls the per-lane function with a single lane.
 //
-// Source of the pairings: RoFormer (arXiv:2104.09864) turns neighbours (as GPT-J does); GPT-NeoX turns
-// element i of the first half with element i of the second. Turning by (new - old) at once equals undoing the
-// old position and applying the new one, and leaves any factor that a model puts on its sines and cosines
-// (YaRN's mscale) unchanged.
+// Source of the pairings: RoFormer (arXiv:2104.09864) and GPT-J pair neighbouring elements; GPT-NeoX pairs
+// element i of the first half with element i of the second half. A rotation by (new - old) equals undoing the
+// rotation to the old position and then rotating to the new one. It leaves any factor that a model puts on
+// its sines and cosines (YaRN's mscale) unchanged.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,13 +21,15 @@ enum class Pairing : int32_t {
   kGptj,  // (2 i, 2 i + 1)
 };
 
-// Values of turn_of_row for rows that do not turn: kZeroRow writes zeros, kCopyRow copies the row.
+// Values of turn_of_row for rows that are not rotated: kZeroRow writes zeros, kCopyRow copies the row.
 inline constexpr int32_t kZeroRow = -1;
 inline constexpr int32_t kCopyRow = -2;
 
-// Rows of `heads` heads: head h of row r is read at src + src_offsets[r] + h * src_head_stride and written at
-// dst + dst_offsets[r] + h * dst_head_stride (bytes, multiples of an element). All arrays are in memory that
-// the executing processor reaches. No two rows are written to the same place; a row may be turned in place.
+// The rows to rotate, each of which has `heads` heads. Head h of row r is read at src + src_offsets[r] + h *
+// src_head_stride and written at dst + dst_offsets[r] + h * dst_head_stride. Offsets and strides are in
+// bytes, and multiples of an element's size. A *turn* is one angle for each pair of a head. All arrays are in
+// memory that the executing processor can access. No two rows are written to the same place; a row may be
+// rotated in place.
 struct RotationRows {
   const unsigned char* src = nullptr;
   unsigned char* dst = nullptr;
@@ -39,32 +41,34 @@ struct RotationRows {
   int64_t dst_head_stride = 0;
   int64_t rows = 0;
   int32_t heads = 0;
-  int32_t head_dim = 0;    // elements of a head
-  int32_t rotary_dim = 0;  // how many leading elements of a head turn; even
+  int32_t head_dim = 0;    // elements per head
+  int32_t rotary_dim = 0;  // how many leading elements of a head are rotated; an even number
 };
 
 struct Pair {
   float x, y;
 };
 
-// The fused operations are written out, so that every compiler and processor gives the same bits.
+// Rotates one pair. The fused operations are explicit, so that every compiler and processor gives the same
+// bits.
 FLEXKV_HD inline Pair turn_pair(Pair pair, float cosine, float sine) {
   return {fmaf(pair.x, cosine, -(pair.y * sine)), fmaf(pair.y, cosine, pair.x * sine)};
 }
 
 namespace rotation_detail {
 
-// `kCount` elements, which one access moves.
+// `kCount` elements, which one memory access moves.
 template <typename Element, int kCount>
 struct alignas(sizeof(Element) * kCount) Vector {
   Element at[kCount];
 };
 
-// Walks the units of a row that belong to a lane (numbers lane, lane + lanes, ...) without a division.
+// Iterates over one lane's share of a row's units, which are vectors of elements: units lane, lane + lanes,
+// and so on. It finds each unit's head without a division.
 struct UnitWalk {
   int32_t head = 0;
   int32_t unit;
-  int32_t units;  // of a head
+  int32_t units;  // per head
 
   FLEXKV_HD UnitWalk(int lane, int32_t units_of_head) : unit(lane), units(units_of_head) { settle(); }
   FLEXKV_HD void advance(int lanes) {
@@ -97,7 +101,8 @@ FLEXKV_HD inline void copy_part(unsigned char* dst, const unsigned char* src, co
 
 }  // namespace rotation_detail
 
-// Whether rows of this geometry can move in accesses of `width` bytes.
+// Whether accesses of `width` bytes (a power of two) can move rows of this geometry: all addresses, strides
+// and sizes must be multiples of it.
 template <typename Element>
 FLEXKV_HD inline bool can_move_by(const RotationRows& rows, const unsigned char* dst,
                                   const unsigned char* src, int64_t width) {
@@ -108,7 +113,7 @@ FLEXKV_HD inline bool can_move_by(const RotationRows& rows, const unsigned char*
   return ((places | half | head | rows.src_head_stride | rows.dst_head_stride) & (width - 1)) == 0;
 }
 
-// Turns, zeroes or copies the part of a row that belongs to `lane`, `kCount` pairs at a time.
+// Rotates, zeroes or copies one lane's share of a row. Each memory access moves `kCount` elements.
 template <typename Element, Pairing kPairing, int kCount>
 FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst, const unsigned char* src,
                                     int32_t turn, int lane, int lanes) {
@@ -121,8 +126,8 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
   const int32_t half = rows.rotary_dim / 2;
   const float* cosines = rows.turns + static_cast<int64_t>(turn) * rows.rotary_dim;
   const float* sines = cosines + half;
-  // The second vector of a unit lies behind the first by half of the turning elements (NeoX) or by one vector
-  // (GPT-J).
+  // The distance from the first vector of a unit to the second, in bytes: half of the rotated elements (NeoX)
+  // or one vector (GPT-J).
   const int64_t apart = static_cast<int64_t>(sizeof(Element)) * (kPairing == Pairing::kNeox ? half : kCount);
   constexpr int64_t kStep = sizeof(Unit) * (kPairing == Pairing::kNeox ? 1 : 2);
   for (detail::UnitWalk walk(lane, half / kCount); walk.head < rows.heads; walk.advance(lanes)) {
@@ -142,14 +147,15 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
     *reinterpret_cast<Unit*>(to) = held[0];
     *reinterpret_cast<Unit*>(to + apart) = held[1];
   }
-  // Copies the elements that do not turn. In place, they already are where they belong.
+  // Copies the elements that are not rotated. If the row is rotated in place, they are already where they
+  // belong.
   if (dst != src || rows.src_head_stride != rows.dst_head_stride) {
     detail::copy_part<Element, kCount>(dst, src, rows, rows.rotary_dim, false, lane, lanes);
   }
 }
 
-// Does one lane's part of a row that `lanes` lanes share: 16 bytes at a time if all addresses and strides are
-// aligned to 16, else element by element.
+// Processes the share of one lane in a row that `lanes` lanes share. It moves 16 bytes at a time if all
+// addresses, strides and sizes are multiples of 16, and otherwise one element at a time.
 template <typename Element, Pairing kPairing>
 FLEXKV_HD inline void rotate_row_lane(const RotationRows& rows, int64_t row, int lane, int lanes) {
   constexpr int kWide = 16 / static_cast<int>(sizeof(Element));

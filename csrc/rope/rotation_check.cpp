@@ -8,7 +8,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A larger number is a mistake; sums stay far from overflow.
+// Unit: bytes. A larger row is a mistake of the caller. Up to this limit, sums stay far from overflow.
 constexpr int64_t kMostRowBytes = int64_t{1} << 56;
 
 void require(bool holds, const std::string& message) {
@@ -21,7 +21,8 @@ struct Region {
   int64_t bytes, row_bytes, element;
 };
 
-// Builds the message only when it throws, because this runs for every row of every layer.
+// Checks that a row lies inside its region and is aligned. Builds the message only when it throws, because
+// this runs for every row of every layer.
 void check_row(const Region& region, int64_t row) {
   const int64_t offset = region.offsets[row];
   if (offset < 0 || offset > region.bytes - region.row_bytes) {
@@ -35,8 +36,8 @@ void check_row(const Region& region, int64_t row) {
   }
 }
 
-// Rejects NaN and infinity: they would turn keys into NaN or infinity, with different bits on different
-// processors.
+// Rejects cosines and sines that are NaN or infinite: the rotated keys would be NaN or infinite, with
+// different bits on different processors.
 void check_turns(const RotationRows& rows, int64_t turns) {
   const int64_t count = turns * rows.rotary_dim;
   bool finite = true;

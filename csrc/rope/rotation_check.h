@@ -1,4 +1,4 @@
-// Checks a rotation before a byte moves.
+// Checks the arguments of a rotation before it moves any byte.
 #pragma once
 #include <cstdint>
 
@@ -6,12 +6,14 @@
 
 namespace flexkv {
 
-// Checks heads, dimensions and strides. Throws GeometryError.
+// Checks the numbers of heads and elements, the strides, and the alignment of `src` and `dst`. Throws
+// GeometryError if one is wrong.
 void check_rotation_shape(const RotationRows& rows, ElementType type);
 
-// Checks that every row lies inside `src_bytes` and `dst_bytes`, is aligned to its element type and names a
-// turn that exists; that no row moves if source and destination share memory; and that every cosine and sine
-// is finite. The tables are in host memory. Throws GeometryError or BlockRangeError, which names the row.
+// Checks that every row lies inside `src_bytes` and `dst_bytes`, is aligned to its element type and has a
+// valid turn number. Checks also that no row changes its place if source and destination share memory, and
+// that every cosine and sine is finite. Precondition: the tables are in host memory. Throws GeometryError or
+// BlockRangeError; the message says which row or turn is wrong.
 void check_rotation_rows(const RotationRows& rows, ElementType type, int64_t src_bytes, int64_t dst_bytes,
                          int64_t turns);
 

@@ -13,8 +13,7 @@ namespace {
 using SharedWord = std::atomic<uint64_t>;
 static_assert(sizeof(SharedWord) == 8 && SharedWord::is_always_lock_free);
 
-// Writes a word, bypassing the caches if the CPU can, because nothing reads the copy before it goes to the
-// engine's pool.
+// Writes a word, on x86-64 past the caches, so that a copied page does not evict other data from them.
 inline void put_word(std::byte* to, uint64_t word) {
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
   _mm_stream_si64(reinterpret_cast<long long*>(to), static_cast<long long>(word));
@@ -37,7 +36,7 @@ void copy_words(std::byte* to, const std::byte* from, size_t bytes) {
   for (size_t i = 0; i < whole; ++i) put_word(to + i * 8, words[i].load(std::memory_order_acquire));
   end_words();
   if (bytes % 8 == 0) return;
-  // Slots are multiples of 4 KiB, so the word that holds the last bytes is part of the page's slot.
+  // Reading the complete last word stays inside the page's slot, because slot sizes are multiples of 4 KiB.
   const uint64_t last = words[whole].load(std::memory_order_acquire);
   std::memcpy(to + whole * 8, &last, bytes % 8);
 }

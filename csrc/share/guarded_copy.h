@@ -1,5 +1,5 @@
-// Copies a page that another process may overwrite at any time: the copy counts only if the version of the
-// page's row was the same before and after.
+// Copies a page that another process may overwrite at any time. The copy is valid only if the version of the
+// page's row on the board was the same before and after.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,21 +9,22 @@
 
 namespace flexkv {
 
-// Why a peer's page was not taken; kOk if it was.
+// How the copy of a page from a peer ended.
 enum class PeerEnd : uint8_t {
   kOk = 0,
   kAbsent = 1,   // no peer has the page now
-  kChanged = 2,  // its slot was written, or given to another page, during the copy
+  kChanged = 2,  // the peer wrote the page's slot, or gave it to another page, during the copy
   kDigest = 3,   // a run does not match its digest
-  kFormat = 4,   // its holder keeps pages of another format, which the caller has to rewrite
+  kFormat = 4,   // the peer with the page keeps pages in a different format, which the caller has to convert
 };
 
-// Copies `bytes` word by word from memory that another process may be writing. All loads acquire, so that a
-// later read of the row's version cannot come before them. `from` and `to` lie on 8-byte boundaries.
+// Copies `bytes` bytes word by word from memory that another process may be writing. Every load has acquire
+// order, so that a later load of the row's version cannot be reordered before it. `from` and `to` must be
+// aligned to 8 bytes.
 void copy_words(std::byte* to, const std::byte* from, size_t bytes);
 
-// Whether `row` names the requested page, expiring no earlier than requested; sets `version` to the row's
-// version.
+// Whether `row` says that its slot holds the page `asked`, and that the page expires no earlier than
+// `asked.expiry`. Sets `version` to the row's version.
 bool row_holds(const BoardRow& row, const RowFacts& asked, uint64_t& version);
 
 inline bool row_is_at(const BoardRow& row, uint64_t version) {

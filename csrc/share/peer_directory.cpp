@@ -11,11 +11,11 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows. How many are read or forgotten under one hold of the lock, some 100 us.
+// Unit: rows (or keys in a search). How many are processed before the lock is released, after some 100 us.
 constexpr size_t kRowsAtOnce = 1024;
 
-// Whether the file has room for all slots. No product here exceeds the file's bytes or a stride, whatever a
-// card says about them.
+// Whether the pool's file is large enough for all slots. No product in this function exceeds the file's size
+// or the stride, whatever numbers the peer's card has.
 bool has_room(const PeerPool& pool, int64_t slots) {
   const int64_t last = slots - 1;
   const int64_t in_extent = (last % pool.slots_per_extent + 1) * pool.slot_bytes;
@@ -63,7 +63,7 @@ int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, std::
 }
 
 void PeerDirectory::drop(int32_t number, bool keep) {
-  std::shared_ptr<Peer> gone;  // unmapped after the lock
+  std::shared_ptr<Peer> gone;  // its files are unmapped after the lock is released
   for (uint32_t next = 0; !gone;) {
     const std::lock_guard lock(mutex_);
     const auto found = peers_.find(number);
@@ -114,7 +114,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
     overruns_.fetch_add(1, std::memory_order_relaxed);
   }
   if (peer.all) {
-    // The ring has all later changes, from `seen` on.
+    // All rows are read once. The ring has the changes that happen meanwhile, from `seen` on.
     if (peer.next == 0) peer.seen = head;
     size_t rows = 0;
     for (; rows < kRowsAtOnce && peer.next < peer.slots; ++rows) look(number, peer, peer.next++);
@@ -127,7 +127,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   size_t rows = 0;
   while (rows < kRowsAtOnce && peer.seen != head) {
     const uint32_t slot = peer.parts.ring[peer.seen % kRingChanges].load(std::memory_order_acquire);
-    // The place in the ring may have been overwritten meanwhile; then the next call reads all rows.
+    // The peer may have overwritten this place of the ring meanwhile. Then the next call reads all rows.
     if (header.head.load(std::memory_order_acquire) - peer.seen > kRingChanges) break;
     if (slot < peer.slots) look(number, peer, slot);
     ++peer.seen;
@@ -136,7 +136,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   return rows;
 }
 
-// The page in a row; none if the row is empty or names a group that the peer does not have.
+// Returns the page that a slot's row shows, or nothing if the row shows none or the peer has no such group.
 std::optional<RowFacts> PeerDirectory::page_at(const Peer& peer, uint32_t slot) {
   uint64_t version = 0;
   const auto facts = read_row(peer.parts.rows[slot], version);
@@ -216,7 +216,7 @@ PeerEnd PeerDirectory::bring(const RowFacts& asked, std::byte* slot, PeerPlace& 
     const auto peer = place.peer < 0 ? nullptr : at(place.peer);
     if (!peer) return end;
     tried[tries] = place.peer;
-    // `find` returns pages of the peer's own groups only.
+    // The peer has the group `asked.group`, because `find` returns only pages of groups that the peer has.
     if (peer->pool && peer->formats[asked.group].pieces.empty()) {
       other = place;
       end = PeerEnd::kFormat;

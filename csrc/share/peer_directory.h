@@ -1,6 +1,6 @@
-// Which pages the other units of this machine have, and where: follows their boards, and copies pages from
-// their host pools. One thread follows the boards, another copies pages, and the manager's thread takes the
-// news.
+// Records which pages the other units of this machine have, and in which slots. One thread follows their
+// boards, another copies pages from their host pools, and the manager's thread takes the news about their
+// pages.
 #pragma once
 #include <array>
 #include <atomic>
@@ -24,7 +24,7 @@
 
 namespace flexkv {
 
-// Where slots lie in the file of a peer's host pool.
+// Where slots lie in the file of a peer's host pool. Sizes, offsets and strides are in bytes.
 struct PeerPool {
   SharedFile file;
   int64_t slots_offset;
@@ -39,14 +39,15 @@ struct PeerPool {
   }
 };
 
-// Bytes of a page that lie at `from` in the peer's slot and at `to` in ours.
+// Bytes of a page that lie at offset `from` in the peer's slot and at offset `to` in this unit's slot.
 struct PagePiece {
   int64_t from;
   int64_t to;
   int64_t bytes;
 };
 
-// One run of a page in our slot, and where its digest lies in the peer's slot and in ours; -1 for none.
+// One run of a page at offset `at` in this unit's slot, and the offsets of its digest in the peer's slot
+// (`digest_from`) and in this unit's slot (`digest_to`). An offset of -1 means that the slot has no digest.
 struct PieceRun {
   int64_t at;
   int64_t bytes;
@@ -54,11 +55,11 @@ struct PieceRun {
   int64_t digest_to;
 };
 
-// How pages of one KV group are copied from the peer's slots to ours; without pieces, the caller must convert
-// the bytes.
+// How pages of one KV group are copied from a peer's slots to this unit's slots. If there are no pieces, the
+// formats differ and the caller must convert the bytes.
 struct PeerFormat {
   std::vector<PagePiece> pieces;
-  std::vector<PieceRun> runs;  // those with a digest on either side
+  std::vector<PieceRun> runs;  // the runs that have a digest in either slot
 };
 
 struct PeerPlace {
@@ -68,45 +69,48 @@ struct PeerPlace {
 };
 
 inline constexpr size_t kPeerEnds = 5;
-using PeerCounts = std::array<uint64_t, kPeerEnds>;  // pages by PeerEnd
+using PeerCounts = std::array<uint64_t, kPeerEnds>;  // number of copies, indexed by their PeerEnd
 
-// Unit: pages. Beyond it `follow` waits until the unit has taken news.
+// Unit: pages. If news of nearly this many pages is pending, `follow` reads no rows until the unit takes
+// some.
 inline constexpr size_t kMostNews = size_t{1} << 17;
-// How many holders of one page are recorded and tried; further ones would be of no use.
+// From how many peers that have a page `bring` tries to copy it.
 inline constexpr size_t kMostHolders = 8;
 
 class PeerDirectory {
  public:
-  // Maps a peer's board, and its pool if it has one, and returns the peer's number. `formats`: one for each
-  // of the peer's KV groups; rows of any other group count as rows without a page. Throws ClosedError if the
-  // files are not what was announced.
+  // Adds a peer with its board, and with its pool if it has one. Returns the peer's number. `formats` has one
+  // entry per KV group of the peer; rows of any other group count as rows without a page. Throws ClosedError
+  // if the board is unfinished or of another version, or if the pool is too small for the board's slots.
   int32_t add(SharedFile board, std::optional<PeerPool> pool, std::vector<PeerFormat> formats);
-  // Forgets a peer, piece by piece, and its mappings once no copy uses them. `keep`: its pages stay known, as
-  // last seen.
+  // Removes a peer and its pages, releasing the lock now and then. Its files are unmapped when no copy uses
+  // them any more. If `keep`, only its board is unmapped, and its pages stay known as they were last seen.
   void drop(int32_t peer, bool keep = false);
 
-  // Reads what has changed. Returns how many rows it looked at.
+  // Reads the rows that have changed on the boards of all peers. Returns how many rows it read.
   size_t follow();
-  // See `PendingNews`. Neither waits for a thread that follows or forgets a peer.
+  // Both calls do what those of `PendingNews` do. They never wait until another thread has followed or
+  // dropped a peer.
   size_t take(size_t most, std::vector<PeerNews>& out) { return news_.take(most, out); }
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out) {
     return news_.take_of(keys, group, out);
   }
   bool has_news() const { return news_.size() > 0; }
 
-  // Copies a page into `slot`. On kFormat, `other` says which peer has it. A page that expires before
-  // `asked.expiry` is not taken, because it would be kept longer than its holder may keep it.
+  // Copies a page from any peer that has it into `slot`. If the result is kFormat, `other` says which peer
+  // has the page, and where. A page that expires before `asked.expiry` is not copied, because this unit would
+  // keep it longer than the peer may.
   PeerEnd bring(const RowFacts& asked, std::byte* slot, PeerPlace& other);
-  // Copies the leading `bytes` of a page's slot in the peer's own format.
+  // Copies the first `bytes` bytes of a page's slot, which are in the peer's own format.
   PeerEnd read(const PeerPlace& place, std::byte* to, size_t bytes);
-  // Where the page lies now, or was last seen; the peers that joined first come first, without those in
-  // `without`.
+  // Returns where the page lies now or was last seen, in the peer that was added first if several have it.
+  // Ignores the peers in `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
-  // Finds several keys, and releases the lock now and then between them so that other threads get it.
+  // Does the same for several keys. Releases the lock now and then, so that other threads can acquire it.
   void find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
             std::vector<PeerPlace>& places) const;
 
-  // Calls `visit` with every peer's format of every group.
+  // Calls `visit` with the format of every group of every peer.
   template <class Visit>
   void each_format(Visit visit) const {
     const std::lock_guard lock(mutex_);
@@ -115,7 +119,7 @@ class PeerDirectory {
     }
   }
 
-  // Whether the peer's weights are no longer those that its card names, or the peer was dropped.
+  // Whether the peer was dropped, or has other weights now than those that its card states.
   bool retired(int32_t peer) const;
   PeerCounts counts(int32_t peer) const;
   size_t pages(int32_t peer) const;
@@ -129,8 +133,8 @@ class PeerDirectory {
     std::vector<PeerFormat> formats;  // by group
     uint32_t slots = 0;
     uint64_t seen = 0;
-    bool all = true;      // every row has to be read again
-    bool leaves = false;  // is being dropped
+    bool all = true;      // whether every row has to be read again
+    bool leaves = false;  // whether the peer is being dropped
     uint32_t next = 0;
     size_t pages = 0;
     std::vector<std::optional<RowFacts>> known;  // by slot

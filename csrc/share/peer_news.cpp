@@ -6,7 +6,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: records. Processed records are removed once they outnumber the waiting ones by this number.
+// Unit: records. Passed records are removed when there are this many more of them than of pending ones.
 constexpr size_t kMostPassed = 4096;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What a directory of peers has learned about their pages and its unit has not processed yet.
+// News about peers' pages that a peer directory has found and its unit has not taken yet.
 #pragma once
 #include <array>
 #include <atomic>
@@ -24,7 +24,7 @@ struct NameHash {
   size_t operator()(const PageName& name) const { return name.key.low ^ name.group; }
 };
 
-// A page that the first peer to have it gained, or the last one lost.
+// One page that a peer now has (`there`) and none had before, or that no peer has any more.
 struct PeerNews {
   BlockKey key;
   uint32_t group;
@@ -33,16 +33,17 @@ struct PeerNews {
   bool there;
 };
 
-// Keeps one record per page, which sums up all news of the page. So the thread that adds news does this work,
-// and the thread that takes it has less to do. Thread-safe: one thread adds news, another takes it.
+// Keeps one record per page, which sums up all pending news of the page. Summing up is the work of the thread
+// that adds news, so that the thread that takes the news has less to do. Thread-safe: one thread adds news,
+// another takes it.
 class PendingNews {
  public:
   void tell(const RowFacts& facts, bool there);
-  // Moves the records of up to `most` pages to `out`, in the order in which the pages were last reported:
-  // first pages that were lost, then those that are there now. A page that was lost and came back, perhaps
-  // with other tokens, is among both. Returns how many records were moved.
+  // Takes the records of up to `most` pages, in the order in which news of the pages was last added. Replaces
+  // the content of `out`: first come the pages that were lost, then the pages that are there now. A page that
+  // was lost and came back, perhaps with other tokens, is in both parts. Returns how many records it took.
   size_t take(size_t most, std::vector<PeerNews>& out);
-  // The same for only the records of these pages. A key without a record takes some nanoseconds.
+  // Does the same for the pages with these keys only. A key without a record costs some nanoseconds.
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out);
   // Unit: pages.
   size_t size() const { return size_.load(std::memory_order_acquire); }
@@ -50,8 +51,8 @@ class PendingNews {
  private:
   struct Record {
     PeerNews last;
-    bool went;    // since the page was taken the last time
-    bool passed;  // taken, or replaced by a later record
+    bool went;    // whether the page was lost since its news was last taken
+    bool passed;  // whether the record was taken, or replaced by a later record
   };
 
   void pass(Record& record, std::vector<Record>& moved);
@@ -60,14 +61,15 @@ class PendingNews {
   void mark(const PageName& name);
   bool is_marked(const PageName& name) const;
 
-  // Bits by hash, of pages with a record and of some that had one: a lookup of keys that no peer has touches
-  // only these 32 KiB, which stay in a core's cache.
+  // The number of bits in `marks_`, which is indexed by a page's hash. The bit of every page with a record is
+  // set, and the bits of some pages that had one. So a lookup of keys that no peer has reads only these 32
+  // KiB, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
   mutable std::mutex mutex_;  // guards the members below
   std::vector<Record> records_;
-  size_t first_ = 0;                                   // all before it are done
-  std::unordered_map<PageName, size_t, NameHash> at_;  // the page's record that is not done
+  size_t first_ = 0;                                   // all records before this index are passed
+  std::unordered_map<PageName, size_t, NameHash> at_;  // index of each page's record that is not passed
   std::array<uint64_t, kMarks / 64> marks_{};
   std::atomic<size_t> size_{0};
 };

@@ -1,4 +1,4 @@
-// Memory that one process writes and others of the same user read: a sealed memfd.
+// Memory that one process writes and other processes of the same user read: a memfd sealed against resizing.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace flexkv {
 
-// A mapping of a sealed memfd; it keeps its own descriptor.
+// A mapping of a sealed memfd. It owns the memfd's descriptor if it made the memfd.
 class SharedFile {
  public:
-  // Makes a memfd of `bytes` zero bytes, sealed against resizing, and maps it to be written. Throws
-  // CapacityError.
+  // Makes a memfd of `bytes` zero bytes, seals it against resizing, and maps it for reading and writing.
+  // Throws CapacityError if the kernel refuses.
   static SharedFile make(const char* name, int64_t bytes);
-  // Maps another process's memfd of exactly `bytes`, to be read only. The caller keeps `fd`. Throws
-  // ClosedError if it is another file, is not sealed, or belongs to another user; CapacityError if it cannot
-  // be mapped.
+  // Maps another process's memfd of exactly `bytes` bytes, read-only. `fd` remains the caller's. Throws
+  // ClosedError if the file has a different size, is not sealed, or belongs to another user. Throws
+  // CapacityError if it cannot be mapped.
   static SharedFile read_only(int fd, int64_t bytes, const std::string& what);
 
   SharedFile(SharedFile&& other) noexcept;
@@ -30,7 +30,7 @@ class SharedFile {
 
   std::byte* base_;
   int64_t bytes_;
-  int fd_;  // -1 for a mapping that is only read
+  int fd_;  // the memfd's descriptor; -1 for a read-only mapping
 };
 
 }  // namespace flexkv

@@ -26,7 +26,7 @@ BoardParts board_parts(std::byte* base) {
 std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version) {
   version = row.version.load(std::memory_order_acquire);
   if (version % 2 != 0) return std::nullopt;
-  // Acquiring, so that the second read of the version cannot come before them.
+  // These loads have acquire order, so that the second load of the version cannot be reordered before them.
   const uint64_t about = row.about.load(std::memory_order_acquire);
   const RowFacts facts{
       .key = {row.low.load(std::memory_order_acquire), row.high.load(std::memory_order_acquire)},
@@ -93,8 +93,8 @@ void SlotBoard::withdraw(uint32_t slot) {
   BoardRow& row = parts_.rows[slot];
   const uint64_t version = row.version.load(std::memory_order_relaxed);
   if (version % 2 != 0) return;
-  // The whole write is ordered after this, because the thread that writes the slot gets its order from this
-  // one later.
+  // Every write to the slot comes after this store, because this thread submits the op that writes the slot
+  // only afterwards.
   row.version.store(version + 1, std::memory_order_seq_cst);
   announce(slot);
 }

@@ -1,5 +1,6 @@
-// One tier's slots, as a unit shows them to other units: a row per slot says which page the slot holds, and a
-// ring names the rows that changed. One process writes it, others only read (docs/one-cache.md).
+// The board on which a unit shows other units the slots of one of its tiers: a row per slot says which page
+// the slot holds, and a ring lists the rows that changed. One process writes a board, others only read it
+// (docs/one-cache.md).
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -13,18 +14,17 @@
 
 namespace flexkv {
 
-// A slot's row; one cache line. The version is even while the slot holds the page that the row names, and odd
-// while it holds none or may be written. So if a reader finds one even version before and after its copy, it
-// has copied that page.
+// A slot's row, which fills one cache line. The version is even while the slot holds the page that the row
+// describes, and odd while the slot holds none or may be written. So if a reader finds the same even version
+// before and after its copy, it has copied that page.
 struct alignas(64) BoardRow {
   std::atomic<uint64_t> version;
-  std::atomic<uint64_t> low;  // the key
+  std::atomic<uint64_t> low;  // the key's two halves
   std::atomic<uint64_t> high;
-  std::atomic<uint64_t> about;  // group << 32 | valid tokens
-  // What a page on disk must match; 0 in host memory.
-  std::atomic<uint64_t> generation;
-  std::atomic<uint64_t> expiry;
-  std::atomic<uint64_t> epoch;
+  std::atomic<uint64_t> about;       // group << 32 | number of valid tokens
+  std::atomic<uint64_t> generation;  // generation of the page on disk; 0 for a page in host memory
+  std::atomic<uint64_t> expiry;      // Unix seconds; 0 if the page never expires
+  std::atomic<uint64_t> epoch;       // epoch of the page on disk; 0 for a page in host memory
   std::atomic<uint64_t> spare;
 };
 static_assert(sizeof(BoardRow) == 64 && std::atomic<uint64_t>::is_always_lock_free,
@@ -33,12 +33,12 @@ static_assert(sizeof(BoardRow) == 64 && std::atomic<uint64_t>::is_always_lock_fr
 struct BoardHeader {
   std::atomic<uint64_t> magic;
   std::atomic<uint64_t> slots;
-  std::atomic<uint64_t> ring;     // its places, a power of two
-  std::atomic<uint64_t> head;     // changes so far; change n is at place n % ring
-  std::atomic<uint64_t> retired;  // 1: the weights are no longer those that the unit's card names
+  std::atomic<uint64_t> ring;     // number of places in the ring, a power of two
+  std::atomic<uint64_t> head;     // number of changes so far; change n is at place n % ring
+  std::atomic<uint64_t> retired;  // 1 if the unit has other weights now than those that its card states
 };
 
-// The content of a row at one time.
+// What a row said at one time.
 struct RowFacts {
   BlockKey key{};
   uint32_t group = 0;
@@ -48,30 +48,30 @@ struct RowFacts {
   uint64_t epoch = 0;
 };
 
-// The parts of a board in memory that `SlotBoard` made.
+// Pointers to the parts of a board in shared memory.
 struct BoardParts {
   BoardHeader* header;
   std::atomic<uint32_t>* ring;
   BoardRow* rows;
 };
 
-// Unit: changes. A reader that looks every 20 ms overruns it only if more than 800,000 pages change per
-// second.
+// Unit: changes. The number of places in the ring. A reader that reads the ring every 20 ms misses changes
+// only if there are more than 800,000 per second.
 inline constexpr uint64_t kRingChanges = uint64_t{1} << 14;
-// Begins every board.
+// The first 8 bytes of every finished board.
 inline constexpr uint64_t kBoardMagic = 0x3130445242564B46;  // "FKVBRD01", little-endian
 
 int64_t board_bytes(uint64_t slots);
 BoardParts board_parts(std::byte* base);
 
-// Reads a row that its owner may be changing. Returns nothing if it names no page or was changed meanwhile;
-// sets `version` to that of the row read.
+// Reads a row that its owner may be changing. Returns nothing if the row shows no page or changed meanwhile.
+// Sets `version` to the row's version before the read.
 std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version);
 
-// The writer's side. Not thread-safe.
+// A board as its owner writes it. Not thread-safe.
 class SlotBoard : public SlotListener {
  public:
-  // Throws CapacityError.
+  // Makes a board on which no slot shows a page. Throws CapacityError if its memory cannot be allocated.
   explicit SlotBoard(uint32_t slots);
 
   uint32_t slots() const { return slots_; }
@@ -79,18 +79,21 @@ class SlotBoard : public SlotListener {
   int64_t bytes() const { return file_.bytes(); }
   std::byte* base() const { return file_.base(); }
 
-  // The slot may be written from now on. Call before any op that writes it is submitted.
+  // Withdraws the slot's page, because the slot may be written from now on. Must be called before any op that
+  // writes the slot is submitted.
   void begin(uint32_t slot) override;
-  // Records what `publish` will say about slots that `begin` has opened. Throws BlockRangeError.
+  // Records what `publish` will show of the pages in these slots. Precondition: the slots show no page.
+  // Throws BlockRangeError if the board does not have a slot.
   void note(std::span<const int32_t> slots, std::span<const uint32_t> tokens,
             std::span<const uint64_t> generations, std::span<const uint64_t> expiries, uint64_t epoch);
-  // The slot holds this page, and is not written until the next `begin`.
+  // Shows that the slot holds this page. Nothing may write the slot until the next `begin`. Does nothing
+  // after `retire`.
   void publish(uint32_t slot, uint32_t group, const BlockKey& key) override;
-  // Withdraws the page. A reader that is copying it finds the version changed.
+  // Withdraws the slot's page. A reader that is copying the page finds the version changed.
   void withdraw(uint32_t slot) override;
   // Withdraws all pages.
   void clear() override;
-  // Makes every reader leave permanently.
+  // Withdraws all pages, publishes none from then on, and tells readers in the header that they should stop.
   void retire();
 
  private:
