@@ -35,10 +35,10 @@ from flexkv.config import TransferConfig, load_config
 from flexkv.transfer.ways_file import this_key, write_ways
 
 PARTS = ("lanes", "latency", "beside", "torch", "small", "transform", "events", "disk")
-"""Parts of the measurement, in order: the lanes, their cost to the engine, then the methods that they are compared
-with."""
+"""Parts of the measurement, in the order in which they run: the lanes, what the lanes cost the engine, then the methods
+with which the lanes are compared."""
 MAX_DEVICE = (1 << 31) - 1
-"""Largest device number that the native core takes."""
+"""Largest device number that the native core accepts."""
 
 
 @click.group()
@@ -47,10 +47,10 @@ def command() -> None:
 
 
 def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Checks before the measurement, which takes minutes, that its result can be written.
+    """Returns `path` if a file can be written there. This is checked first, because the measurement takes minutes.
 
     Raises:
-        BadParameter: no file can be written there.
+        BadParameter: no file can be written at `path`, or a picture's name does not end in .png.
     """
     if path is None:
         return None
@@ -260,7 +260,7 @@ def _small_copies(device: int | None, bench: TransferBench) -> list[ComparisonRo
 
 @contextmanager
 def _doing(console: Console, what: str) -> Iterator[None]:
-    """Shows the current step, with a spinner on a terminal and as a line elsewhere, for example in a log."""
+    """Shows `what`, the current step: beside a spinner on a terminal, and as a line elsewhere, for example in a log."""
     if console.is_terminal:
         with console.status(what):
             yield
@@ -270,7 +270,7 @@ def _doing(console: Console, what: str) -> Iterator[None]:
 
 
 def _need_matplotlib() -> None:
-    """Raises UsageError where matplotlib is not installed."""
+    """Raises UsageError if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`flexkv config`: shows the settings, and where each value came from."""
+"""`flexkv config`: shows the settings and where each value came from, and prints their reference and sample files."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def sample(name: str) -> None:
 
 
 def show_value(row: SettingRow) -> str:
-    """The value as a person reads it."""
+    """Returns a setting's value as text for people: "unset" for None, sizes also in binary units."""
     if row.value is None or row.value == ():
         return "unset"
     if isinstance(row.value, tuple):
         if all(isinstance(item, str) for item in row.value):
             return os.pathsep.join(row.value)
-        return json.dumps(row.value)  # lists of token ids
+        return json.dumps(row.value)  # not strings, so lists of token ids
     if row.value == "":
         return '""'
     if isinstance(row.value, bool):
@@ -85,7 +85,7 @@ def show_value(row: SettingRow) -> str:
 
 
 def markdown_reference() -> str:
-    """The settings, aliases and other variables as Markdown tables; docs/configuration.md holds this text."""
+    """Returns the settings, aliases and other variables as Markdown tables. docs/configuration.md has this text."""
     lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
     for row in FlexKVConfig().rows():
         lines.append(f"| `{row.key}` | `{row.environment_name}` | {show_value(row)} | {row.description} |")

@@ -29,7 +29,7 @@ from flexkv.storage.weights_name import read_weights
 DAY_S = 86_400
 
 NAME_DIGITS = 16
-"""Hex digits that a table shows of the name of weights."""
+"""Number of leading hex digits of the weights' digest that the table shows."""
 
 UNLISTED_EXIT_CODE = 1
 KEPT_EXIT_CODE = 1
@@ -111,9 +111,10 @@ def drop(folder: Path, name: str, yes: bool) -> int:
 
 
 def _agreed(unit: Path) -> bool:
-    """
+    """Asks the user whether to delete the unit's folder, and returns the answer.
+
     Raises:
-        click.Abort: there was no answer, which stderr says.
+        click.Abort: the user gave no answer; a line on stderr says so.
     """
     try:
         return click.confirm(f"delete {unit}?")
@@ -177,8 +178,10 @@ def _groups_text(groups: object) -> str:
 
 
 def _last_used(unit: Path) -> int:
-    """Unix seconds. Leaves out files that a running unit deletes meanwhile (its log, a new epoch), and those that this
-    user may not look at."""
+    """Returns when a file of the unit's folder was last written, in Unix seconds; 0 if none can be looked at.
+
+    Skips files that a running unit deletes meanwhile, such as its log, and files that this user may not look at.
+    """
     last = 0.0
     with contextlib.suppress(FileNotFoundError, PermissionError):
         for path in unit.iterdir():

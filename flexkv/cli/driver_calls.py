@@ -6,14 +6,14 @@ from typing import Any
 
 
 class DriverRefused(Exception):
-    """A call of the driver did not succeed; names it and the code."""
+    """Raised if a call of the CUDA driver fails. The text has the call's name and its error code."""
 
 
 def done(answer: tuple[Any, ...], call: str) -> Any:
-    """The value that a call returned after its code; None if there is none.
+    """Returns the value that follows the error code in a call's answer; None if no value follows.
 
     Raises:
-        DriverRefused: the code is not 0.
+        DriverRefused: the error code is not 0.
     """
     code, *values = answer
     if code != 0:

@@ -66,7 +66,7 @@ def _show(console: Console, report: FsckReport) -> None:
             f"{slab.stale} stale, {len(slab.orphans)} orphans, {len(slab.damaged)} damaged, "
             f"{len(slab.missing)} missing"
         )
-        if len(report.slabs) + len(slab.groups) > 2:  # a slab with one group alone has said it all
+        if len(report.slabs) + len(slab.groups) > 2:  # for one slab with one group, the line above says it
             for group in slab.groups:
                 console.print(f"    group {group.group} ({group.rule}, {group.format_id}): {group.good} good")
         _name(console, slab)

@@ -1,4 +1,4 @@
-"""Facts about this machine's GPUs from NVIDIA's own bindings, where the extra `flexkv[gpu]` is installed."""
+"""Facts about this machine's GPUs, read through NVIDIA's Python bindings, which the extra `flexkv[gpu]` installs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexkv.cli.driver_calls import DriverRefused, done
 from flexkv.cli.package_facts import Facts
 
 PACKAGES = ("cuda-bindings", "cuda-pathfinder")
-"""Packages of the extra."""
+"""Packages that the extra `flexkv[gpu]` installs."""
 HOW = "pip install cuda-bindings cuda-pathfinder (the extra flexkv[gpu])"
 NAME_BYTES, ADDRESS_BYTES = 256, 32
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -24,14 +24,14 @@ ATTRIBUTES = {
     "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
-"""Key in the facts -> attribute of the driver that tells how copies can go."""
+"""Key in a device's facts -> the driver attribute with its value. These attributes decide how copies can be made."""
 
 
 def gpu_facts() -> Facts:
-    """Versions of the extra's packages, and each device's attributes.
+    """Returns the versions of the extra's packages, and each device's attributes.
 
     `reason` says why `devices` is empty: the extra is missing, there is no driver, or the driver returned an error.
-    This call is the first to load the extra.
+    The extra's packages are imported here and not before, because the rest of `flexkv info` works without them.
     """
     versions = {name: _version(name) for name in PACKAGES}
     facts: Facts = {"packages": versions, "devices": [], "reason": ""}
@@ -46,7 +46,7 @@ def gpu_facts() -> Facts:
     except DriverRefused as error:
         return facts | {"reason": str(error)}
     except RuntimeError as error:  # the bindings found no libcuda; their message is long
-        from flexkv import c_ext  # here, because these facts are also collected without a native core
+        from flexkv import c_ext  # imported here, because a build may lack the native core
 
         return facts | {
             "reason": "no NVIDIA driver" if not c_ext.cuda_info()["driver"] else str(error).strip()
@@ -54,14 +54,15 @@ def gpu_facts() -> Facts:
 
 
 def devices(driver: Any) -> list[Facts]:
-    """Name, memory, PCI address, BAR1 and ATTRIBUTES of every device. Attributes that the driver does not know are
-    None.
+    """Returns the name, memory in bytes, PCI address, BAR1 size in bytes and ATTRIBUTES of every device. An attribute
+    that the driver does not know is None.
 
     Args:
-        driver: `cuda.bindings.driver`.
+        driver: the module `cuda.bindings.driver`.
 
     Raises:
-        DriverRefused: a call did not succeed. RuntimeError: there is no driver.
+        DriverRefused: a call of the driver failed.
+        RuntimeError: there is no driver.
     """
     done(driver.cuInit(0), "cuInit")
     found = []
@@ -83,8 +84,8 @@ def devices(driver: Any) -> list[Facts]:
 
 
 def bar_bytes(pci: str, devices: Path = PCI_DEVICES) -> int:
-    """The largest window of a PCI device's memory on the bus, in bytes: an NVIDIA GPU's BAR1, through which disks reach
-    it. 0 if the kernel does not say."""
+    """Returns the size in bytes of the largest window that a PCI device has on the bus. For an NVIDIA GPU this is BAR1,
+    through which disks reach its memory. 0 if the kernel does not list the device's windows."""
     try:
         lines = (devices / pci.lower() / "resource").read_text().splitlines()
     except OSError:
@@ -94,7 +95,7 @@ def bar_bytes(pci: str, devices: Path = PCI_DEVICES) -> int:
 
 
 def words(facts: Facts) -> str:
-    """Describes one device in a line."""
+    """Describes one device in one line."""
 
     def known(key: str) -> object:
         return "?" if facts[key] is None else facts[key]

@@ -1,4 +1,4 @@
-"""Hints on what to change on a machine so that flexkv runs better, each with the command."""
+"""Hints on what to change on a machine so that flexkv runs faster, each with the command that makes the change."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ class Machine:
     """The facts on which the hints depend.
 
     Attributes:
-        private_pages, shared_pages: the kernel's settings for huge pages of private and of shared memory.
-        huge_page_bytes: 0 if there are none.
-        huge_pages_free: reserved huge pages that are unused.
+        private_pages, shared_pages: the kernel's settings for transparent huge pages in private and in shared memory,
+            such as "madvise".
+        huge_page_bytes: size of a huge page; 0 if the kernel has none.
+        huge_pages_free: number of reserved huge pages that are unused.
         host_bytes: size of the host tier with the current settings.
         uring_refusal: why io_uring cannot be used; empty if it can.
-        has_gpu: an NVIDIA driver is loaded.
-        with_cuda: the native core was built with a CUDA toolkit.
+        has_gpu: whether an NVIDIA driver is loaded.
+        with_cuda: whether the native core was built with a CUDA toolkit.
     """
 
     private_pages: str
@@ -35,7 +36,7 @@ def gpu_driver_is_loaded(root: Path = Path("/")) -> bool:
 
 
 def hints(machine: Machine) -> list[str]:
-    """One line per hint: the fact, its cost, and the command that changes it."""
+    """Returns one line per hint: what was found, what it costs, and the command that changes it."""
     found = []
     if machine.private_pages == "never":
         found.append(

@@ -58,11 +58,11 @@ def _print(facts: Facts) -> None:
         console.print(f"warning: another package provides `flexkv` here: {words}", soft_wrap=True)
     for kind in ("problem", "hint"):
         for words in facts[f"{kind}s"]:
-            console.print(f"{kind}: {words}", soft_wrap=True)  # commands stay whole for copying
+            console.print(f"{kind}: {words}", soft_wrap=True)  # unbroken, so that commands can be copied
 
 
 def rows(facts: Facts) -> dict[str, str]:
-    """The facts as text, one named row for each."""
+    """Returns the facts as text: name of a row -> what it says."""
     package = facts["flexkv"]
     found = {"flexkv": f"{package['version']} from {package['folder']}", "python": facts["python"]}
     if facts["native_core"] is None:
@@ -118,7 +118,7 @@ def _cufile_words(cufile: Facts) -> str:
 
 
 def copy_ways_words(ways: Facts) -> str:
-    """Which table of ways the GPUs' copies use, and where it comes from."""
+    """Says for each GPU which runs its kernel copies instead of the copy engine, and which table decides that."""
     said = []
     for table in ways["tables"]:
         if table["refused"]:
@@ -139,7 +139,8 @@ def copy_ways_words(ways: Facts) -> str:
 
 
 def gds_pool_words(pool: Facts) -> str:
-    """Describes which pools go through staging between disk and GPU although their blocks are contiguous."""
+    """Says for which GPUs' pools pages pass through a staging buffer between disk and GPU although each block of the
+    pool is contiguous."""
     if pool["register_pool"] == "off":
         return "not registered with cuFile: gds.register_pool is off"
     said = [f"gds.register_pool {pool['register_pool']}"]

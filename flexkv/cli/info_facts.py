@@ -1,4 +1,4 @@
-"""The findings of `flexkv info` as plain data; the keys are documented and do not change. Needs the native core."""
+"""What `flexkv info` finds out, as plain data whose keys are documented and do not change. Needs the native core."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         ConfigError: the model's configuration cannot be read.
     """
     memory = read_memory()
-    # Which bytes in a folder belong to the engine depends on its model, which is not known here: all count as the
-    # engine's.
+    # Which bytes in a folder belong to an engine depends on the engine's model. The model is not known here, so all
+    # bytes count as the engine's.
     lost = folder_faults(config, held_bytes, _whole_slots(config.disk))
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
@@ -91,7 +91,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
 
 
 def machine_facts(memory: MemoryState) -> Facts:
-    """CPUs, memory and huge pages."""
+    """Returns facts about CPUs, memory and huge pages."""
     return {
         "cpus": {"usable": len(os.sched_getaffinity(0)), "total": os.cpu_count()},
         "memory": {
@@ -110,10 +110,10 @@ def machine_facts(memory: MemoryState) -> Facts:
 
 
 def copy_ways_facts(settings: TransferConfig) -> Facts:
-    """Which table of ways each GPU's copies use, and where it comes from.
+    """Returns for each GPU the table that decides which runs the kernel copies instead of the copy engine.
 
-    `kernel_below_bytes` is None for the built-in table, and for one that is refused; "all" stands for runs of every
-    length.
+    `kernel_below_bytes` has the limit for loads and for stores: the kernel copies shorter runs. "all" means runs of
+    every length. It is None for the built-in table, and for a table that is refused.
     """
     tables = []
     for device in range(c_ext.cuda_info()["device_count"]):
@@ -129,10 +129,10 @@ def copy_ways_facts(settings: TransferConfig) -> Facts:
 
 
 def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
-    """For each GPU, the largest pool of contiguous blocks that can be registered with cuFile.
+    """Returns for each GPU the size of the largest pool of contiguous blocks that can be registered with cuFile.
 
-    `most_bytes` is None if it is not known. The driver of cuFile is not opened for this; at an engine's start flexkv
-    raises cuFile's own limit to the GPU's memory.
+    `most_bytes` is None if the size of the GPU's BAR1 is unknown. cuFile's own limit is not read, which would open
+    cuFile's driver: when an engine starts, flexkv raises that limit to the GPU's memory.
     """
     limits = [
         {
@@ -146,10 +146,11 @@ def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
 
 
 def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str]) -> Facts:
-    """The tiers with the current settings and one rank. `bytes` is None if a host tier is impossible.
+    """Returns facts about the tiers with the current settings and one rank. The host tier's `bytes` is None if no host
+    tier is possible.
 
     Args:
-        lost: folders that cannot be used, and why.
+        lost: folder that cannot be used -> why not.
     """
     huge = memory.huge_page_bytes * memory.huge_pages_free
     host_bytes: int | None = None
@@ -169,10 +170,11 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str
 
 
 def _whole_slots(disk: DiskConfig) -> WholeSlots:
-    """Rounds down to whole slots of the unit with the largest ones in the folders, for the same reason."""
+    """Returns a function that rounds bytes down to whole slots. The engine's slot size is not known here, so it takes
+    the largest slots of all units in the folders."""
     largest = 1
     for unit in (unit for folder in disk.folders for unit in unit_folders(Path(folder))):
-        with contextlib.suppress(DiskError):  # fsck names damaged headers
+        with contextlib.suppress(DiskError):  # `flexkv fsck` reports damaged headers
             largest = max(
                 largest, sum(read_header(str(slab)).slot_bytes for slab in unit.glob("group*.slab"))
             )
@@ -184,7 +186,7 @@ def _folder(folder: str, faults: Mapping[str, str]) -> Facts:
     there = nearest_there(path)
     try:
         total, _, free = shutil.disk_usage(there)
-    except OSError:  # `fault` names it
+    except OSError:  # the entry's `fault` says why
         free, total = 0, 0
     units = [unit for unit in unit_folders(path) if unit != path] if there == path and path.is_dir() else []
     return {
@@ -200,7 +202,7 @@ def _folder(folder: str, faults: Mapping[str, str]) -> Facts:
 
 
 def machine_hints(facts: Facts) -> list[str]:
-    """Hints about this machine."""
+    """Returns the hints about this machine."""
     huge = facts["huge_pages"]
     return hints(
         Machine(
@@ -217,7 +219,7 @@ def machine_hints(facts: Facts) -> list[str]:
 
 
 def folder_hints(disk: DiskConfig) -> list[str]:
-    """Unusual facts about folders that can still be used."""
+    """Returns hints about disk folders that can be used, but are set up in an unusual way."""
     found = [
         f"{' and '.join(map(str, roots))} lie on one file system, which striping over them does not make faster"
         for roots in shared_file_systems(disk)
@@ -239,13 +241,13 @@ def folder_hints(disk: DiskConfig) -> list[str]:
 
 
 def mode_hints(config: FlexKVConfig) -> list[str]:
-    """The load mode's requirements on the engine, which `flexkv info` cannot check."""
+    """Returns what the load mode requires of the engine, as a hint, because `flexkv info` cannot check it."""
     mode = config.load.mode
     return [] if mode == "async" else [f"load.mode={mode}: {STEP_LOADS_NEED}"]
 
 
 def _mode(path: str) -> str:
-    """The word in brackets of a kernel setting such as "always [madvise] never"."""
+    """Returns the word in brackets of a kernel setting such as "always [madvise] never": the value in force."""
     try:
         words = Path(path).read_text().split()
     except OSError:

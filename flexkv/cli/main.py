@@ -34,7 +34,7 @@ USAGE_EXIT_CODE = 2
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported on use, so that `flexkv config` does not pay for the others."""
+    """A group that imports a command when it is used, so that `flexkv config` does not import all other commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -64,9 +64,10 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns its exit code.
+    """Runs the command line and returns its exit code.
 
-    Reports flexkv's own errors, a missing native core, and output that cannot be written as messages, with exit code 2.
+    If flexkv raises one of its own errors, the native core is missing, or output cannot be written, prints a message
+    and returns 2.
     """
     try:
         with checked_output():
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     except FlexKVError as error:
         return _say(str(error))
     except ImportError as error:
-        # `from flexkv import c_ext` names the package, `import flexkv.c_ext` the module.
+        # After `from flexkv import c_ext`, the error has the package's name; after `import flexkv.c_ext`, the module's.
         if error.name not in ("flexkv", "flexkv.c_ext"):
             raise
         return _say(
@@ -97,7 +98,7 @@ def _say(message: str) -> int:
 
 
 def run() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     sys.exit(main())
 
 

@@ -1,4 +1,4 @@
-"""Bytes that one token of a model takes in the cache, from its configuration, to size tiers before a start."""
+"""Computes from a model's configuration how many bytes a token takes in the cache, to size tiers before a start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BLOCK_TOKENS = 16
 """The block size that engines choose on a GPU unless they are configured otherwise."""
 SLOT_MULTIPLE_BYTES = 4096
 MOST_LAYERS = 10_000
-"""More than any model has; a damaged number would take all memory."""
+"""Most layers that are accepted: no model has as many, and a damaged, larger number would exhaust memory."""
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SEEN = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers that see a limited number of tokens, and the name of that number in a configuration."""
+"""Kind of layer that sees a limited number of tokens -> the configuration key with that number."""
 STATES = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "conv_L_cache")
-"""Names in the configurations of models with recurrent states that do not name each layer's kind."""
+"""Configuration keys that show recurrent states in models whose configuration does not list each layer's kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ class ModelSize:
     """The bytes that a token of a model takes in the cache, and the tokens of its longest prompt.
 
     Attributes:
-        token_bytes: bytes of K and V, or of the latent, in all layers, in the weights' dtype. For layers that see only
-            a window or a chunk, only its bytes count, spread over the longest prompt.
+        token_bytes: bytes of K and V, or of MLA's latent, in all layers, in the weights' dtype. If a layer sees only a
+            window or a chunk, its bytes are those of the window or chunk, spread over the longest prompt.
+        prompt_tokens: tokens of the longest prompt.
     """
 
     token_bytes: int
@@ -39,9 +40,10 @@ class ModelSize:
 
     @classmethod
     def of(cls, folder: Path) -> ModelSize:
-        """
+        """Reads `config.json` in the model's folder.
+
         Raises:
-            ConfigError: there is no configuration, or it does not say what a token takes.
+            ConfigError: there is no such file, or it does not say how many bytes a token takes.
         """
         file = folder / "config.json"
         try:
@@ -89,7 +91,7 @@ class ModelSize:
         return PromptLimit(self.prompt_tokens, "max_position_embeddings")
 
     def host_tier(self, host_bytes: int) -> TierCapacity:
-        """The host tier that this much memory gives."""
+        """Returns how much of this model a host tier of `host_bytes` bytes can hold."""
         block_bytes = -(-BLOCK_TOKENS * self.token_bytes // SLOT_MULTIPLE_BYTES) * SLOT_MULTIPLE_BYTES
         return TierCapacity(
             "host tier", host_bytes // block_bytes, (KvGroup(BLOCK_TOKENS),), block_bytes, "host.bytes"
@@ -101,7 +103,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
     if kinds is None:
         if named := [name for name in STATES if name in config]:
             raise KeyError(f"{named[0]} is of a model with recurrent states, and nothing tells their size")
-        # Families with `use_sliding_window` may have it off; in others, a window is that of all layers.
+        # In model families with `use_sliding_window` the window may be off. In others it applies to all layers.
         sliding = config.get("sliding_window") is not None and "use_sliding_window" not in config
         return ["sliding_attention" if sliding else "full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
@@ -110,7 +112,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _seen_tokens(config: dict[str, Any], kind: Any, longest: int) -> int:
-    """Tokens that a layer keeps of the longest prompt for a hit on all of it."""
+    """Returns how many tokens of the longest prompt a layer must keep so that all of the prompt can be a hit."""
     if kind == "full_attention":
         return longest
     if kind not in SEEN:
@@ -119,10 +121,11 @@ def _seen_tokens(config: dict[str, Any], kind: Any, longest: int) -> int:
 
 
 def _count(config: dict[str, Any], name: str, most: int = MAX_COUNT) -> int:
-    """
+    """Returns the number `name` of the configuration.
+
     Raises:
-        KeyError: it is missing.
-        TypeError: it is not a whole number from 1 to `most`.
+        KeyError: the configuration has no `name`.
+        TypeError: its value is not a whole number from 1 to `most`.
     """
     value = config[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:

@@ -1,4 +1,4 @@
-"""Turns a failed write to standard output into a separate error, because a command whose output is lost has failed."""
+"""Turns a failed write to standard output into a separate error, because a command has failed if its output is lost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class OutputError(Exception):
-    """Standard output cannot be written: its disk is full, its reader has gone, or it is closed."""
+    """Raised if standard output cannot be written: its disk is full, its reader has exited, or it is closed."""
 
 
 class CheckedOutput:
-    """A text stream whose failed writes raise OutputError, so that they differ from those of other files.
+    """A text stream whose failed writes raise OutputError, so that they differ from failed writes to other files.
 
-    OutputError is not an OSError, because click and rich end the process by themselves at a broken pipe.
+    OutputError is not an OSError, because click and rich catch the OSError of a broken pipe and end the process.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -36,14 +36,14 @@ class CheckedOutput:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Checks standard output within the block, and flushes it at the end. Characters that its encoding lacks are
-    written as escapes.
+    """Checks writes to standard output within the `with` block, and flushes it at the end. Characters that its encoding
+    lacks are written as escapes.
 
     Raises:
-        OutputError: something could not be written.
+        OutputError: some output could not be written.
     """
     stream: Any = sys.stdout
-    if stream is None:  # as Python starts with a closed descriptor
+    if stream is None:  # Python sets None if it starts with descriptor 1 closed
         raise OutputError("standard output is closed")
     if stream.errors == "strict":  # a locale's encoding may lack a character of a path or a setting
         stream.reconfigure(errors="backslashreplace")
@@ -53,7 +53,7 @@ def checked_output() -> Iterator[None]:
         yield
         checked.flush()
     except OutputError:
-        # The rest in its buffer would fail again when the interpreter ends.
+        # The stream's buffer still has text, whose write would fail again when the interpreter exits.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
         raise

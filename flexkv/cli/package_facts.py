@@ -1,4 +1,4 @@
-"""The version of flexkv and the build of its native core; works without a native core."""
+"""The version of flexkv and the build of its native core. Works even if the native core is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Facts = dict[str, Any]
 
 
 def package_facts() -> Facts:
-    """Facts about the package and the build of its native core; `native_core` is None if that is missing."""
+    """Returns facts about the package and its native core. `native_core` and `cuda` are None if the core is missing."""
     facts: Facts = {
         "flexkv": {
             "version": flexkv.__version__,

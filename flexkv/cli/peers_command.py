@@ -1,4 +1,5 @@
-"""`flexkv peers`: with whom this machine's units of this user share pages, what was served, and why not."""
+"""`flexkv peers`: shows which units the user's units on this machine share pages with, how many pages were copied or
+missed, and why units do not share."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from flexkv.peers.runtime_folder import is_same_user, read_cards, runtime_folder
 from flexkv.peers.watch import ASK_STATUS, MOST_FILES
 
 ANSWER_S = 5.0
-"""How long a unit may take to answer."""
+"""Seconds that a unit may take to answer."""
 
 SILENT_EXIT_CODE = 1
 
@@ -77,7 +78,8 @@ def _print(units: list[dict[str, Any]]) -> None:
 
 
 def ask_units(folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Each unit's answer. For a unit that does not answer within `deadline_s` seconds: its card, and `error`."""
+    """Returns each unit's status. If a unit does not answer within `deadline_s` seconds, its entry is its card and an
+    `error`."""
     return [_ask(folder, unit, facts, deadline_s) for unit, facts in read_cards(folder)]
 
 

@@ -26,19 +26,19 @@ from flexkv.remote.settings import store_options
 
 FAILED_EXIT_CODE = 1
 DEADLINE_S = 5.0
-"""Deadline of a question; a library's call may take a few seconds more."""
+"""Deadline of a question to the store. The client library's call may take a few seconds more."""
 SPARE_S = 30.0
-"""A job that takes this much longer than it should is ended."""
+"""A job in a separate process is ended if it takes this many seconds longer than expected."""
 MOST_BENCH_BYTES = 4 << 30
 MOST_NAMES = 1000
-"""Names per command: each value is read, or removed, as a whole."""
+"""Most names per command, because the command reads or removes the value of each."""
 
 KEY = re.compile(r"[0-9a-f]{32}")
 PREFIX = re.compile(r"flexkv/[0-9]{1,4}/[0-9a-f]{32}/[0-9]{1,9}/?")
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that all of these commands have."""
+    """Adds the options that all commands of `flexkv remote` have."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
         click.option(
@@ -221,10 +221,11 @@ def drop(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str |
 
 
 def full_names(names: Sequence[str], prefix: str | None) -> list[str]:
-    """The names of values, each given whole or as a key behind `prefix`.
+    """Returns the complete names of values, each once. A name may be given completely, or as the key that follows
+    `prefix`.
 
     Raises:
-        ConfigError: a name is not one of flexkv's.
+        ConfigError: the prefix or a name is not one of flexkv's, or there are more than `MOST_NAMES` names.
     """
     if prefix is not None and PREFIX.fullmatch(prefix) is None:
         raise ConfigError(f"--prefix={prefix!r}: allowed is flexkv/1/OWNER/GROUP, as names of values begin")
@@ -244,9 +245,10 @@ def full_names(names: Sequence[str], prefix: str | None) -> list[str]:
 
 
 def _size(text: str) -> int:
-    """
+    """Returns the bytes that `--bytes` gives.
+
     Raises:
-        ConfigError: it is not a size.
+        ConfigError: `text` is not a size.
     """
     try:
         return int(str(parse_size(text)))
@@ -255,7 +257,8 @@ def _size(text: str) -> int:
 
 
 def _options(extra: str | None) -> StoreOptions:
-    """
+    """Returns the options with which a client of the remote tier's store is made.
+
     Raises:
         ConfigError: a setting is not allowed, or there is no remote tier.
     """

@@ -63,9 +63,10 @@ def command(
 
 
 def number(value: float) -> float:
-    """
+    """Returns `value`.
+
     Raises:
-        BadParameter: it is NaN, which lies in any range.
+        BadParameter: `value` is NaN, which click accepts in any range.
     """
     if math.isnan(value):
         raise click.BadParameter("nan is not in the range 0<=x<=1.")
@@ -74,7 +75,7 @@ def number(value: float) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings: thousands of ops fail on purpose."""
+    """Silences warnings within the `with` block, because the simulation makes thousands of ops fail on purpose."""
     logger = get_logger("flexkv")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Tables whose cells stay whole, so that a path or a name can be copied from them and `grep` finds it."""
+"""Prints tables whose cells are never wrapped, so that a path or a name can be copied from them and `grep` finds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDEST = 10_000
 
 
 def print_table(table: Table) -> None:
-    """Prints the table as wide as its cells are; a narrower terminal breaks the lines itself."""
+    """Prints the table as wide as its cells need. A narrower terminal wraps the lines itself."""
     console = Console(markup=False, highlight=False)
     wanted = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
     Console(markup=False, highlight=False, width=max(console.width, wanted)).print(table)

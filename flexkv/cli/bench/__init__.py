@@ -1,1 +1,1 @@
-"""The measurements of `flexkv bench`: the lanes, and the baselines for each of them."""
+"""The measurements of `flexkv bench`: the transfer lanes, and the methods with which each lane is compared."""

@@ -1,4 +1,4 @@
-"""Measures the rate that a folder's disk reaches by itself, with several large reads of one file at a time."""
+"""Measures the rate that a folder's disk reaches without flexkv's lanes: several large reads of one file at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CALL_BYTES = 2 << 20
-"""Bytes per read: long enough that the cost of a call does not show."""
+"""Bytes per read: enough that the cost of a call does not count."""
 THREADS = 8
-"""Reads under way at once; NVMe disks reach their rate at 2 MiB with fewer."""
+"""Reads in flight at once. NVMe disks reach their full rate with fewer reads of 2 MiB."""
 
 
 class BareReads:
-    """A file of whole calls in `folder`, and the threads that read it, bypassing the page cache.
+    """A file in `folder`, and the threads that read it. They bypass the page cache if the file system allows it.
 
     Args:
-        total_bytes: size of the file, rounded down to whole calls, but at least one call.
+        total_bytes: size of the file, rounded down to a multiple of `CALL_BYTES`, but at least `CALL_BYTES`.
 
     Raises:
-        OSError: the folder has no space, or cannot be written.
+        OSError: the folder's file system is full, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path, total_bytes: int) -> None:
@@ -60,7 +60,7 @@ class BareReads:
             buffer.close()
 
     def _read(self, buffer: mmap.mmap, turns: itertools.count[int]) -> None:
-        # next() of a count is atomic, so the threads share it.
+        # next() of an itertools.count is atomic, so all threads take their numbers from one count.
         while (number := next(turns)) < self.calls:
             got = os.preadv(self._fd, [buffer], number * CALL_BYTES)
             if got != CALL_BYTES or buffer[0] != number % 251:
@@ -68,7 +68,7 @@ class BareReads:
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
-    """The file's descriptor, and whether its reads bypass the page cache, which some file systems refuse."""
+    """Opens the file. Returns its descriptor and whether reads bypass the page cache: some file systems refuse that."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT), True
     except OSError:

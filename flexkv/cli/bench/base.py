@@ -1,14 +1,14 @@
-"""The comparisons of `flexkv bench transfer`: one row per comparison, including those that cannot run here."""
+"""The comparisons of `flexkv bench transfer`: one row per comparison, including those that cannot run on a machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PAGE_LAYERS = 80
-"""Layers of the pages that are moved from disk, and through the layout transform."""
+"""Layers of the pages that the measurements of the disk and of the layout transform move."""
 
 PAGE_RUN_BYTES = (4096, 16384, 65536)
-"""Lengths of one layer's K or V of one block of these pages."""
+"""Measured lengths of a run in these pages, in bytes. A run is one block's K or V in one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,15 @@ class ComparisonRow:
     """One comparison.
 
     Attributes:
-        what: the method measured. gbps: 1e9 bytes per second, median; None if the method did not run or has no rate.
-        calls: I/O or driver calls of one round; None if they are not counted.
-        p99_ms: 99th percentile of single copies, milliseconds; None for other methods.
+        what: the measured method.
+        run_bytes: length of a run; 0 if the method did not run.
+        gbps: 1e9 bytes per second, median; None if the method did not run or has no rate.
+        calls: I/O or driver calls per round; None if they are not counted.
+        p99_ms: 99th percentile of single copies in milliseconds; None if the method does not time single copies.
         path: what moved the bytes; empty if nothing ran.
-        multiprocessors: multiprocessors that it takes from the engine's kernels.
-        share: share of the rate that `note` names; None if there is none to compare with.
-        note: the conditions of the number, or why there is none.
+        multiprocessors: multiprocessors that the method takes from the engine's kernels.
+        share: the rate, divided by the rate that `note` states; None if there is no rate to compare with.
+        note: the conditions of the measurement, or why there is none.
     """
 
     what: str

@@ -1,7 +1,7 @@
-"""Measures what copies by flexkv's lanes cost the engine's own work: `flexkv bench transfer --part beside`.
+"""Measures how much flexkv's copies slow down the engine's own work: `flexkv bench transfer --part beside`.
 
-A round measures each kind of work first alone and then during each kind of copies, so both measurements of a pair have
-equal clocks and temperature. A row is the median of its pairs.
+A round measures each kind of work first alone and then during each kind of copies. So both measurements of a pair are
+made at similar clock rates and temperatures. A row is the median of its pairs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from flexkv.transfer.graph import OpKind
 RUN_BYTES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 LAYERS = 32
 POOL_BYTES = 512 << 20
-"""Least size of a GPU's pool: each of six ops that share no block has 85 MiB, a prompt of some thousand tokens."""
+"""Smallest pool on a GPU. Up to six ops are in flight and share no block, so each moves 85 MiB, the KV of a prompt of a
+few thousand tokens."""
 PAIRS = 5
 SECONDS = 40.0
-"""For all rows together, if the caller gives no time."""
+"""Seconds for all rows together, if the caller does not choose them."""
 SHARES = {"decoding step": 0.4, "large product": 0.25, "small D2H": 0.2, "small H2D": 0.15}
-"""How the kinds of work share the time of a set of windows: those whose 99th percentile needs more samples get more."""
+"""Share of each kind of work in the time of a set of windows, larger if its 99th percentile needs more samples."""
 PAUSE_SHARE = 0.12
-"""Share of a set's time that passes until its copies are under way, and until the last has ended."""
+"""Share of a set's time that passes until its first copy has finished, and while its last copies finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,23 @@ COPY_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class BesideRow:
-    """One work beside one kind of copies.
+    """One kind of work during one kind of copies.
 
     Attributes:
-        direction: H2D, D2H or both at once.
-        layerwise: the loads were moved layer by layer.
-        path: the path of most of the bytes meanwhile; `path_bytes` has all.
+        direction: "H2D", "D2H" or "both" at once.
+        layerwise: whether loads were moved layer by layer.
+        run_bytes: length of a run; 0 if nothing was measured.
+        path: the path that copied most of the bytes. `path_bytes` has the bytes of every path.
         multiprocessors: multiprocessors that the path takes.
-        alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: over all its windows together, milliseconds; None if
-        nothing was measured.
-        factor: the median beside copies over the median alone: the median of the pairs. `factor_least` and
-            `factor_most` are the least and the greatest factor of a pair.
-        load_gbps, store_gbps: 1e9 bytes per second meanwhile, the median of the pairs; None for a direction that did
-            not run.
+        alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: percentiles of the work's time over all windows, alone
+            and during copies, in milliseconds; None if nothing was measured.
+        factor: the work's median time during copies divided by its median time alone: the median over all pairs.
+            `factor_least` and `factor_most` are the smallest and the largest factor of a pair.
+        load_gbps, store_gbps: rate of the copies in 1e9 bytes per second, median over all pairs; None for a direction
+            that did not run.
         pairs: number of pairs.
-        pinned: whether the GPU had registered or refused all host memory.
-        note: why it was not measured, or on what it was measured.
+        pinned: whether the GPU had registered, or refused to register, all host memory.
+        note: why nothing was measured, or that plain memory was measured.
     """
 
     work: str
@@ -96,7 +98,7 @@ class BesideRow:
 
 @dataclass(slots=True)
 class _Pairs:
-    """The windows of one work beside one kind of copies, and those alone before them."""
+    """The times of one kind of work in the windows during one kind of copies, and in the windows alone before them."""
 
     alone: list[NDArray[np.float64]] = field(default_factory=list)
     beside: list[NDArray[np.float64]] = field(default_factory=list)
@@ -107,14 +109,15 @@ class _Pairs:
 def beside_rows(
     device: int | None, total_bytes: int, settings: TransferConfig, seconds: float
 ) -> Iterator[list[BesideRow]]:
-    """Yields the rows of each length of run in turn, all within about `seconds`.
+    """Yields the rows of each run length in turn, and takes about `seconds` for all of them.
 
     Args:
-        device: None for plain memory, where a CPU computes.
-        total_bytes: size of the pool; a GPU's has `POOL_BYTES` at least.
+        device: the CUDA device; None for plain memory and work on the CPU.
+        total_bytes: size of the pool. A pool on a GPU has at least `POOL_BYTES`.
 
     Raises:
-        CapacityError: there is not enough memory. ContractError: a copy failed.
+        CapacityError: there is not enough memory.
+        ContractError: a copy failed.
     """
     ends_s = time.monotonic() + seconds
     work = make_engine_work(device)
@@ -144,7 +147,7 @@ def _rows_of(
     pairs = {(kind, name): _Pairs() for kind in kinds for name in (*WORKS, LAUNCH)}
     moved: dict[CopyKind, dict[str, int]] = {kind: {} for kind in kinds}
     sets = PAIRS * (1 + len(kinds))
-    for name in WORKS:  # the first time of each work is slow
+    for name in WORKS:  # each kind of work is slow when it first runs
         work.run(name, 0.0, _nothing)
     for done in range(PAIRS):
         set_s = _share_s(until_s, sets - done * (1 + len(kinds)))
@@ -168,7 +171,7 @@ def _rows_of(
 
 
 def _measure_beside(copies: OpStream, work: EngineWork, set_s: float) -> dict[str, Window]:
-    """Measures every work while the copies run; they have ended when it returns."""
+    """Measures every kind of work while the copies run, then waits for the copies to finish."""
     ends_s = time.monotonic() + DRAIN_S
     while copies.ended_ops < 1:
         copies.keep()
@@ -181,7 +184,7 @@ def _measure_beside(copies: OpStream, work: EngineWork, set_s: float) -> dict[st
 
 
 def _share_s(until_s: float, sets: int) -> float:
-    """Seconds for the windows in each of the `sets` remaining sets."""
+    """Returns the seconds for the windows of one set if `sets` sets remain until `until_s`."""
     return max(0.0, until_s - time.monotonic()) / sets * (1.0 - PAUSE_SHARE)
 
 
@@ -229,7 +232,7 @@ def _row(
 
 
 def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[np.float64]]) -> list[float]:
-    """For each pair, the median during copies over the median alone."""
+    """Returns for each pair the median time during copies divided by the median time alone."""
     return [
         float(np.median(with_copies) / np.median(without))
         for without, with_copies in zip(alone, beside, strict=True)
@@ -237,4 +240,4 @@ def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[
 
 
 def _nothing() -> None:
-    """Does nothing between two measurements of a work that runs alone."""
+    """Called between two repetitions of a work that runs alone, where no copies have to be kept going."""

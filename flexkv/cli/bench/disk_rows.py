@@ -1,4 +1,4 @@
-"""Measures every way to move pages from disk to the engine's pool: `flexkv bench transfer --folder`."""
+"""Measures every method that moves pages from disk to the engine's pool: `flexkv bench transfer --folder`."""
 
 from __future__ import annotations
 
@@ -56,21 +56,22 @@ def disk_rows(
     repeats: int,
     settings: TransferConfig,
 ) -> list[ComparisonRow]:
-    """Reads the same pages in each way in turn, each into a pool with the layout of that way.
+    """Reads the same pages with each method in turn, into a pool with the layout that the method needs.
 
     Args:
-        device: the CUDA device that holds the pools; None for plain memory.
+        device: the CUDA device with the pools; None for plain memory.
         multiprocessors: multiprocessors of the device; 0 for plain memory.
-        folder: a folder on the disk to be measured; files made in it are removed.
-        total_bytes: bytes moved per read; every geometry moves at least two pages.
-        settings: the ways that the device's lane may take.
+        folder: a folder on the disk to be measured. Files that are made in it are removed.
+        total_bytes: bytes moved per read. For every run length at least two pages are moved.
+        settings: the copy paths that the device's lane may use.
 
     Raises:
-        ConfigError: the folder or the device cannot be used. CapacityError: there is not enough memory or space.
+        ConfigError: the folder or the device cannot be used.
+        CapacityError: there is not enough memory or disk space.
     """
     rows = []
     for run_bytes in PAGE_RUN_BYTES:
-        # At least two: in a pool of one block the layers are contiguous, so it would be block-first.
+        # At least two pages: in a pool of one block all layers are contiguous, which is the block-first layout.
         pages = max(2, total_bytes // (PAGE_LAYERS * KV * run_bytes))
         with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
             ways = _DiskWays(Path(made), device, multiprocessors, run_bytes, pages, settings)
@@ -83,14 +84,14 @@ def disk_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to read the pages.
+    """One method of reading the pages into the engine's pool.
 
     Attributes:
-        once: seconds of one round.
-        count: calls so far.
-        path: what moved the bytes, and the multiprocessors it takes; called after the rounds.
-        note: the conditions of the number; also called after the rounds, because cuFile's calls show how it reached a
-            file.
+        once: runs one round and returns its seconds.
+        count: returns the number of I/O calls so far.
+        path: returns what moved the bytes, and the multiprocessors that this takes; called after all rounds.
+        note: returns the conditions of the measurement; called after all rounds, because cuFile shows only in its calls
+            how it reaches a file.
     """
 
     what: str
@@ -101,7 +102,7 @@ class _Way:
 
 
 class _DiskWays:
-    """A disk tier of `pages` pages that are written once, and an engine for each way to read them."""
+    """A disk tier of `pages` pages, which are written once, and a transfer engine for each method of reading them."""
 
     def __init__(
         self,
@@ -158,9 +159,9 @@ class _DiskWays:
             for way in (bare, *ways):
                 before, taken = way.count(), way.once()
                 calls[way.what] = way.count() - before
-                if number:  # the first round touches memory and starts threads
+                if number:  # round 0 touches memory and starts threads, so it does not count
                     seconds[way.what].append(taken)
-        # Takes the best round, because a limit that one of the ways exceeds would not be a limit.
+        # Takes the best round: a rate that one of the methods exceeds would not be the disk's limit.
         limit = self._bare.bytes / min(seconds[bare.what]) / 1e9
         cached = "" if self._bare.direct else ", through the page cache: the file system refuses O_DIRECT"
         rows = [
@@ -194,7 +195,7 @@ class _DiskWays:
         return rows
 
     def _through_lane(self, what: str, *, staged: bool, block_first: bool) -> _Way:
-        """The way by the lane between disk and pool."""
+        """Returns the method that reads with the lane between disk and the engine's pool."""
         gds = load_config().gds
         lane = make_gds_lane(self._unit.slab_map(), 0, self._device, gds, use_staged_transfer=staged)
         engine = self._engine(lane, block_first)
@@ -209,7 +210,7 @@ class _DiskWays:
         )
 
     def _through_host_way(self) -> _Way:
-        """The way by the disk tier's lane to host memory, and by the copy lane from there."""
+        """Returns the method that reads to host memory with the disk tier's lane, and copies from there."""
 
         def path() -> tuple[str, int]:
             backends = ", ".join(sorted({backend for _, _, backend, _ in self._disk_lane.states()}))
@@ -232,7 +233,7 @@ class _DiskWays:
         self._pool.close()
 
     def _engine(self, lane: c_ext.Lane, block_first: bool) -> TransferEngine:
-        """An engine with a pool of its own: [run][block], or [block][run]."""
+        """Makes a transfer engine with a separate pool: [block][run] if `block_first`, otherwise [run][block]."""
         total = self._pages * self._stripe
         if self._device is None:
             memory = np.zeros(total + 4096, np.uint8)
@@ -292,18 +293,21 @@ def _io_calls(lane: c_ext.GdsLane) -> int:
 
 
 def _path_of(lane: c_ext.GdsLane, multiprocessors: int) -> tuple[str, int]:
-    """The way that all pages of all rounds have taken, by what the lane has counted, and the multiprocessors that it
-    takes: those of the layout transform, which also checks digests in the pool where no byte is transformed.
+    """Returns the path that the pages of all rounds took, which the lane has counted, and its multiprocessors.
+
+    Multiprocessors are taken by the layout transform's kernel. It also checks the digests of pages whose bytes need no
+    transform, so they count if the lane launched any kernel.
 
     Args:
-        multiprocessors: those of a transform; 0 for plain memory.
+        multiprocessors: multiprocessors that a transform takes; 0 for plain memory.
     """
     totals = lane.totals
     return path_of_totals(totals), multiprocessors if totals["launches"] else 0
 
 
 def path_of_totals(totals: c_ext.GdsTotals) -> str:
-    """ "direct" only if every byte of every page went directly between disk and pool."""
+    """Returns a word for the path. It is "direct" only if every byte of every page went directly between disk and pool,
+    and "not known" if cuFile does not say whether its calls went through another buffer."""
     if not totals["straight_pages"]:
         return "staged"
     if totals["straight_pages"] < totals["pages"]:

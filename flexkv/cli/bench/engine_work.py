@@ -1,4 +1,4 @@
-"""An engine's work on its device while flexkv copies: a decoding step, a large product, small copies."""
+"""The work that an engine does on its device while flexkv copies: a decoding step, a large product, small copies."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from flexkv.cli.bench.torch_baseline import SMALL_BYTES, load_torch
 
 STEP, PRODUCT, SMALL_D2H, SMALL_H2D = "decoding step", "large product", "small D2H", "small H2D"
 LAUNCH = "launch calls of a step"
-"""Not a separate work, but the time until the calls of `STEP` return."""
+"""Not a kind of work, but a second time of `STEP`: until its calls return."""
 WORKS = (STEP, PRODUCT, SMALL_D2H, SMALL_H2D)
 STEP_LAYERS = 64
 STEP_ROWS, STEP_WIDTH = 64, 4096
-"""Shape of the activations of a step's layers: on an H200 64 such layers take 0.6 ms, a small model's step."""
+"""Shape of the activations in a decoding step. On an H200, 64 such layers take 0.6 ms, like a step of a small model."""
 PRODUCT_SIZE = 8192
-"""Rows and columns of the large product: a prefill's, 1.6 ms on an H200."""
+"""Rows and columns of the large product, which is like a prefill's. It takes 1.6 ms on an H200."""
 PLAIN_STEP_ROWS, PLAIN_STEP_WIDTH, PLAIN_PRODUCT_SIZE = 4, 64, 256
-"""The same for plain memory, where a CPU computes them."""
+"""The shape of a step and the size of the product for plain memory, where a CPU computes."""
 FEWEST = 3
-"""Times that a work is done in a window at least, however short that is."""
+"""Fewest repetitions of a work in a window, however short the window is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The times of one kind of work that was repeated.
+    """The times of one kind of work, which was repeated n times.
 
     Attributes:
-        begin_s, end_s: readings of `time.perf_counter`.
-        times_ms: float64 [n]: each time from the work's first call until its stream reached its end.
-        launch_ms: float64 [n]: each time until the work's calls had returned.
+        begin_s, end_s: when the window began and ended, by `time.perf_counter`.
+        times_ms: float64 [n]: milliseconds from the work's first call until the device had finished the work.
+        launch_ms: float64 [n]: milliseconds from the work's first call until all its calls had returned.
     """
 
     begin_s: float
@@ -48,11 +48,11 @@ class EngineWork:
     """An engine's work in torch, on a separate stream; use as a context manager, in one thread.
 
     Args:
-        torch: the module, built with CUDA where `device` is one.
-        device: None for plain memory.
+        torch: the module torch; it must be built with CUDA unless `device` is None.
+        device: the CUDA device; None for plain memory.
 
     Attributes:
-        stream: number of the stream; None for plain memory.
+        stream: handle of the CUDA stream; None for plain memory.
     """
 
     def __init__(self, torch: Any, device: int | None) -> None:
@@ -78,7 +78,7 @@ class EngineWork:
         """Repeats one of `WORKS` for `seconds`, and at least `FEWEST` times.
 
         Args:
-            between: called before each time, outside of the measured time.
+            between: called before each repetition, outside the measured time.
         """
         calls, wait, clock = self._calls[work], self._wait, time.perf_counter
         taken: list[tuple[float, float]] = []
@@ -165,7 +165,7 @@ class EngineWork:
 
 
 def make_engine_work(device: int | None) -> EngineWork | str:
-    """The work, or why there is none."""
+    """Makes an engine's work. If that is impossible, returns the reason instead."""
     torch = load_torch()
     if torch is None:
         return "torch is not installed"
@@ -175,4 +175,4 @@ def make_engine_work(device: int | None) -> EngineWork | str:
 
 
 def _nothing() -> None:
-    """A CPU's work has ended when its call returns."""
+    """Waits for nothing, because work on the CPU is finished when its call returns."""

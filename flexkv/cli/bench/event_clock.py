@@ -1,4 +1,4 @@
-"""Measures time by the GPU's own clock: events in a stream, by NVIDIA's bindings (the extra `flexkv[gpu]`)."""
+"""Measures time with the GPU's own clock: events in a stream, through NVIDIA's Python bindings (`flexkv[gpu]`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class EventClock:
     """A separate stream on a device, with two events in it; use as a context manager, in one thread.
 
     Args:
-        driver: `cuda.bindings.driver`.
+        driver: the module `cuda.bindings.driver`.
 
     Raises:
-        DriverRefused: a call did not succeed, in any method. RuntimeError: there is no driver.
+        DriverRefused: a call of the driver failed. All methods may raise it.
+        RuntimeError: there is no driver.
     """
 
     def __init__(self, driver: Any, device: int) -> None:
@@ -27,7 +28,7 @@ class EventClock:
             made.callback(lambda: done(driver.cuDevicePrimaryCtxRelease(number), "cuDevicePrimaryCtxRelease"))
             done(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
             made.callback(lambda: done(driver.cuCtxPopCurrent(), "cuCtxPopCurrent"))
-            # Not tied to the default stream, which waits for other streams.
+            # Non-blocking, because the default stream and other streams wait for each other.
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self.stream = done(driver.cuStreamCreate(flags), "cuStreamCreate")
             made.callback(lambda: done(driver.cuStreamDestroy(self.stream), "cuStreamDestroy"))
@@ -49,15 +50,15 @@ class EventClock:
         self._made.close()
 
     def start(self) -> None:
-        """Records the first point, after the work that is in the stream so far."""
+        """Records the first event, after the work that is in the stream so far."""
         self._record(0)
 
     def stop(self) -> None:
-        """Records the second point."""
+        """Records the second event, after the work that is in the stream so far."""
         self._record(1)
 
     def seconds(self) -> float:
-        """Seconds between the two points. Waits until the stream has reached the second."""
+        """Waits until the stream has reached the second event. Returns the seconds between the two events."""
         done(self._driver.cuEventSynchronize(self._events[1]), "cuEventSynchronize")
         return float(done(self._driver.cuEventElapsedTime(*self._events), "cuEventElapsedTime")) / 1e3
 

@@ -1,4 +1,4 @@
-"""Times loads by the GPU's own clock, without the time that this process takes to notice their end."""
+"""Times loads with the GPU's own clock, without the time until this process notices that a load has finished."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flexkv.cli.driver_calls import DriverRefused
 
 WHAT = "load, by CUDA events"
 RUNS = (32 << 10, 256 << 10, 1 << 20)
-"""Lengths of run that have goals."""
+"""Run lengths for which docs/gpu-results.md has goals."""
 
 
 def event_rows(device: int | None, bench: TransferBench) -> list[ComparisonRow]:
-    """A row for each of RUNS; if the GPU, the extra or the driver is missing, a single row that says so."""
+    """Returns a row for each of RUNS. If the GPU or the extra is missing, returns a single row that says so."""
     if device is None:
         return [ComparisonRow(WHAT, "H2D", 0, note="not measured: no GPU")]
     try:
@@ -32,7 +32,7 @@ def measure(driver: Any, device: int, bench: TransferBench) -> list[ComparisonRo
             for run_bytes in RUNS:
                 found = bench.loads_by_events(run_bytes, clock)
                 if found is None:
-                    continue  # a block has more bytes than are moved
+                    continue  # one block has more bytes than the measurement moves
                 gbps, path, multiprocessors = found
                 rows.append(
                     ComparisonRow(

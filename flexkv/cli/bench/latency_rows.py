@@ -1,4 +1,4 @@
-"""Measures how long loads and stores take from submit to end, and their CPU time: `--part latency`."""
+"""Measures how long single loads and stores take, and the CPU time of many: `flexkv bench transfer --part latency`."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGrap
 RUN_BYTES = (4 << 10, 32 << 10)
 BLOCKS = (1, 16, 256, 1024)
 POOL_BYTES = 512 << 20
-"""Least size of a GPU's pool: 1,024 blocks of the longer runs, scattered over twice as many."""
+"""Smallest pool on a GPU. With the longer runs it has twice the 1,024 blocks of the largest op, which lie scattered."""
 TIMES = 60
-"""Measurements of each op, after a few that are left out."""
+"""Measurements of each op, after `WARM_UP` repetitions that do not count."""
 WARM_UP = 5
 LONGEST_S = 1.0
-"""Seconds for one row; where copies are slower, it has fewer measurements."""
+"""Seconds after which a row ends, even if it has fewer than `TIMES` measurements."""
 BUSY_S = 0.5
-"""Seconds over which the CPU time of a full link, or of an idle process, is taken."""
+"""Seconds over which CPU time is measured, while copies run without a pause or while the process is idle."""
 BUSY_KINDS = (("loads", OpKind.H2D), ("stores", OpKind.D2H))
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """One op, repeated while nothing else runs.
+    """One kind of op, repeated while nothing else runs. All times begin when `submit` is called.
 
     Attributes:
         what: "load by layer" or "store".
-        path: the path of most of the bytes; `multiprocessors` that it takes.
-        p50_us, p99_us: from `submit` until `wait` returned, microseconds.
-        submit_us: time until `submit` returned, p50.
-        first_layer_us: time until the first layer's `wait_layer` returned, p50; None for stores.
-        gbps: 1e9 bytes per second, by the p50.
+        path: the path that copied most of the bytes.
+        multiprocessors: multiprocessors that the path takes.
+        p50_us, p99_us: microseconds until `wait` returned.
+        submit_us: microseconds until `submit` returned, median.
+        first_layer_us: microseconds until `wait_layer` returned for the first layer, median; None for stores.
+        gbps: 1e9 bytes per second, computed from `p50_us`.
         times: number of measurements.
+        pinned: whether the GPU had registered, or refused to register, all host memory.
     """
 
     what: str
@@ -71,9 +73,11 @@ class ProcessorRow:
     """CPU time of the whole process.
 
     Attributes:
-        what: "loads" or "stores" without a pause, or "idle": an engine that has moved pages and now moves nothing.
+        what: "loads" or "stores" that follow each other without a pause, or "idle" after these.
+        path: the path that copied most of the bytes; empty if idle.
         cores: CPU seconds per second, all threads together.
-        gbps: 1e9 bytes per second meanwhile.
+        gbps: rate of the copies in 1e9 bytes per second; 0.0 if idle.
+        pinned: whether the GPU had registered, or refused to register, all host memory.
     """
 
     what: str
@@ -87,13 +91,15 @@ class ProcessorRow:
 def latency_rows(
     device: int | None, total_bytes: int, settings: TransferConfig
 ) -> Iterator[tuple[list[LatencyRow], list[ProcessorRow]]]:
-    """Yields the rows of each length of run in turn.
+    """Yields the rows of each run length in turn.
 
     Args:
-        total_bytes: size of the pool; a GPU's has `POOL_BYTES` at least. Ops that do not fit are left out.
+        total_bytes: size of the pool. A pool on a GPU has at least `POOL_BYTES`. Ops with more blocks than the pool are
+            left out.
 
     Raises:
-        CapacityError: there is not enough memory. ContractError: a copy failed.
+        CapacityError: there is not enough memory.
+        ContractError: a copy failed.
     """
     size = total_bytes if device is None else max(total_bytes, POOL_BYTES)
     memory = np.zeros(size, np.uint8) if device is None else c_ext.DeviceMemory(device, size)
@@ -176,7 +182,8 @@ def _latency(
 def _busy(
     engine: TransferEngine, what: str, kind: OpKind, run_bytes: int, blocks: int, pinned: bool
 ) -> ProcessorRow:
-    """CPU time while ops follow each other without a pause; this thread sleeps until one ends and submits the next."""
+    """Measures CPU time while ops follow each other without a pause. This thread sleeps until an op has finished, then
+    submits the next one."""
     before = path_bytes(engine)
     copies = OpStream(
         engine,
@@ -202,7 +209,7 @@ def _busy(
 
 
 def _idle(run_bytes: int, pinned: bool) -> ProcessorRow:
-    """CPU time of the process while its engine has nothing to do."""
+    """Measures the process's CPU time while its transfer engine has nothing to do."""
     begin_s, used_s = time.perf_counter(), time.process_time()
     time.sleep(BUSY_S)
     seconds, used_s = time.perf_counter() - begin_s, time.process_time() - used_s

@@ -15,24 +15,24 @@ from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 
 OUTSTANDING = 3
-"""Ops per direction that are submitted and have not ended: one moves, one follows, one is planned."""
+"""Ops in flight per direction: one is being copied, one follows it at once, and one is being planned."""
 DRAIN_S = 30.0
-"""Seconds until the last op must have ended."""
+"""Seconds for which `OpStream.drain` waits for the last op."""
 
 
 class OpStream:
-    """Keeps `OUTSTANDING` ops per direction submitted, whenever `keep` is called.
+    """Keeps `OUTSTANDING` ops per direction in flight, if the caller calls `keep` often enough.
 
-    The caller calls it between two of its own measurements, in its own thread: a second Python thread would hold the
-    interpreter's lock while a measurement waits for it, and that cost would be taken for the lane's.
+    The caller calls `keep` between two of its own measurements, in its own thread. A second Python thread would hold
+    the interpreter's lock while a measurement waits for it, and that cost would look like a cost of the lane.
 
     Args:
-        engine: has a view of group 0 with `blocks` blocks, and as many slots.
+        engine: a transfer engine that has a view of group 0 with `blocks` blocks, and as many host slots.
         kinds: H2D, D2H or both.
-        blocks: blocks of the engine's pool. Ops under way share none.
-        page_bytes: bytes of a block, all layers.
-        layerwise: loads are moved layer by layer.
-        stream: the engine's stream, after whose work ops begin; None for plain memory.
+        blocks: number of blocks in the engine's pool. Ops in flight share no block.
+        page_bytes: bytes of a block in all layers.
+        layerwise: whether loads are moved layer by layer.
+        stream: the CUDA stream after whose work ops begin; None for plain memory.
     """
 
     def __init__(
@@ -62,14 +62,15 @@ class OpStream:
 
     @property
     def ended_ops(self) -> int:
-        """Number of ended ops in the direction in which the fewest have ended."""
+        """Number of finished ops in the direction in which the fewest have finished."""
         return min(len(ended) for ended in self._ended.values()) - 1
 
     def keep(self) -> None:
-        """Counts the ops that have ended, and submits the same number of new ones.
+        """Polls finished ops, then submits new ones until `OUTSTANDING` per direction are in flight, or fewer if the
+        pool has too few blocks.
 
         Raises:
-            ContractError: a copy failed.
+            ContractError: a copy failed, or a queue was full.
         """
         self._count()
         for kind, parts in self._parts.items():
@@ -78,10 +79,10 @@ class OpStream:
                 self._submit(kind, parts)
 
     def drain(self) -> None:
-        """Waits until all of its ops have ended.
+        """Waits until all submitted ops have finished.
 
         Raises:
-            ContractError: some op has not ended after `DRAIN_S`, or a copy failed.
+            ContractError: an op has not finished after `DRAIN_S` seconds, or a copy failed.
         """
         ends_s = time.monotonic() + DRAIN_S
         for _, _, ticket in list(self._under_way.values()):
@@ -93,10 +94,10 @@ class OpStream:
             self._count()
 
     def wait_one(self, deadline_s: float) -> None:
-        """Sleeps until the op that was submitted first has ended, for at most `deadline_s` seconds.
+        """Sleeps until the oldest op in flight has finished. Returns at once if none is in flight.
 
         Raises:
-            ContractError: it has not ended by then.
+            ContractError: the op has not finished after `deadline_s` seconds.
         """
         for _, _, ticket in self._under_way.values():
             if not self._engine.wait(ticket, deadline_s):
@@ -104,10 +105,11 @@ class OpStream:
             return
 
     def gbps(self, kind: OpKind, begin_s: float, end_s: float) -> float | None:
-        """1e9 bytes per second between two points of `time.perf_counter`; None for a direction that does not run.
+        """Returns the rate in 1e9 bytes per second between two readings of `time.perf_counter`; None for a direction
+        that does not run.
 
-        Bytes are counted when their op ends, and count as moved evenly since the end before it. Call it after `drain`,
-        so that the last op counts.
+        An op's bytes count as moved evenly between the end of the op before it and its own end. Call this after
+        `drain`, so that the last op counts.
         """
         if kind not in self._ended:
             return None

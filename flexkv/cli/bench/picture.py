@@ -12,7 +12,7 @@ KIB = 1 << 10
 
 
 def draw(rows: Sequence[TransferRow], compared: Sequence[ComparisonRow], path: Path) -> None:
-    """Draws GB/s by length of run: the lanes, and the methods that they are compared with.
+    """Draws two charts of GB/s over run length: the lanes, and the methods with which the lanes are compared.
 
     Raises:
         ImportError: matplotlib is not installed.

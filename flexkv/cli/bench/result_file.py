@@ -1,7 +1,7 @@
-"""The JSON of `flexkv bench transfer`, rewritten after every group of rows, so that an interrupted run keeps its
-measurements.
+"""The JSON file of `flexkv bench transfer`. It is rewritten after every group of rows, so that an interrupted run keeps
+its measurements.
 
-A device or a pipe, such as /dev/stdout, is never replaced: each time it gets all results so far, as one line.
+A device or a pipe, such as /dev/stdout, is not replaced. Instead, all results so far are written to it as one line.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flexkv.cli.bench.transfer_bench import TransferRow
 
 
 class ResultFile:
-    """The results so far.
+    """All results so far, in memory and in a file.
 
     Args:
         path: the file to write, or a link to it; None keeps the results only in memory.
-        facts: facts before the first measurement.
+        facts: what is known before the first measurement, such as the device and the options.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
@@ -70,12 +70,12 @@ class ResultFile:
             "processor": self.processor,
         }
         self._content |= {name: [asdict(row) for row in rows] for name, rows in kinds.items()}
-        # Opened by its own name: a pipe under /proc has a target that is not a path.
+        # Opens it under the given name, because a link under /proc to a pipe has a target that is not a path.
         if self._path.exists() and not self._path.is_file():
             with self._path.open("w") as stream:
                 stream.write(json.dumps(self._content) + "\n")
             return
-        # Replaces the last file atomically: a reader always sees a complete file, even after a loss of power.
+        # Replaces the previous file atomically: a reader always sees a complete file, even after a loss of power.
         path = self._path.resolve()
         beside = path.with_name(f".{path.name}.part")
         with beside.open("w") as file:

@@ -66,7 +66,7 @@ def comparison_table(rows: list[ComparisonRow]) -> Table:
 
 
 def beside_table(rows: list[BesideRow]) -> Table:
-    """The table of what copies cost an engine's work."""
+    """Returns the table that shows how much copies slow down an engine's work."""
     pairs = max((row.pairs for row in rows), default=0)
     notes = "; ".join(dict.fromkeys(row.note for row in rows if row.note))
     title = f"an engine's work beside copies, median of {pairs} pairs (alone, beside)"
@@ -109,7 +109,7 @@ def beside_table(rows: list[BesideRow]) -> Table:
 
 
 def latency_table(rows: list[LatencyRow]) -> Table:
-    """The table of single loads and stores."""
+    """Returns the table of single loads and stores."""
     table = Table(title="from submit to end, us; nothing beside")
     headings = ("op", "run", "blocks", "path", "p50", "p99", "submit", "first layer", "GB/s", "times")
     for heading in headings:
@@ -131,7 +131,7 @@ def latency_table(rows: list[LatencyRow]) -> Table:
 
 
 def processor_table(rows: list[ProcessorRow]) -> Table:
-    """The table of the process's CPU time."""
+    """Returns the table of the process's CPU time."""
     table = Table(title="CPU time of the process while copies follow each other without a pause")
     for heading in ("copies", "run", "path", "cores", "GB/s"):
         table.add_column(heading, justify="left" if heading == "copies" else "right")

@@ -1,6 +1,6 @@
-"""How an engine would copy blocks without flexkv, in torch; and small copies that run beside a store.
+"""Measures how an engine would copy blocks with torch alone, and how long small copies take while a store runs.
 
-The one module outside the adapters that imports torch, and only for measurements.
+Outside the adapters and blending, this is the only module that imports torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flexkv.cli.bench.base import ComparisonRow
 
 SMALL_BYTES = 4096
 SMALL_COPIES = 2000
-"""Enough for a 99th percentile; about 0.2 s of small copies at most."""
+"""Number of small copies, enough for a 99th percentile. The pauses between them take 0.2 s."""
 PAUSE_S = 1e-4
-"""Seconds between small copies: an engine makes one per step, not one after the other."""
+"""Seconds between small copies, because an engine makes one per step and not one directly after the other."""
 
 
 def load_torch() -> Any | None:
-    """torch, or None if it is not installed."""
+    """Returns the module torch, or None if it is not installed."""
     try:
         import torch
     except ImportError:
@@ -32,8 +32,8 @@ def load_torch() -> Any | None:
 
 
 def both_ways_limit_gbps(device: int, total_bytes: int, repeats: int) -> float | None:
-    """Rate (1e9 bytes per second) of two contiguous copies at once, one in each direction, of `total_bytes` together;
-    None without torch.
+    """Measures two contiguous copies at once, one in each direction, of `total_bytes` together. Returns their rate in
+    1e9 bytes per second; None if torch is missing or cannot use CUDA.
     """
     torch = load_torch()
     if torch is None or not torch.cuda.is_available():
@@ -64,7 +64,8 @@ def both_ways_limit_gbps(device: int, total_bytes: int, repeats: int) -> float |
 def index_select_rows(
     device: int | None, run_sizes: tuple[int, ...], layers: int, total_bytes: int, repeats: int
 ) -> list[ComparisonRow]:
-    """Stores layer by layer by `index_select` of blocks and one copy of the result; loads by `index_copy_`."""
+    """Measures torch's copies. A store gathers each layer's blocks with `index_select`, and copies the result to host
+    memory. A load copies each layer to the device, and scatters it to the blocks with `index_copy_`."""
     torch = load_torch()
     what = "torch index_select + copy"
     if torch is None:
@@ -115,7 +116,8 @@ def index_select_rows(
 
 
 def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[ComparisonRow]:
-    """p99 of a 4 KiB device-to-host copy on a separate stream, first alone and then while `store` runs repeatedly."""
+    """Measures the p99 of a 4 KiB device-to-host copy on a separate stream, first alone, then while `store` runs again
+    and again in another thread."""
     what = "4 KiB copy, p99"
     if device is None:
         small, target = np.zeros(SMALL_BYTES, np.uint8), np.zeros(SMALL_BYTES, np.uint8)
@@ -145,7 +147,7 @@ def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[Compa
         try:
             while not ended.is_set():
                 store()
-        except BaseException as error:  # raised in the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             failures.append(error)
 
     storing = threading.Thread(target=keep_storing)

@@ -1,4 +1,4 @@
-"""The measurements of `flexkv bench transfer`."""
+"""Measures copies between an engine's pool and a host pool: the lanes of `flexkv bench transfer`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN_BYTES = tuple(4096 << i for i in range(11))
 
 LAYERS = 8
 STORE_RUN_BYTES = 1 << 20
-"""Run length of the store beside which other things are measured: long, so that the copy engine is busy."""
+"""Run length of the store beside which something else is measured. It is long, so that the copy engine is busy."""
 WAIT_S = 120.0
 NULL_STREAM = 0
 DIRECTIONS = {"H2D": OpKind.H2D, "D2H": OpKind.D2H}
@@ -34,18 +34,19 @@ DIRECTIONS = {"H2D": OpKind.H2D, "D2H": OpKind.D2H}
 
 @dataclass(frozen=True, slots=True)
 class TransferRow:
-    """One measurement.
+    """One measurement of a lane.
 
     Attributes:
-        path: how most of the bytes were copied.
-        path_bytes: bytes by each path, for all copies of this row; empty for plain memory.
-        pinned: the GPU took all of the host pool's slots, or refused some (`TransferBench` waits for either).
+        direction: "H2D", "D2H", or "both" at once.
+        path: the path that copied most of the bytes.
+        path_bytes: bytes that each path copied, over all copies of this row; empty for plain memory.
+        pinned: whether the GPU had registered, or refused to register, all slots of the host pool.
         multiprocessors: multiprocessors that the path takes from the engine's kernels.
-        gbps: 1e9 bytes per second, median; of both directions together where `direction` says so.
-        share_of_limit: share of one contiguous copy of the same bytes, or of one each way at once; None if that was not
-            measured.
-        share_of_one_way: ratio to the faster direction alone; None for one way.
-        single_calls_gbps: rate of the same bytes by one driver call per run; None without a GPU.
+        gbps: 1e9 bytes per second, median; for "both", of the two directions together.
+        share_of_limit: the rate divided by that of one contiguous copy of as many bytes, or for "both", of one copy
+            each way at once; None if that was not measured.
+        share_of_one_way: for "both", the rate divided by that of the faster direction alone; otherwise None.
+        single_calls_gbps: rate with one driver call per run; None without a GPU, and for "both".
     """
 
     run_bytes: int
@@ -61,19 +62,19 @@ class TransferRow:
 
 
 def copy_path(engine: TransferEngine) -> tuple[str, int]:
-    """The path of most bytes from host memory to the engine's pool, and the multiprocessors that it takes."""
+    """Returns the path that copied most of the engine's bytes, and the multiprocessors that it takes for loads."""
     return chosen_path(path_bytes(engine), "H2D")
 
 
 def path_bytes(engine: TransferEngine) -> dict[str, int]:
-    """Bytes that each path of the engine's GPU has copied; empty without a GPU."""
+    """Returns the bytes that each path of the engine's GPU has copied; empty without a GPU."""
     if engine.cuda_lane is None:
         return {}
     return {path: moved for path, _, moved, _ in engine.cuda_lane.counts()}
 
 
 def chosen_path(moved: Mapping[str, int], direction: str) -> tuple[str, int]:
-    """The path of most bytes, and the multiprocessors that it takes for "H2D", "D2H", or both."""
+    """Returns the path with the most bytes, and the multiprocessors that it takes for "H2D", "D2H" or "both"."""
     if not moved:
         return "cpu", 0
     path = max(moved, key=lambda name: moved[name])
@@ -89,10 +90,10 @@ def engine_of(
     lanes: Sequence[c_ext.Lane] = (),
     ways: CopyWays | None = None,
 ) -> TransferEngine:
-    """A transfer engine that copies on a GPU in the ways that the settings allow.
+    """Makes a transfer engine that may use the copy paths that the settings allow.
 
     Args:
-        ways: take the place of the settings' table.
+        ways: which runs the kernel copies, instead of the settings' table; None for that table.
     """
     return TransferEngine(
         lanes=lanes,
@@ -113,15 +114,18 @@ def pooled_engine(
     blocks: int,
     ways: CopyWays | None = None,
 ) -> Iterator[tuple[TransferEngine, bool]]:
-    """An engine between memory, as a layer-first pool, and a host pool of as many slots; and whether the GPU has taken
-    or refused all of these, before which it may not take the intended path.
+    """Yields a transfer engine between a layer-first pool at `base` and a host pool with as many slots as `blocks`.
+
+    Also yields whether the GPU has registered, or refused to register, all these slots. Before that, copies may not
+    use the intended path, so this waits for it for at most `WAIT_S`.
 
     Args:
-        base: address of the memory, on `device`; it has `layers` x `blocks` x `run_bytes` bytes.
+        base: address of the pool's memory on `device`, which has `layers` x `blocks` x `run_bytes` bytes.
         ways: see `engine_of`.
 
     Raises:
-        CapacityError: the host memory is not there. ContractError: it was not mapped in `WAIT_S`.
+        CapacityError: there is not enough host memory.
+        ContractError: the host memory was not mapped within `WAIT_S`.
     """
     page = run_bytes * layers
     segments = [
@@ -140,7 +144,7 @@ def pooled_engine(
         while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
             time.sleep(0.01)
         engine.attach_view(0, view, pool)
-        # The kernel reads only registered memory; a row that was measured before registration says so.
+        # The kernel copies only registered memory. A row that was measured before registration has `pinned` False.
         yield engine, device is None or pool.pinned_slots >= blocks
     finally:
         engine.close(WAIT_S)
@@ -148,15 +152,16 @@ def pooled_engine(
 
 
 class TransferBench:
-    """Copies `total_bytes` of layer-first blocks there and back for each length of run.
+    """Measures copies of `total_bytes` of layer-first blocks to and from a host pool, for each run length.
 
     Args:
-        device: CUDA device, or None for plain memory.
-        settings: the ways that the device's lane may take.
+        device: the CUDA device; None for plain memory.
+        settings: the copy paths that the device's lane may use.
         ways: see `engine_of`.
 
     Raises:
-        ConfigError: there is no such device, or no table for it. CapacityError: the memory is not there.
+        ConfigError: there is no such device, or the settings' table of copy paths is not valid for it.
+        CapacityError: there is not enough memory.
     """
 
     def __init__(
@@ -174,11 +179,11 @@ class TransferBench:
         self._ids = itertools.count(1)
         self._pinned = True
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
-        """Rates of one contiguous copy each way; also "both" if two at once were measured."""
+        """Rate of one contiguous copy, for "H2D" and "D2H". A caller may add "both": one copy each way at once."""
 
     @property
     def copies(self) -> dict[str, str]:
-        """The ways in which the GPU's lane copies, in words, by direction; empty without a GPU."""
+        """Direction -> description of how the GPU's lane copies; empty without a GPU."""
         if self._device is None:
             return {}
         engine = engine_of(self._device, self._settings, ways=self._ways)
@@ -194,18 +199,18 @@ class TransferBench:
         return 0 if self._device_memory is None else self._device_memory.multiprocessors
 
     def run(self) -> Iterator[list[TransferRow]]:
-        """Yields the rows of each length of run in turn."""
+        """Yields the rows of each run length in turn."""
         for run_bytes in RUN_BYTES:
             blocks = self._total // (run_bytes * LAYERS)
             if blocks >= 1:
                 yield self._measure(run_bytes, blocks)
 
     def _median(self, once: Callable[[], float]) -> float:
-        once()  # the first time touches memory and starts threads
+        once()  # the first call touches memory and starts threads
         return statistics.median(once() for _ in range(self._repeats))
 
     def _limit(self, direction: str) -> float:
-        """GB/s of one contiguous copy."""
+        """Measures the rate of one contiguous copy, in 1e9 bytes per second."""
         if self._device_memory is not None:
             memory = self._device_memory
             return (
@@ -214,7 +219,7 @@ class TransferBench:
                 / 1e9
             )
         assert self._memory is not None
-        # Written, because untouched pages all map to one page of zeros, which lies in the CPU's cache.
+        # Filled, because untouched pages all map to one page of zeros, which stays in the CPU's cache.
         other = np.full_like(self._memory, 1)
         source, target = (other, self._memory) if direction == "H2D" else (self._memory, other)
 
@@ -227,7 +232,7 @@ class TransferBench:
 
     @contextmanager
     def _engine(self, run_bytes: int, blocks: int) -> Iterator[TransferEngine]:
-        """An engine between the memory, as a layer-first pool, and a host pool of as many slots."""
+        """Yields a transfer engine between this measurement's memory, as a layer-first pool, and a host pool."""
         base = self._device_memory.address if self._device_memory is not None else self._memory.ctypes.data  # type: ignore[union-attr]
         with pooled_engine(self._device, self._settings, base, run_bytes, LAYERS, blocks, self._ways) as (
             engine,
@@ -246,10 +251,11 @@ class TransferBench:
             return rows
 
     def one_way_gbps(self, run_bytes: int) -> dict[str, float] | None:
-        """The rate of each direction alone, "H2D" and "D2H"; None if a block is larger than all bytes to move.
+        """Measures the rate of each direction alone, "H2D" and "D2H"; None if one block has more bytes than are moved.
 
         Raises:
-            ContractError: the GPU did not take the host pool's memory, without which the kernel copies nothing.
+            ContractError: in `WAIT_S` the GPU did not try to register all of the host pool, whose unregistered memory
+                the kernel cannot copy.
         """
         blocks = self._total // (run_bytes * LAYERS)
         if blocks < 1:
@@ -265,11 +271,12 @@ class TransferBench:
             }
 
     def loads_by_events(self, run_bytes: int, clock: EventClock) -> tuple[float, str, int] | None:
-        """GB/s of a layerwise load, measured between the stream's work before it and the stream's work after it, with
-        its path and multiprocessors; None if a block is larger than all bytes to move.
+        """Measures a layerwise load from the end of the stream's work before it to the start of the work after it.
+        Returns GB/s, the path and the path's multiprocessors; None if one block has more bytes than are moved.
 
         Raises:
             DriverRefused: the clock cannot be read.
+            ContractError: a copy failed.
         """
         blocks = self._total // (run_bytes * LAYERS)
         if blocks < 1:
@@ -299,7 +306,7 @@ class TransferBench:
 
     @contextmanager
     def storing(self) -> Iterator[Callable[[], None]]:
-        """Yields a function that stores all bytes once in runs of `STORE_RUN_BYTES`, for calls beside a measurement."""
+        """Yields a function that stores all bytes once, in runs of `STORE_RUN_BYTES`, for use beside a measurement."""
         run_bytes = min(STORE_RUN_BYTES, self._total // LAYERS)
         blocks = self._total // (run_bytes * LAYERS)
 
@@ -339,7 +346,7 @@ class TransferBench:
 
     def _transfer(self, engine: TransferEngine, kinds: list[OpKind], share: list[np.ndarray]) -> float:
         ops = tuple(
-            # One priority for both ways, because a store would otherwise pause for the load.
+            # Both directions have one priority, because a store of lower priority would pause for the load.
             TransferOp(OpId(next(self._ids)), kind, 0, Priority.LOAD, ids.copy(), ids.copy(), False)
             for kind, ids in zip(kinds, share, strict=True)
         )

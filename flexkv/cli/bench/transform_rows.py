@@ -1,4 +1,4 @@
-"""Measures the layout transform with digests, beside the device's own copy of as many bytes."""
+"""Measures the layout transform, which also computes digests, beside the device's own copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ HOST_DEVICE = -1
 def transform_rows(
     device: int | None, multiprocessors: int, total_bytes: int, repeats: int
 ) -> list[ComparisonRow]:
-    """Transforms slots into a layer-first pool, checking digests, and back, making them; on the multiprocessors that
-    transfers use and, on a GPU, on all `multiprocessors` of it.
+    """Measures the transform of slots into a layer-first pool, which checks digests, and back, which makes them.
+
+    Each direction runs on the multiprocessors that transfers use. On a GPU it also runs on all `multiprocessors`.
 
     Raises:
-        ConfigError: no such device. CapacityError: the memory is not there.
+        ConfigError: there is no such device.
+        CapacityError: there is not enough memory.
     """
     number = HOST_DEVICE if device is None else device
     beside_model = min(multiprocessors, c_ext.CUDA_THRESHOLDS["transform_multiprocessors"])

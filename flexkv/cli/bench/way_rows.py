@@ -1,5 +1,5 @@
-"""`flexkv bench transfer --save`: measures which way is faster for runs of each length on a GPU, and makes the table
-from that.
+"""`flexkv bench transfer --save`: measures for each run length how fast a GPU's kernel and its copy engine are, and
+makes the table for `transfer.ways_file`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from flexkv.transfer.ways_file import ALL_RUNS, CopyWays
 
 BY_KERNEL, BY_ENGINE = CopyWays(ALL_RUNS, ALL_RUNS), CopyWays(0, 0)
 ENGINE_LOADS_FROM = 0.95
-"""The copy engine, which costs the engine's kernels nothing, loads runs where it reaches this much of the kernel's
-rate."""
+"""The copy engine loads runs of a length at which it reaches this share of the kernel's rate, because it takes nothing
+from the inference engine's kernels."""
 KERNEL_STORES_FROM = 0.6
-"""The kernel stores runs where it reaches this much of the copy engine's rate: beside batches of stores an engine's
-steps take longer (docs/gpu.md). An H200's reaches 0.72."""
+"""The kernel stores runs of a length at which it reaches this share of the copy engine's rate, because batches of
+stores by the copy engine slow down the inference engine's steps (docs/gpu.md). An H200's kernel reaches 0.72."""
 
 ROUNDS = 3
-"""The best of this many rounds counts, some seconds apart: on a shared machine the link was seen to go at 0.6 of its
+"""Rounds of measurement, some seconds apart; the best rate counts. On a shared machine the link once had 0.6 of its
 rate for one length, and one such length decides the table."""
 
 
 class Rates(Protocol):
-    """The one method of `TransferBench` that this needs."""
+    """The one method of `TransferBench` that `way_rows` needs."""
 
     def one_way_gbps(self, run_bytes: int) -> dict[str, float] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WayRow:
-    """GB/s (1e9 bytes per second) of runs of one length in one direction, "H2D" or "D2H"."""
+    """Rates (1e9 bytes per second) of the kernel and the copy engine for one run length in one direction, "H2D" or
+    "D2H"."""
 
     run_bytes: int
     direction: str
@@ -42,10 +43,10 @@ class WayRow:
 
 
 def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
-    """Measures every length of run by the kernel and by the copy engine.
+    """Measures every run length with the kernel and with the copy engine.
 
     Args:
-        bench_of: makes the measurement of a lane with these ways.
+        bench_of: makes the measurement of a lane that copies as a table says.
     """
     kernel, engine = bench_of(BY_KERNEL), bench_of(BY_ENGINE)
     best: dict[tuple[int, str], WayRow] = {}
@@ -66,7 +67,8 @@ def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
 
 
 def chosen_ways(rows: Sequence[WayRow]) -> CopyWays:
-    """The table: the copy engine gets all lengths from the smallest one from which on it is always the faster way."""
+    """Returns the table. In each direction the kernel copies runs shorter than a limit, and the copy engine all others.
+    The limit is the shortest length from which the copy engine is preferred at every length."""
 
     def below(direction: str) -> int:
         mine = sorted((row for row in rows if row.direction == direction), key=lambda row: -row.run_bytes)

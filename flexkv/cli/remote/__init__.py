@@ -1,1 +1,1 @@
-"""The jobs of `flexkv remote` against a store, run in this process or in a separate one."""
+"""The jobs that `flexkv remote` does at a store, in this process or in a separate one."""

@@ -1,4 +1,4 @@
-"""Measures a store from this machine, with values under separate names, which are removed at the end."""
+"""Measures a store from this machine. The values that it puts have separate names, and are removed at the end."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ from flexkv.remote.base import Outcome, Presence, Store, StoreOptions
 from flexkv.remote.stores import open_store
 
 PREFIX = "flexkv-bench/"
-"""No engine's values have such a name."""
+"""The names of the measurement's values begin with this, and those of engines' values do not."""
 TTL_S = 600
-"""A store that can expire values drops what a killed bench has left after this time."""
+"""If the measurement is killed, a store that can expire values drops what is left after this many seconds."""
 NAMES = 256
-"""Names per question, as an engine asks."""
+"""Names per question, as many as a unit asks for at once."""
 SINGLE_VALUES = 16
-"""Values moved one per call, at most."""
+"""Most values that are moved one per call."""
 LEAST_S = 1.0
-"""Seconds that the last call has at least."""
+"""Shortest deadline of a call in seconds, used if less of the total time is left."""
 CALL_S = 30.0
-"""Seconds that one call has at most."""
+"""Longest deadline of a call in seconds."""
 PHASES = 6
-"""Puts, questions and gets, each one per call and many per call: all have the same share of the time."""
+"""Puts, questions and gets, each first with one value per call and then with many. Each phase may take the same share
+of the total time."""
 REMOVE_S = 10.0
 
 
 @dataclass(slots=True)
 class BenchRow:
-    """Calls of one kind.
+    """The measured calls of one kind.
 
     Attributes:
+        what: "put", "exists" or "get".
         per_call: values or names per call.
-        good: values that were moved, or names that were answered.
-        unit: unit of the rate.
-        rate: 0.0 where nothing was moved or answered.
-        call_ms: median time of a call.
-        ratio: the rate over that of one value or name per call; None for that row itself, and where it has no rate.
+        good: number of values that were moved, or of names for which the store answered.
+        unit: unit of `rate`.
+        rate: values or names per time; 0.0 if nothing was moved or answered.
+        call_ms: median time of a call in milliseconds.
+        ratio: this rate divided by the rate with one value or name per call. None in the row with one per call, and if
+            that row's rate is 0.
     """
 
     what: str
@@ -59,10 +62,10 @@ class BenchResult:
     """The measured rows of one store, and what went wrong.
 
     Attributes:
-        reason: why the first failing call failed; empty if none did.
-        wrong: values that came back with different bytes.
+        reason: why the first of the failed calls failed; empty if no call failed.
+        wrong: number of values that came back with different bytes.
         left: names that could not be removed.
-        removed: values that the store had accepted and no longer has.
+        removed: number of values that the store accepted and, after their removal, no longer has.
     """
 
     value_bytes: int
@@ -74,13 +77,13 @@ class BenchResult:
 
 
 def bench(options: StoreOptions, value_bytes: int, values: int, batch: int, most_s: float) -> BenchResult:
-    """Puts `values` values in batches and a few one by one, asks for their names, and gets them back.
+    """Puts `values` values in batches and a few one by one, asks whether they exist, and gets them back.
 
     Args:
         most_s: after this many seconds no call begins, except those that remove values.
 
     Raises:
-        StoreError: these settings allow no client.
+        StoreError: no client can be made with these options.
     """
     store = open_store(replace(options, ttl_s=TTL_S))
     measured = _Bench(store, value_bytes, batch, most_s)
@@ -93,7 +96,7 @@ def bench(options: StoreOptions, value_bytes: int, values: int, batch: int, most
 
 
 class _Bench:
-    """The measurement, with memory for one call: uint8 [batch, value_bytes] to send, and as much to receive."""
+    """A measurement. Its memory is for one call: uint8 [batch, value_bytes] to send, and the same to receive."""
 
     def __init__(self, store: Store, value_bytes: int, batch: int, most_s: float) -> None:
         self._store = store
@@ -110,7 +113,7 @@ class _Bench:
 
     def run(self, values: int) -> None:
         batch = len(self._sent)
-        # Connects, which is not part of the measurement.
+        # Connects before the first measured call.
         if why := self._store.alive(self._call_s()):
             self.result.reason = f"the store is not there: {why}"
             return
@@ -143,7 +146,7 @@ class _Bench:
     def _measure(
         self, what: str, unit: str, call: Callable[[Sequence[str]], int], names: list[str], per_call: int
     ) -> BenchRow:
-        """Calls until all names are done or the time is up."""
+        """Measures calls with `per_call` names each, until all names are done or this phase's time is over."""
         times, good, asked = [], 0, 0
         ends_s = min(self._ends_s, time.perf_counter() + self._share_s)
         for first in range(0, len(names), per_call):
@@ -161,7 +164,7 @@ class _Bench:
         return BenchRow(what, per_call, len(times), good, asked - good, unit, rate, call_ms)
 
     def _marked(self, names: Sequence[str]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """The bytes to send under these names: each value has its own first bytes."""
+        """Returns the bytes to send under these names. A value begins with the last 8 characters of its name."""
         for row, name in enumerate(names):
             self._sent[row, :8] = np.frombuffer(name[-8:].encode(), np.uint8)
         return self._sent[: len(names)]

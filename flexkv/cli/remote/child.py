@@ -1,7 +1,9 @@
-"""Runs a job in a separate process if the store's library needs one, because it reads its settings from the environment
-only once and cannot be interrupted. Jobs for other stores run in this process.
+"""Runs a job in a separate process if the store's client library reads its settings from the environment when it is
+loaded. Calls of such a library cannot be interrupted, but the process can be killed. Jobs for other stores run in this
+process.
 
-The process is `flexkv.cli.remote.child FD`: it reads the job from its input and writes the result to FD.
+The process is `flexkv.cli.remote.child FD`. It reads the job from its standard input and writes the result to file
+descriptor FD.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from flexkv.remote.own_program import own_program
 from flexkv.remote.settings import client_environment
 
 GRACE_S = 5.0
-"""The process ends itself at the deadline that it was given; its parent waits this much longer."""
+"""Seconds for which the parent waits beyond the deadline at which the process ends itself."""
 
 
 def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) -> Any:
-    """The result of `JOBS[job](options, *arguments)`.
+    """Returns the result of `JOBS[job](options, *arguments)`.
 
     Args:
-        most_s: a process is killed after this time.
+        most_s: seconds after which a separate process ends itself. It does not limit a job in this process.
 
     Raises:
-        StoreError: the job raised it, or its process did not end.
+        StoreError: the job raised an error, or its process died or did not end in time.
     """
     environment = client_environment(options)
     if not environment:
@@ -74,7 +76,7 @@ def _how(code: int, said: bytes, most_s: float) -> str:
 
 def main() -> None:
     options, job, arguments, most_s = pickle.load(sys.stdin.buffer)
-    signal.alarm(max(1, round(most_s)))  # ends the process even if its parent does not wait for it any more
+    signal.alarm(max(1, round(most_s)))  # ends the process even if its parent has died
     fault, value = "", None
     try:
         value = JOBS[job](options, *arguments)

@@ -1,4 +1,4 @@
-"""The jobs of `flexkv remote`, each with a client of the store that is closed at its end."""
+"""The jobs of `flexkv remote`. Each opens a client of the store and closes it at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Presence, Store, Sto
 from flexkv.remote.stores import open_store
 
 MOST_VALUE_BYTES = 1 << 30
-"""Largest value that is looked at, because it is read into memory. Those of engines have a few MiB."""
+"""Largest value that `look` inspects, because it reads the value into memory. Engines' values have a few MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Reached:
     """Whether one server of a store can be used, and how fast it answers.
 
     Attributes:
-        url: a server's URL, without secrets.
-        why_not: why it cannot be used; empty if it can.
-        first_ms: time of the first question, including the connection, the login and the library's start.
-        round_trip_ms: time of the next one; None if the server did not answer.
+        url: the server's URL, without secrets.
+        why_not: why the server cannot be used; empty if it can.
+        first_ms: milliseconds of the first question, including the connection, the login and the library's start.
+        round_trip_ms: milliseconds of the second question; None if the server did not answer both.
     """
 
     url: str
@@ -48,7 +48,7 @@ def opened(options: StoreOptions) -> Iterator[Store]:
 
 
 def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
-    """Asks each server twice."""
+    """Asks each server twice whether it is alive: first with connecting, then for the time of a round trip alone."""
     found = []
     for url in options.urls:
         with opened(replace(options, urls=(url,))) as store:
@@ -66,7 +66,7 @@ def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
 
 
 def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
-    """The content of each value's trailer; None if the store has no such name.
+    """Reads each value and returns what its trailer says; None for a name that the store does not have.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -98,7 +98,8 @@ def _look_at(store: Store, name: str, deadline_s: float) -> StoredValue | None:
 def drop(
     options: StoreOptions, names: Sequence[str], deadline_s: float
 ) -> tuple[list[bool], list[bool], str]:
-    """Removes values. Returns whether the store had each name, whether it is gone, and why some are left."""
+    """Removes values. Returns for each name whether the store had it and whether it is gone; then the store's last
+    error, which says why some are left."""
     with opened(options) as store:
         there = [presence is Presence.YES for presence in store.exists(names, deadline_s)]
         gone = store.remove(names, deadline_s)

@@ -1,4 +1,4 @@
-"""Reads a value's trailer and checks it, as far as that is possible without the model's geometry."""
+"""Reads a value's trailer and checks the value as far as that is possible without the geometry of the engine's pool."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from numpy.typing import NDArray
 from flexkv.c_ext import run_digest
 
 NAME = re.compile(r"flexkv/(?P<version>[0-9]{1,4})/[0-9a-f]{32}/(?P<group>[0-9]{1,9})/(?P<key>[0-9a-f]{32})")
-"""Name of a value (`flexkv.remote.values.ValueFormat`)."""
+"""Pattern of a value's name, which `flexkv.remote.values.ValueFormat` makes."""
 
 MAGIC = b"FKVPAGE1"
 HEAD = struct.Struct("<8sIIQQ16sQQIIQIIQ")
-"""The first 96 bytes of a trailer (docs/disk-format.md)."""
+"""Fields in the first 96 bytes of a trailer (docs/disk-format.md)."""
 DIGEST_AT = 88
 
 MOST_RUNS = 1 << 17
-"""Most runs of a value that an engine may have written: layers, K and V, ranks and groups stay far below."""
+"""Most runs that a value can have. The runs of an engine's page (layers, times K and V, times ranks) stay far below."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """What a value's trailer says, and whether an engine would take the value.
+    """What a value's trailer says, and whether an engine would use the value.
 
     Attributes:
-        bytes: size of the value with its trailer.
-        fault: why no engine would take the value, as far as that can be told; empty if nothing was found.
-        runs: runs whose digests the trailer has.
-        runs_matching: how many match if the stripes are cut into that many equal parts; None if they cannot be.
-        key: 32 hex digits.
+        bytes: size of the value in bytes, including its trailer.
+        fault: why no engine would use the value; empty if no reason was found. Runs are not considered.
+        runs: number of runs whose digests the trailer has.
+        runs_matching: number of digests that match if the stripes are cut into `runs` parts of equal length; None if
+            they cannot be cut so, or if the trailer is damaged.
+        key: the page's key, 32 hex digits.
         tokens: number of valid tokens.
-        written, expiry: unix seconds; an expiry of 0 is never.
+        written, expiry: Unix seconds. An expiry of 0 means never.
         group: number of the KV group.
     """
 
@@ -51,10 +52,11 @@ class StoredValue:
 
 
 def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
-    """
+    """Reads a value's trailer and checks it.
+
     Args:
         value: uint8 [n], as the store returned it.
-        now: unix seconds.
+        now: Unix seconds, to which the value's expiry is compared.
     """
     size = len(value)
     start = _trailer_start(value)
@@ -74,7 +76,7 @@ def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
 
 
 def _trailer_start(value: NDArray[np.uint8]) -> int | None:
-    """Start of the trailer whose run digests end exactly at the value's end; None if there is none."""
+    """Returns the offset of the trailer whose run digests end exactly at the value's end; None if there is none."""
     end = value[-(HEAD.size + 8 * MOST_RUNS) :].tobytes()
     at = len(end) - HEAD.size - 8
     while (at := end.rfind(MAGIC, 0, at + len(MAGIC))) >= 0:
