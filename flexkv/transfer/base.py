@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flexkv.c_ext import StreamPoint
 
 Ticket = NewType("Ticket", int)
-"""Number of an accepted graph, counting from 1 within one transfer engine."""
+"""Number of a graph that `submit` accepted, counted from 1 in each transfer engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class LayerResult:
     """Result of `wait_layer`.
 
     Attributes:
-        in_time: False if the deadline passed first; the ops continue.
-        failed: for each load with failed pages, the positions that will not arrive, int32 ascending. Pages that fail in
-            a later layer are not known yet: the op's `OpResult` is final.
+        in_time: False if the deadline passed before the layer was in place. The ops continue.
+        failed: for each load with failed pages, the positions of these pages within the op, int32 ascending. Pages
+            that fail in a later layer are missing here; only the op's `OpResult` lists all failed pages.
     """
 
     in_time: bool
@@ -35,23 +35,25 @@ class LayerResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the layer's bytes of every page are in place."""
+        """Whether the layer is in place for every page."""
         return self.in_time and not self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class LaneReport:
-    """State of the lane for one kind of op.
+    """State of the lane that executes one kind of op.
 
     Attributes:
-        lane: name of the lane that executes the ops.
-        up: False while an op on it has stopped moving; True again once that op has ended.
-        reason: why it is down.
-        open_ops: ops that have not ended.
-        held_places: queue entries in use: ops that have not ended, or whose result has not been polled.
-        stuck: ops whose bytes may still move although the lane is down. Their slots and blocks must not be reused
-            before their `OpResult`.
-        times_down: how often it went down.
+        kind: the kind of op.
+        lane: the lane's name.
+        up: False from the time when an op of this kind has made no progress for too long until that op ends.
+        reason: why the lane is down; empty while it is up.
+        open_ops: number of ops that have not ended.
+        held_places: number of queue entries in use, which are those of ops that have not ended or whose results have
+            not been polled.
+        stuck: ops whose bytes may still be moving although the lane is down. Their slots and blocks must not be reused
+            before their `OpResult` arrives.
+        times_down: how often the lane went down.
     """
 
     kind: OpKind
@@ -75,43 +77,48 @@ class DataPlane(ABC):
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> Ticket | None:
-        """Queues all of `graph` or none of it. Returns None (BUSY) if a queue is full. Never blocks.
+        """Queues either all ops of `graph` or none. Returns None if a queue is full. Never blocks.
 
-        Each op holds a queue entry from here until its result has been polled.
+        Each op occupies a queue entry until its result has been polled.
 
         Args:
-            stream: the engine's device stream (see `StreamLike`; 0 is torch's default) if the engine's pool lies on a
-                device. Copies start after the work enqueued on it so far: a store reads what that work wrote, and a
-                load overwrites nothing that it still reads.
-            gated: for a store of blocks that are not written yet, made of layerwise D2H ops only: each layer is copied
-                once `open_layers` has opened it. Until then the graph keeps its queue entries; `cancel` ends it, too.
-            after: a point that an earlier `record` returned. Copies start after it instead of after all work enqueued
-                so far. Only for blocks that no work enqueued since then writes or, for a load, reads. Ignored in a
-                gated graph.
+            stream: the engine's device stream (see `StreamLike`; 0 is torch's default), if the engine's pool lies on a
+                device. Copies start after all work that is on the stream now. So a store reads what that work writes,
+                and a load does not overwrite what that work still reads.
+            gated: whether to copy each layer only after `open_layers` has opened it. This is for stores of blocks that
+                the engine has not written yet. The graph may contain layerwise D2H ops only. It keeps its queue
+                entries until all layers were copied or `cancel` has ended it.
+            after: a point that an earlier `record` returned. Copies then start after this point instead of after all
+                work that is on the stream now. Allowed only if no work enqueued since that point writes the graph's
+                blocks and, for a load, none reads them. Ignored for a gated graph.
 
         Raises:
-            BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
-            ContractError: an unknown group, a kind without a lane, an edge that does not lead forward, different
-                numbers of blocks and slots, arrays that are not int32 C-contiguous, a `stream` that is not one, an op
-                id in flight, two pages of a load for one block or two of a store for one slot, or an op other than a
-                layerwise D2H in a gated graph. Nothing was queued.
+            BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet. Nothing was queued.
+            ContractError: nothing was queued, because the graph has an unknown group, a kind without a lane, an edge
+                that does not lead forward, different numbers of blocks and slots, arrays that are not int32
+                C-contiguous, an op id that is in flight, a load with two pages for one block, or a store with two pages
+                for one slot; because `stream` is not a stream; or because a gated graph has an op other than a
+                layerwise D2H.
             ClosedError: the transfer engine or the pool was closed, or this is a forked child of its process.
         """
 
     @abstractmethod
     def record(self, stream: StreamLike | None = None) -> StreamPoint | None:
-        """A point after all work enqueued on the engine's stream so far; None if the pool is plain memory."""
+        """Records a point after all work enqueued on the engine's stream so far, and returns it. Returns None if the
+        engine's pool is plain memory, which has no stream."""
 
     @abstractmethod
     def order_after(self, ticket: Ticket, deadline_s: float, stream: StreamLike | None = None) -> bool:
-        """Makes later work on the engine's stream start after the graph's stores have read their blocks.
+        """Makes work that is enqueued on the engine's stream from now on start after the graph's stores have read their
+        blocks.
 
-        Returns once this is enqueued, without waiting for a running forward pass; on plain memory, which has no stream,
-        returns once the stores have ended. Stores that bypass host memory (GDS_WRITE) must have ended, too.
+        Returns when the wait is enqueued on the stream, and does not wait for a running forward pass. If the pool is
+        plain memory, which has no stream, the call itself waits until the stores have ended. It also waits for stores
+        that bypass host memory (GDS_WRITE), because a stream cannot wait for them.
 
         Returns:
-            False if `deadline_s` seconds passed first, and at once if a GDS_WRITE waits for a running forward pass: the
-                stores then continue, and the stream does not wait for them.
+            False if `deadline_s` seconds passed first. Also False, at once, if a GDS_WRITE waits for a running forward
+                pass. In both cases the stores continue, and the stream does not wait for them.
 
         Raises:
             ContractError: the ticket was never issued, or the stream is captured into a graph.
@@ -119,33 +126,34 @@ class DataPlane(ABC):
 
     @abstractmethod
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
-        """Lets these gated graphs copy layers 0 to `layers` - 1, which have been written. Never blocks.
+        """Lets the gated graphs of `tickets` copy layers 0 to `layers` - 1. Never blocks.
 
-        Opening layers again, or those of a graph that has ended, does nothing.
+        The engine's work that writes these layers has been enqueued on `stream`. Layers that were opened before, and
+        graphs that have ended, are ignored.
 
         Args:
-            stream: as for `submit`; the work enqueued on it so far writes the layers.
+            stream: the engine's device stream, as for `submit`. The layers are copied after all work that is on it now.
 
         Raises:
             ContractError: a ticket was never issued, or `stream` is not a stream. No layer was opened.
-            BlockRangeError: fewer than 0 layers, or more than such a graph has. No layer was opened.
+            BlockRangeError: `layers` is negative, or larger than a graph's number of layers. No layer was opened.
         """
 
     @abstractmethod
     def poll(self, max_results: int = 1024) -> list[OpResult]:
-        """Removes and returns results, oldest first. Each op has exactly one, after its last byte
-        has stopped moving.
+        """Returns up to `max_results` results of ops, oldest first, and removes them. Each op has exactly one result,
+        which exists after the op's last byte has stopped moving.
         """
 
     @property
     @abstractmethod
     def event_fd(self) -> int:
-        """A descriptor for select/poll, which is readable if and only if results wait. Do not read or close it."""
+        """A file descriptor for select or poll, readable if and only if results wait. Do not read or close it."""
 
     @abstractmethod
     def wait(self, ticket: Ticket, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until all ops of the graph have ended. If it returns False, they continue.
-        Does not remove results.
+        """Waits up to `deadline_s` seconds until all ops of the graph have ended. Returns False if they have not; the
+        ops then continue. Results stay in the queue for `poll`.
 
         Raises:
             ContractError: the ticket was never issued.
@@ -155,26 +163,28 @@ class DataPlane(ABC):
     def wait_layer(
         self, ticket: Ticket, layer: int, deadline_s: float, stream: StreamLike | None = None
     ) -> LayerResult:
-        """Waits until layer `layer` of all the graph's loads is in place, or has failed.
+        """Waits up to `deadline_s` seconds until layer `layer` of every load in the graph is in place or has failed.
 
-        If a graph loads nothing to a device, its DISK_READs count as loads: in place then means verified in the host
-        slot. An op that is not layerwise counts once it has ended. With `stream` (the engine's, on a device) the call
-        returns once the layer's copies are enqueued, and work enqueued on `stream` from then on starts after them; if
-        pages have failed, it names them and adds no wait. Pages that fail later are in the op's `OpResult`, as always.
+        In a graph without loads to a device, the DISK_READs count as loads: their layer is in place when it is verified
+        in the host slots. All layers of an op that is not layerwise are in place when the op has ended.
+
+        With `stream`, the engine's device stream, the call returns when the layer's copies are enqueued. Work that is
+        enqueued on `stream` from then on starts after them. If pages have failed already, the result lists them, and
+        the stream does not wait. Pages that fail later are only in the op's `OpResult`.
 
         Raises:
-            ContractError: the ticket was never issued, or its results were polled many graphs ago; `stream` is not a
-                stream, or is captured into a graph.
+            ContractError: the ticket was never issued, or its results were polled so many graphs ago that nothing is
+                known about it. Or `stream` is not a stream, or is being captured into a graph.
             BlockRangeError: no load of the graph has such a layer.
         """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> int:
-        """Cancels the pages that no lane has taken, and returns their number. The other pages end, and results come as
-        usual.
+        """Cancels the graph's pages that no lane has taken yet, and returns their number. The other pages finish, and
+        each op has a result as usual.
 
-        An op ends CANCELLED if no page of it was issued; FAILED, with the pages that did not arrive, if some were; and
-        OK if all had already arrived.
+        If no page of an op was taken, its status is CANCELLED. If some were, it is FAILED, and the result lists the
+        pages that did not arrive. If all pages had already arrived, it is OK.
         """
 
     @abstractmethod
@@ -183,8 +193,9 @@ class DataPlane(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancels queued pages and waits for those that are moving. Later submits raise ClosedError; poll still works.
+        """Cancels queued pages and waits up to `deadline_s` seconds for those that are moving. Later calls of `submit`
+        raise ClosedError; `poll` still works.
 
-        Returns False if some bytes still move after `deadline_s` seconds: no memory that they touch was freed. Call it
-        again.
+        Returns False if some pages are still moving. The memory that they touch is not freed, and the caller should
+        call `close` again.
         """

@@ -1,4 +1,4 @@
-"""Finds libcufile: loaded in this process, on the loader's path, or in a wheel of this environment."""
+"""Finds libcufile. It may already be loaded in this process, be on the loader's path, or be in an installed wheel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class CufileLibrary:
     """Result of the search for libcufile.
 
     Attributes:
-        path: empty if it was not found.
-        found: "already loaded", "by the loader" or "in a wheel".
-        version: such as "1.20"; empty if the library does not report it.
-        reason: why it was not found: the places that were searched, each with its error.
+        path: the library's path; empty if it was not found.
+        found: where it was found: "already loaded", "by the loader" or "in a wheel".
+        version: the library's version, such as "1.20"; empty if the library does not report it.
+        reason: if it was not found, the places that were searched, each with its error.
     """
 
     path: str
@@ -31,24 +31,24 @@ class CufileLibrary:
 
 
 def find_cufile() -> CufileLibrary:
-    """Loads libcufile without opening its driver, and says where it was; needs no GPU."""
+    """Loads libcufile without opening its driver, and returns where it was found. Needs no GPU."""
     if (there := _first_look()).path:
         return there
     paths = name_wheels()
     library = CufileLibrary(*c_ext.find_cufile())
     if not library.path and (said := _by_pathfinder()[1]):
         return replace(library, reason=f"{library.reason}; cuda-pathfinder: {said}")
-    # cuda-pathfinder loads what it finds.
+    # cuda-pathfinder loads the library that it finds, so the native core reports "already loaded" even for a wheel's.
     return replace(library, found="in a wheel") if library.path in paths else library
 
 
 @cache
 def name_wheels() -> tuple[str, ...]:
-    """Passes the paths of libcufile in wheels to the native core, once per process. The core loads one of them if
-    neither the process nor the loader has the library.
+    """Passes the paths of libcufile in installed wheels to the native core, once per process. The core loads one of
+    them if the process has not loaded the library and the loader does not find it.
 
     Returns:
-        The paths, in the order in which they are tried; none if no wheel is needed.
+        The paths, in the order in which the core tries them; empty if no wheel is needed.
     """
     if _first_look().path:
         return ()
@@ -59,18 +59,18 @@ def name_wheels() -> tuple[str, ...]:
 
 @cache
 def _first_look() -> CufileLibrary:
-    """Checks the process and asks the loader. Only once, because a library that the loader finds
-    stays in the process.
+    """Looks for libcufile in this process, then asks the loader. Only the first call does so, because it leaves a
+    library that the loader found loaded, which a second look would report as already loaded.
     """
     return CufileLibrary(*c_ext.find_cufile())
 
 
 @cache
 def _by_pathfinder() -> tuple[tuple[str, ...], str]:
-    """Runs NVIDIA's own search (from the extra `gpu`), which also knows conda and CUDA_HOME.
+    """Runs NVIDIA's own search, which also covers conda and CUDA_HOME: the package cuda-pathfinder of the extra `gpu`.
 
     Returns:
-        The path that it found, if any; and its error if it found none, or none that can be loaded.
+        The path that it found and loaded, or no path; and its error, empty if it found one or is not installed.
     """
     try:
         pathfinder = import_module("cuda.pathfinder")
@@ -81,13 +81,14 @@ def _by_pathfinder() -> tuple[tuple[str, ...], str]:
     except (
         RuntimeError,
         OSError,
-    ) as error:  # not found, or found and not loaded; or the loader does not know it
+    ) as error:  # the library was not found or not loaded, or cuda-pathfinder has no entry for it
         return (), " ".join(str(error).split()) or type(error).__name__
     return ((path,) if path else ()), ""
 
 
 def _in_site_packages() -> list[str]:
-    """The paths of libcufile in NVIDIA's wheels: in nvidia/cu13/lib, or in nvidia/cufile/lib before CUDA 13."""
+    """Returns the paths of libcufile in NVIDIA's wheels, which have it in nvidia/cu13/lib, or before CUDA 13 in
+    nvidia/cufile/lib."""
     found = []
     for folder in sys.path:
         found += sorted(str(path) for path in Path(folder or ".").glob(f"nvidia/*/lib/{FILE_NAME}"))

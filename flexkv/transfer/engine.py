@@ -1,4 +1,4 @@
-"""The transfer engine, a wrapper around the native one with the graph's names and types."""
+"""The transfer engine: a wrapper around the native engine that takes graphs and returns their result types."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flexkv.transfer.ways_file import CopyWays
 logger = logging.getLogger(__name__)
 
 NO_DIGEST_AREA = -1
-"""The native engine's value for "this slot has no digests"."""
+"""The native engine's digest offset for slots without digests."""
 
 AT_EXIT_S = 2.0
-"""How many seconds the interpreter's exit waits for copies under way, for all engines together."""
+"""How many seconds the interpreter's exit waits for copies in flight, for all transfer engines together."""
 
 _still_moving: dict[int, tuple[object, object]] = {}
-"""Objects that engines may touch after a failed close. They are never freed, because a late DMA into reused memory
-would be worse than the leak.
+"""Objects whose memory a transfer engine may still touch because its `close` returned False. If no later `close`
+succeeds, they are never freed: a late DMA into reused memory would be worse than the leak.
 """
 
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
@@ -37,7 +37,7 @@ _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends copies while their memory still exists: a shutdown frees modules and their objects in any order."""
+    """Ends copies while their memory still exists, because the interpreter's shutdown frees objects in any order."""
     deadline = time.monotonic() + AT_EXIT_S
     for engine in list(_engines):
         engine.close(max(0.0, deadline - time.monotonic()))
@@ -48,17 +48,17 @@ def _close_all() -> None:
 
 
 class OnDevice(Protocol):
-    """A tensor that names its device, as torch's do."""
+    """A tensor with an attribute `device`, such as torch's."""
 
     @property
     def device(self) -> Any: ...
 
 
 def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
-    """The CUDA device on which all of an engine's tensors lie; None for plain memory.
+    """Returns the CUDA device on which all of an engine's tensors lie; None if they lie in plain memory.
 
     Raises:
-        GeometryError: they lie on different devices, or on a kind of device that has no lanes.
+        GeometryError: the tensors lie on several devices, or on a kind of device that has no lanes.
     """
     devices = sorted({(str(tensor.device.type), tensor.device.index) for tensor in tensors}, key=str)
     if len(devices) != 1:
@@ -72,7 +72,7 @@ def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
 
 
 def log_choices(device: int, lane: c_ext.CudaLane) -> None:
-    """Logs by which path a GPU's copies go, and which paths are not used and why."""
+    """Logs how the lane copies to and from the GPU, and why it does not use other paths."""
     for direction, ways in lane.ways.items():
         logger.info("cuda:%d %s: %s", device, direction.upper(), ways)
     if lane.notes:
@@ -80,25 +80,27 @@ def log_choices(device: int, lane: c_ext.CudaLane) -> None:
 
 
 class TransferEngine(DataPlane):
-    """The data plane over the native scheduler and its lanes.
+    """A `DataPlane` that runs graphs on the native scheduler and its lanes.
 
     Args:
-        mover: moves the pages of host lanes; a `c_ext.HostMover` by default. Movers can be nested.
+        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. Movers can be nested.
         queue_ops: queue entries for each kind and priority of op.
-        copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
+        copy_threads: number of threads for host copies. Loads and stores share them, and loads come first. They are
+            started on first use and sleep while idle.
         op_stuck_s: an op without progress for this many seconds takes its lane down; 0 for never.
         lanes: lanes for further kinds of ops, such as `Volumes.lane`. A lane serves one transfer engine.
         device: the CUDA device on which the engine's pools lie; None for plain memory. Its lane has its own threads.
-        batch_copies: whether the copy engine may get batches (it is tested at start in any case).
+        batch_copies: whether the lane may pass batches of copies to the copy engine. Even then it does so only if a
+            test at start succeeds.
         copy_kernel: whether short runs may be copied by a kernel.
-        ways: which runs the kernel copies; None for what is built in.
-        digest_threads: how many threads make and check the digests of a CUDA device's pages, 1 to 16.
-        current_stream: returns the engine's stream, for calls of `submit`, `record`, `order_after` and `open_layers`
-            without a `stream`.
+        ways: the lengths of runs that the kernel copies; None for the built-in lengths.
+        digest_threads: how many threads compute and check the digests of a CUDA device's pages, 1 to 16.
+        current_stream: returns the engine's stream. It is called if `submit`, `record`, `order_after` or `open_layers`
+            gets no `stream`; None for plain memory.
 
     Raises:
         ConfigError: an argument is out of range, or there is no such device.
-        ContractError: two lanes for one kind, or a mover was given for a CUDA device.
+        ContractError: two lanes have the same kind, or a mover was given for a CUDA device.
     """
 
     def __init__(
@@ -125,13 +127,12 @@ class TransferEngine(DataPlane):
             self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads, *below)
             log_choices(device, self.cuda_lane)
         self.kernels_given_up = 0
-        """How many kernels, of the one that copies and the one that waits, could not be started; they are then no
-        longer used."""
+        """How many of the lane's two kernels (one copies, the other waits) failed to start and are no longer used."""
         self._kernel_notes = ""
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
         self._views = threading.Lock()
-        """Guards the native core's views and the two tables of their owners, which change together."""
+        """Guards the native core's views, `_owners` and `_detached`, which change together."""
         self._detached: dict[int, Sequence[object]] = {}
         self._down: dict[OpKind, str] = {}
         self._owners: dict[int, Sequence[object]] = {}
@@ -146,18 +147,18 @@ class TransferEngine(DataPlane):
         digest_offset: int | None = None,
         owners: Sequence[object] = (),
     ) -> None:
-        """Makes ops of `group` move blocks of `view` to and from this stripe of `pool`'s slots.
+        """Makes ops of `group` copy between the blocks of `view` and this rank's stripe in `pool`'s slots.
 
         Args:
             stripe_offset: bytes from a slot's start to this rank's stripe, a multiple of 4 KiB.
             digest_offset: bytes from a slot's start to this rank's run digests (8 bytes per run), a multiple of 8.
-                Stores then write them and loads check them; without it pages are not verified.
-            owners: objects that keep the engine's pool alive (arrays, tensors); held until nothing can touch the pool
-                any more.
+                Stores then write the digests and loads check them. None: pages are not verified.
+            owners: objects that keep the engine's pool alive, such as arrays and tensors. They are held until no op
+                can touch the pool any more.
 
         Raises:
-            GeometryError: the stripe does not fit into the slot, or the view shares bytes with another group's view
-                between different block numbers.
+            GeometryError: the stripe does not fit into the slot. Or blocks with different numbers, one of this view and
+                one of another group's, share bytes.
             ContractError: the group already has a view.
             ClosedError: the transfer engine or the pool was closed.
         """
@@ -172,7 +173,8 @@ class TransferEngine(DataPlane):
             self._owners[group] = tuple(owners)
 
     def detach_view(self, group: int) -> None:
-        """Detaches the view. Ops in flight keep it and its owners until the last such op's result has been polled.
+        """Detaches the group's view. The view and its owners are freed after the results of all ops in flight that use
+        the view have been polled.
 
         Raises:
             ContractError: the group has no view.
@@ -186,7 +188,7 @@ class TransferEngine(DataPlane):
     def _drop_released(self) -> None:
         with self._views:
             released = [self._detached.pop(number, ()) for number in self._native.released_views()]
-        # Freed without the lock, because freeing the owners may run arbitrary code.
+        # The owners are freed after the lock is released, because their destructors may run arbitrary code.
         released.clear()
 
     def submit(
@@ -233,14 +235,14 @@ class TransferEngine(DataPlane):
         return results
 
     def _log_kernels(self, lane: c_ext.CudaLane) -> None:
-        """Logs once of each kernel that it could not be started: the one that copies, the one that waits."""
+        """Logs, once for each of the two kernels (one copies, the other waits), that it could not be started."""
         if lane.failed_launches > 0 and lane.notes != self._kernel_notes:
             self._kernel_notes = lane.notes
             self.kernels_given_up += 1
             logger.warning("cuda:%s: %s", self.device, lane.notes)
 
     def _log_lanes(self) -> None:
-        """Logs once when a lane goes down, and once when it is up again."""
+        """Logs which lanes went down or came up since the last call."""
         down = {lane.kind: lane.reason for lane in self.lanes() if not lane.up}
         for kind, reason in down.items():
             if kind not in self._down:
@@ -289,6 +291,6 @@ class TransferEngine(DataPlane):
         _still_moving[id(self._native)] = (self._native, owners)
 
     def __del__(self) -> None:
-        # If the engine was not closed, keeps memory that a lane may still write instead of freeing it.
+        # If copies of an engine that was not closed are still moving, the memory that they touch is kept, not freed.
         if hasattr(self, "_owners") and not self._native.close(0.0):
             self._keep_for_good()

@@ -1,4 +1,4 @@
-"""One rank's lane between the engine's pool and the slabs on disk, which bypasses host memory."""
+"""Makes one rank's lane that copies directly between the engine's pool and the slabs on disk, without host memory."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ def make_gds_lane(
     io: IoBackend = "auto",
     views: Sequence[c_ext.KvView] = (),
 ) -> c_ext.GdsLane:
-    """Opens the slabs for one rank. The lane serves one transfer engine, which closes it; the caller closes a lane that
-    no engine received.
+    """Makes a lane for one rank, and opens the slabs. The lane serves one transfer engine, which closes it. The caller
+    closes a lane that it passed to no transfer engine.
 
     Args:
-        stripe: the rank whose stripe this rank moves; 0 if all ranks hold the same bytes.
+        slabs: the slabs on the unit's disks.
+        stripe: index of the stripe that this rank reads and writes; 0 if all ranks share one.
         device: the CUDA device that holds the engine's pool; None for plain memory.
-        use_staged_transfer, max_staging_blocks: override `config` if given.
-        io: the backend for plain memory, and for copies through plain memory if a GPU has no other way.
-        views: views of the rank's pool, one per group: the staging that their blocks need is allocated now. Without
-            them the first transfer allocates it.
+        use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
+        io: the I/O backend for a pool in plain memory, and for a GPU that can only be reached through plain memory.
+        views: views of the rank's pool, one per group. The staging buffers that their blocks need are then allocated
+            now, otherwise by the first transfer.
 
     Raises:
-        ConfigError: a slab that cannot be opened, or `io` that the kernel refuses.
-        GeometryError: the runs do not fill the stripes, or are not those of a view.
-        CapacityError: there is no memory for the staging; names the setting to change.
+        ConfigError: a slab cannot be opened, or the kernel refuses the backend `io`.
+        GeometryError: the runs do not fill the stripes, or differ from a view's runs.
+        CapacityError: there is not enough memory for the staging buffers; the message names the setting to change.
         DiskError: a disk does not answer.
     """
     codecs = [
@@ -72,7 +73,7 @@ def make_gds_lane(
                 lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes
             ):
                 log.info("slabs of group %d: %s", group, cut)
-        # Only registering the staging shows which route cuFile takes to each slab.
+        # Logged last, because cuFile shows its route to each slab only when the staging buffers are registered.
         log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
         log_refusal(lane.pool, config)
         opened.pop_all()
@@ -80,8 +81,8 @@ def make_gds_lane(
 
 
 def log_refusal(pool: c_ext.PoolState, config: GdsConfig) -> None:
-    """Warns that a pool which should have been registered goes through staging. (The line that describes the lane says
-    what `auto` decided.)
+    """Warns if `gds.register_pool` is `on` but the pool could not be registered, so that transfers go through staging
+    buffers. For `auto`, the log line that describes the lane shows whether the pool was registered.
     """
     if pool["refusal"] and config.register_pool == "on":
         get_logger("gds").warning(
@@ -90,14 +91,14 @@ def log_refusal(pool: c_ext.PoolState, config: GdsConfig) -> None:
 
 
 def log_lost_registration(pool: c_ext.PoolState) -> None:
-    """Warns that a pool which was registered before a sleep could not be registered again."""
+    """Warns if the pool was registered before the engine slept and could not be registered again."""
     if pool["released"] and not pool["regions"]:
         get_logger("gds").warning("the pool passes through staging since the sleep: %s", pool["refusal"])
 
 
 def gpudirect_refusal() -> str:
-    """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty if one may. A lane that has opened
-    its slabs knows this for each slab (`GdsLane.direct_refusal`).
+    """Returns why this process can copy no file to a GPU's memory by GPUDirect Storage; empty if it may be possible.
+    Whether it is possible for a given slab is known after a lane has opened it (`GdsLane.direct_refusal`).
 
     The first call opens cuFile's driver if there is a GPU.
     """

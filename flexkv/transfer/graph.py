@@ -1,8 +1,8 @@
 """Transfer graphs: the only interface between the control plane, which plans them, and the data plane, which runs them.
 
-A graph carries no tokens, no policy and no KV bytes: only the numbers of blocks, slots and disk slots, and the tags of
-the pages in disk slots. It is plain NumPy, so that it pickles in microseconds and can travel to worker processes in an
-engine's own metadata.
+A graph contains the numbers of blocks, slots and disk slots, and the tags of the pages in disk slots. It contains no
+tokens, no policy and no KV bytes. Its arrays are plain NumPy, so a graph is pickled in microseconds and can be sent to
+worker processes in an engine's own metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexkv.errors import ContractError
 from flexkv.observe import PageLoss
 
 OpId = NewType("OpId", int)
-"""Number of an op, unique for the life of the manager that planned it. Never reused."""
+"""Number of an op. The manager that plans the op never uses the number again."""
 
 BlockIds = NDArray[np.int32]
 """Engine block ids, shape [pages], int32, C-contiguous."""
@@ -27,16 +27,17 @@ SlotIds = NDArray[np.int32]
 """Slot numbers in a tier, shape [pages], int32, C-contiguous."""
 
 TAG_BYTES = 40
-"""Bytes of one page's tag; `flexkv.storage.tags` says what they mean."""
+"""Bytes of one page's tag, the identity that a page on disk must have; `flexkv.storage.tags` defines its fields."""
 
 NEVER = 0
-"""The time at which a page expires that does not; other times are Unix seconds, from which on the page is a miss."""
+"""The expiry time of a page that never expires. Other expiry times are in Unix seconds; from then on lookups miss the
+page."""
 
 PageTags = NDArray[np.uint8]
-"""Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. Opaque to the scheduler of the data plane."""
+"""Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. The data plane's scheduler does not interpret them."""
 
 ReadIds = NDArray[np.int64]
-"""Numbers of DISK_READ ops, shape [pages], int64, C-contiguous; 0 for none."""
+"""For each page, the id of the DISK_READ op that fills its slot, shape [pages], int64, C-contiguous; 0 if none does."""
 
 RunDigests = NDArray[np.uint64]
 """Digests of pages' runs, shape [pages, runs], uint64, C-contiguous."""
@@ -53,7 +54,7 @@ NO_CAUSES: PageCauses = np.empty(0, np.uint8)
 
 
 class OpKind(IntEnum):
-    """The source and target of an op; the numbers are those of `csrc/transfer/op.h`."""
+    """The source and target of an op. The numbers are the same as in `csrc/transfer/op.h`."""
 
     H2D = 0
     D2H = 1
@@ -62,16 +63,17 @@ class OpKind(IntEnum):
     GDS_READ = 4
     GDS_WRITE = 5
     DISK_SEAL = 6
-    """Writes the trailer of pages whose stripes GDS_WRITE ops have written: the page exists from then on."""
+    """Writes the trailers of pages whose stripes GDS_WRITE ops have written. Each page exists from then on."""
 
 
 WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
+"""Kinds that touch no host slot. Their ops have one page per disk slot in `places`."""
 ALWAYS_WHOLE = frozenset({OpKind.GDS_WRITE, OpKind.DISK_SEAL})
-"""Kinds that touch no host slot. Their ops have one page per place."""
+"""Kinds that write complete pages to disk, so they are never layerwise."""
 
 
 class Priority(IntEnum):
-    """Lower runs first within a lane: a load before a store."""
+    """The order of ops that wait in one lane: loads run before stores."""
 
     LOAD = 0
     STORE = 1
@@ -81,13 +83,13 @@ class EdgeKind(IntEnum):
     """How a successor waits for its predecessor."""
 
     BARRIER = 0
-    """The successor starts when every page of the predecessor has ended OK."""
+    """The successor starts after every page of the predecessor has arrived."""
     STREAM = 1
-    """Page i of the successor may start when page i of the predecessor has ended OK (both have the same pages)."""
+    """Page i of the successor may start after page i of the predecessor has arrived. Both have the same pages."""
 
 
 class OpStatus(IntEnum):
-    """How an op ended; the same codes as `csrc/base/status.h`."""
+    """How an op ended. The codes are the same as in `csrc/base/status.h`."""
 
     OK = 0
     FAILED = 1
@@ -97,41 +99,47 @@ class OpStatus(IntEnum):
 
 
 class FailureCause(IntEnum):
-    """Why a page failed, and so whether its stored copy is worth reading again.
+    """Why a page failed. The cause decides whether the page's stored copy is worth reading again.
 
-    The same codes as `csrc/base/status.h`.
+    The codes are the same as in `csrc/base/status.h`.
     """
 
     UNKNOWN = 0
-    """Not reported: treated as CONTENT, which forgets the copy."""
+    """No cause was reported. This is treated like CONTENT, so the stored copy is forgotten."""
     CONTENT = 1
-    """The stored bytes are not the page that was asked for."""
+    """The stored bytes are not those of the requested page."""
     SOURCE = 2
     """The disk refused the read or cut it short."""
     TRANSPORT = 3
-    """Memory, a device, its driver or the lane: any page would have failed."""
+    """Memory, a device, its driver or the lane failed, so that any other page would have failed, too."""
     NOT_EXECUTED = 4
-    """Cancelled, late or not begun."""
+    """The page was cancelled, was late, or was not begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOp:
-    """One kind of movement over a list of pages: `blocks[i]` <-> `slots[i]`, `slots[i]` <-> `places[i]`, or with the
-    GDS kinds `blocks[i]` <-> `places[i]`.
+    """Copies a list of pages in one direction. Page i is copied between `blocks[i]` and `slots[i]` (H2D, D2H), between
+    `slots[i]` and `places[i]` (the disk kinds), or between `blocks[i]` and `places[i]` (the GDS kinds).
 
     Attributes:
-        group: KV group (attention type); selects the view and the slot pool.
-        blocks: engine blocks, or empty for an op without a device side. Read-only if unpickled, like `slots`.
-        slots: host slots, one per page; empty for the GDS kinds and DISK_SEAL.
-        layerwise: whether to move layer 0 of all pages, then layer 1, and so on, as `TransferEngine.wait_layer` needs
-            it. If not, the op moves page by page, which is faster, and ops that follow it page by page start early.
+        op_id: the op's number; see `OpId`.
+        kind: the op's source and target.
+        group: number of the KV group; selects the view and the slot pool.
+        priority: whether the op runs with the loads or with the stores of its lane.
+        blocks: engine blocks, one per page; empty for ops that do not touch the engine's pool. Read-only if unpickled.
+        slots: host slots, one per page; empty for the GDS kinds and DISK_SEAL. Read-only if unpickled.
+        layerwise: whether to copy layer 0 of all pages, then layer 1 and so on, so that `TransferEngine.wait_layer` can
+            wait for a layer. If False, the op copies page by page. That is faster, and an op that waits for this one by
+            a STREAM edge can start with the first page.
         places: for the disk and GDS kinds, the disk slots, one per page; empty for other kinds.
-        tags: for the disk and GDS kinds, the tag of the page that each place must hold or will hold; else empty.
-        digests: for DISK_SEAL, the digests that the GDS_WRITE ops reported, side by side in the order of the ranks.
-        reads: for H2D, the DISK_READ that fills each page's slot, or 0 if the slot is already filled; empty if all are.
-            The read may run on another transfer engine with the same host pool, even in another process, and may have
-            ended already. A page moves once its read has verified it, and fails if its read fails. A layerwise load
-            moves each layer of a page once a layerwise read has verified that layer.
+        tags: for the disk and GDS kinds, the tag of the page that each disk slot must hold or will hold; empty for
+            other kinds.
+        digests: for DISK_SEAL, the digests that the GDS_WRITE ops of all ranks reported, concatenated in the order of
+            the ranks; empty for other kinds.
+        reads: for H2D, the id of the DISK_READ that fills each page's slot, or 0 if the slot is already filled; empty
+            if all slots are. The read may run on another transfer engine with the same host pool, even in another
+            process, and may have ended already. A page is copied after its read has verified it, and fails if its read
+            fails. A layerwise load copies each layer of a page after a layerwise read has verified that layer.
     """
 
     op_id: OpId
@@ -151,8 +159,8 @@ class TransferOp:
         return len(self.places) if self.kind in WITHOUT_SLOTS else len(self.slots)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Pickles plain numbers and bytes: pickle would write an enum as a lookup of its name, and an array as
-        # a call that makes it from type and shape. Both cost more than the pages themselves.
+        # Reduces enums and arrays to plain numbers and bytes. By default, pickle writes an enum as a lookup of its
+        # name, and an array as a call that makes it from dtype and shape; both cost more than the pages' numbers.
         numbers = (int(self.kind), self.group, int(self.priority))
         disk: tuple[object, ...] = ()
         if len(self.reads):
@@ -201,7 +209,7 @@ def _op_of_numbers(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`after` waits for `before`; both are positions in `TransferGraph.ops`, and `before < after`."""
+    """Op `after` waits for op `before`. Both are positions in `TransferGraph.ops`, and `before < after`."""
 
     before: int
     after: int
@@ -210,19 +218,19 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class TransferGraph:
-    """A DAG of ops that carries out one load or one store. `ops` is in a valid order of execution."""
+    """A directed acyclic graph of ops that carries out one load or store. `ops` is in a valid order of execution."""
 
     ops: tuple[TransferOp, ...]
     edges: tuple[Edge, ...] = ()
 
     def layerwise(self) -> TransferGraph:
-        """Returns the same graph with layerwise ops, except for kinds that write whole pages to disk."""
+        """Returns a copy in which all ops are layerwise, except those that write complete pages to disk."""
         ops = tuple(op if op.kind in ALWAYS_WHOLE else replace(op, layerwise=True) for op in self.ops)
         return TransferGraph(ops, self.edges)
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether all its ops are layerwise."""
+        """Whether all ops of the graph are layerwise."""
         return all(op.layerwise for op in self.ops)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
@@ -234,16 +242,19 @@ NO_OPS = TransferGraph(())
 
 @dataclass(frozen=True, slots=True)
 class OpResult:
-    """The final result of one op on one rank, sent once, after its last byte has stopped moving.
+    """The final result of one op on one rank. There is exactly one, after the op's last byte has stopped moving.
 
     Attributes:
-        failed: positions within the op's pages that must not be used, ascending, int32. Empty when `status` is OK;
-            every page when it is CANCELLED, SKIPPED or LANE_DOWN.
+        op_id: the op's number; see `OpId`.
+        status: how the op ended.
+        failed: positions within the op of the pages that must not be used, ascending, int32. Empty if `status` is OK;
+            all pages if it is CANCELLED, SKIPPED or LANE_DOWN.
         reason: what went wrong, in words; empty if `status` is OK.
-        digests: for GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
-            empty if all failed.
-        causes: `FailureCause` of each page in `failed`; empty if only `status` says why.
-        loss: for a store that never began, why its pages are not stored; None if there is no specific reason.
+        digests: for GDS_WRITE, this rank's run digests of each page, which DISK_SEAL writes; zeros for failed pages.
+            Empty for other kinds, and if all pages failed.
+        causes: `FailureCause` of each page in `failed`; empty if `status` determines the cause.
+        loss: for a store that never began, the reason that metrics report for its pages; None if there is no specific
+            reason.
     """
 
     op_id: OpId
@@ -255,10 +266,11 @@ class OpResult:
     loss: PageLoss | None = None
 
     def page_causes(self, pages: int) -> PageCauses:
-        """`FailureCause` of each page of an op that did not end OK; UNKNOWN also for pages that did not fail.
+        """Returns the `FailureCause` of each of the `pages` pages of an op that did not end OK. Pages that did not fail
+        are UNKNOWN, unless the status makes one cause that of all pages.
 
         Raises:
-            ContractError: the number of causes is not that of the failed pages.
+            ContractError: the number of causes differs from the number of failed pages.
         """
         if self.status in _STATUS_CAUSES or not len(self.causes):
             return np.full(pages, _STATUS_CAUSES.get(self.status, FailureCause.UNKNOWN), np.uint8)
@@ -272,7 +284,7 @@ class OpResult:
 
     @classmethod
     def cancelled(cls, op_id: OpId, pages: int, reason: str, loss: PageLoss | None = None) -> OpResult:
-        """Makes the result of an op that never ran or was abandoned, so that none of its pages may be used."""
+        """Makes the result of an op that never ran or was abandoned: none of its pages may be used."""
         return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason, loss=loss)
 
 

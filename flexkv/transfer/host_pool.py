@@ -1,4 +1,4 @@
-"""Host memory for slot images: an arena of extents, private or shared with the unit's worker processes."""
+"""Host memory for slot images: consecutive extents, either private or shared with the unit's worker processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from flexkv.errors import ClosedError, ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_EXTENT_BYTES = 1 << 30
-"""Largest extent, bytes: io_uring refuses to register a longer buffer."""
+"""Size of the largest extent, in bytes. io_uring refuses to register a longer buffer."""
 
 ANY_NODE = -1
-"""The native pool's value for "any NUMA node"."""
+"""The native pool's `numa_node` if the kernel may choose the node."""
 
 HugePages = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentReport:
-    """The memory that bring-up obtained for one extent.
+    """The memory that was obtained for one extent.
 
     Attributes:
-        pages_kind: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages); `pending` until the extent is up;
-            `attached` in a process that did not create the pool.
-        huge_bytes: the part of `bytes` that is on huge pages.
-        bring_up_s: seconds from the first touch to ready.
-        registered: whether all of it is registered with the GPU; if not, only the copy engine can use it.
+        index: the extent's number, from 0.
+        bytes: the extent's size.
+        pages_kind: the memory pages that hold the extent: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages).
+            `pending` until the extent is mapped; `attached` in a process that did not create the pool.
+        huge_bytes: how many of `bytes` are on huge pages.
+        bring_up_s: seconds from the extent's first touch until it was ready.
+        registered: whether the complete extent is registered with the GPU. Memory that is not registered can be copied
+            only by the copy engine.
         numa_node: the node that holds the extent's first page; -1 if the kernel does not report it.
     """
 
@@ -48,7 +51,8 @@ class ExtentReport:
 
 @dataclass(frozen=True, slots=True)
 class PoolDescriptor:
-    """Names a shared pool for `HostPool.attach`, in any process of the same user on this machine. Picklable."""
+    """Identifies a shared pool. With it, any process of the same user on this machine can call `HostPool.attach`.
+    Picklable."""
 
     pid: int
     fd: int
@@ -60,19 +64,22 @@ class PoolDescriptor:
 
 
 class HostPool:
-    """An arena of `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
+    """Host memory for `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
 
-    Memory is mapped in the background, in order: slots [0, `ready_slots`) can be used. If memory runs short, mapping
-    stops (`stopped_reason`), and the slots that are ready stay usable.
+    The memory is mapped in the background, slot by slot from 0. Slots [0, `ready_slots`) can be used. If memory runs
+    short, mapping stops (see `stopped_reason`), and the slots that are ready stay usable.
 
     Args:
-        numa_node: the preferred node for the memory; None leaves the choice to the kernel.
+        shared: whether other processes can attach to the pool.
+        extent_bytes: the size of an extent, at most 1 GiB.
+        huge_pages: `auto` to use huge pages where the kernel has them; `off` for none.
+        numa_node: the preferred NUMA node for the memory; None leaves the choice to the kernel.
 
     Raises:
         GeometryError: a size is not allowed.
-        CapacityError: the pool and its headroom do not fit into the memory available now (MemAvailable and control
-            groups).
-        ConfigError: `huge_pages` has an unknown value, or there can be no such NUMA node.
+        CapacityError: the pool and its headroom exceed the memory that is available now, by MemAvailable and by the
+            limits of control groups.
+        ConfigError: `huge_pages` has an unknown value, or `numa_node` cannot be a NUMA node.
     """
 
     def __init__(
@@ -98,12 +105,14 @@ class HostPool:
 
     @classmethod
     def attach(cls, descriptor: PoolDescriptor) -> HostPool:
-        """The pool that `descriptor` names: the same memory in the process that made it, else a mapping of it.
+        """Returns the pool that `descriptor` identifies. The process that made the pool gets the same memory, any other
+        process a mapping of it.
 
         Raises:
-            ClosedError: the pool is gone (its process ended or closed it), or the pid or fd now names something else.
-            GeometryError: the pool found has another geometry.
-            CapacityError: it cannot be mapped.
+            ClosedError: the pool is gone, because its process ended or closed it; or the pid or fd now belongs to
+                another process or file.
+            GeometryError: the pool's geometry differs from the descriptor's.
+            CapacityError: the pool cannot be mapped.
         """
         pool = cls.__new__(cls)
         d = descriptor
@@ -119,7 +128,8 @@ class HostPool:
 
     @property
     def native(self) -> c_ext.HostPool:
-        """The native pool, for transfer engines and lanes, which keep its memory alive while they may touch it.
+        """The native pool. Transfer engines and lanes hold it, and so its memory exists for as long as they may touch
+        it.
 
         Raises:
             ClosedError: the pool was closed.
@@ -138,18 +148,20 @@ class HostPool:
 
     @property
     def ready_slots(self) -> int:
-        """Slots [0, ready_slots) are mapped. Only grows; an attached pool reports what its creator has mapped."""
+        """How many slots are mapped: slots [0, ready_slots). The number never shrinks. An attached pool reports the
+        slots that its creator has mapped."""
         ready = self.native.ready_slots
         self._log_once()
         return ready
 
     def pin(self, device: int) -> None:
-        """Registers this process's mapping with a GPU, in the background as memory is mapped. Each piece has at most
-        128 MiB (or one slot), and a pause follows it, so that the engine can take the driver's locks in between. Pieces
-        that the GPU refuses are tried again for a minute.
+        """Registers this process's mapping of the pool with a GPU. This happens in the background, as memory is mapped.
 
-        Only a process whose GPU copies needs this. Later calls have no effect, because memory is registered for all
-        GPUs at once.
+        The memory is registered in pieces of at most 128 MiB (or one slot). A pause follows each piece, in which the
+        engine can take the driver's locks. Pieces that the GPU refuses are tried again for a minute.
+
+        Only processes that copy to or from a GPU need this. Only the first call has an effect, because it registers the
+        memory for all GPUs.
 
         Raises:
             ConfigError: there is no such CUDA device, or no driver.
@@ -158,32 +170,34 @@ class HostPool:
 
     @property
     def pinned_slots(self) -> int:
-        """The GPU has registered or refused slots [0, pinned_slots); 0 before `pin`."""
+        """How many slots the GPU has either registered or refused: slots [0, pinned_slots). 0 before `pin`."""
         pinned = self.native.pinned_slots
         self._log_once()
         return pinned
 
     @property
     def settled(self) -> bool:
-        """Whether mapping has ended and its outcome was logged, which reading `ready_slots` does. True if attached."""
+        """Whether mapping has ended and its outcome was logged. Reading `ready_slots` logs it. Always true for an
+        attached pool."""
         return self._logged
 
     @property
     def stopped_reason(self) -> str:
-        """Why no more slots will be mapped: mapping stopped early, or the pool's process ended. Empty if all are
-        mapped.
+        """Why no more slots will be mapped: mapping stopped early, or the process that made the pool ended. Empty while
+        slots are being mapped, and if all are mapped.
         """
         return self.native.stopped_reason
 
     @property
     def creator_gone(self) -> bool:
-        """For an attached pool, whether the process that made it has ended or closed it. This process's mapping stays
-        valid.
+        """Whether the pool is attached and the process that made it has ended or has closed it. This process's mapping
+        stays valid.
         """
         return self.native.creator_gone
 
     def wait_ready(self, slots: int, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until `slots` slots are up. False at once if bring-up has ended with fewer.
+        """Waits up to `deadline_s` seconds until `slots` slots are mapped. Returns False if they are not; does so at
+        once if mapping has ended with fewer.
 
         Raises:
             BlockRangeError: the pool has fewer slots.
@@ -193,7 +207,8 @@ class HostPool:
         return ready
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of one slot, uint8 [slot_bytes], writable; keeps the memory mapped for as long as it lives.
+        """Returns the bytes of one slot as a writable array, uint8 [slot_bytes]. The memory stays mapped for as long as
+        the array exists.
 
         Raises:
             BlockRangeError: the slot is not in [0, ready_slots).
@@ -201,8 +216,8 @@ class HostPool:
         return self.native.slot(slot)
 
     def extent_of(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of a slot and of those after it in its extent, otherwise like `slot`: the range that is registered
-        with a device or a network card at once.
+        """Returns the bytes from the start of a slot to the end of its extent, otherwise like `slot`. This is the range
+        that is registered with a device or a network card in one call.
 
         Raises:
             BlockRangeError: the slot is not in [0, ready_slots).
@@ -210,9 +225,10 @@ class HostPool:
         return self.native.extent_of(slot)
 
     def fail_read(self, slots: NDArray[np.int32], read: int) -> None:
-        """Reports that `read` will never fill these slots: loads that wait for it fail those pages.
+        """Makes loads that wait for the DISK_READ `read` fail their pages in these slots, because it will never fill
+        them.
 
-        For reads that no lane carries out; a lane reports the end of its own reads.
+        Call this for reads that no lane executes. A lane reports the end of its own reads.
 
         Raises:
             BlockRangeError: a slot is not in [0, ready_slots).
@@ -221,14 +237,14 @@ class HostPool:
         self.native.settle(slots, read, False)
 
     def report(self) -> list[ExtentReport]:
-        """One entry per extent, in order."""
+        """Returns one entry per extent, in the order of the extents."""
         return [ExtentReport(*extent) for extent in self.native.report()]
 
     def descriptor(self) -> PoolDescriptor:
-        """The descriptor with which another process attaches.
+        """Returns the descriptor with which another process attaches to the pool.
 
         Raises:
-            ContractError: the pool is private.
+            ContractError: the pool is not shared.
         """
         native = self.native
         pid, fd, token, file_bytes = native.address()
@@ -237,9 +253,11 @@ class HostPool:
         )
 
     def close(self) -> None:
-        """Ends bring-up and refuses new use. The memory is freed with the last engine, op or array that can touch it.
+        """Stops mapping, and refuses new use. The memory is freed after the last transfer engine, op or array that can
+        touch it is gone.
 
-        This closes the pool for all who attached in this process; other processes keep their mappings. Idempotent.
+        This also closes the pools that were attached in this process with its descriptor. Other processes keep their
+        mappings. Idempotent.
         """
         if self._native is not None:
             self._native.close()

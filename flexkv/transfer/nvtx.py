@@ -1,6 +1,7 @@
-"""Marks the work of the lanes' threads and of the layerwise stages for a profiler such as Nsight Systems, with NVTX.
+"""Marks the work of the lanes' threads and of the layerwise stages as NVTX ranges, which profilers such as Nsight
+Systems show.
 
-Off until `enable` is called: no library is searched for or loaded, and `span` returns one shared empty context.
+Before `enable` turns ranges on, no library is searched for or loaded, and `span` returns one shared empty context.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ logger = get_logger(__name__)
 OFF, ON = "off", "on"
 ALLOWED = "allowed are off, on, and the path of NVTX's library"
 LIBRARIES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
-"""The library of NVTX 3, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; then that of CUDA toolkits before
-12.9.
+"""Names of NVTX's library. The first is that of NVTX 3, which is in the wheel `nvidia-nvtx` that torch's CUDA builds
+depend on. The second is that of CUDA toolkits before 12.9.
 """
 
 _library: ctypes.CDLL | None = None
@@ -30,7 +31,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class _Range:
-    """One range of the calling thread."""
+    """A context that marks one range in the thread that enters it."""
 
     __slots__ = ("_library", "_name")
 
@@ -47,13 +48,13 @@ class _Range:
 
 
 def enable(setting: str) -> None:
-    """Permanently turns ranges on in this process if `observe.nvtx` says so; `off` changes nothing.
+    """Turns ranges on in this process for good, unless `setting` is `off`. Has no effect if they are on already.
 
     Args:
-        setting: `off`, `on`, or the path of a library.
+        setting: the value of `observe.nvtx`: `off`, `on`, or the path of NVTX's library.
 
     Raises:
-        ConfigError: there is no such library, or it is not NVTX's; names the places searched.
+        ConfigError: no library was found, or the library is not NVTX's. The message lists the places searched.
     """
     global _library
     if setting == OFF or _library is not None:
@@ -74,12 +75,13 @@ def enable(setting: str) -> None:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A context that marks a range "flexkv `name`" in the calling thread; an empty context if ranges are off."""
+    """Returns a context that marks a range "flexkv `name`" in the thread that enters it, or an empty context if ranges
+    are off."""
     return _NOTHING if _library is None else _Range(_library, name)
 
 
 def _candidates() -> Iterator[str]:
-    """Names for the loader, then paths in wheels."""
+    """Yields the library's names for the loader, then its paths in installed wheels."""
     yield from LIBRARIES
     for folder in sys.path:
         for name in LIBRARIES:

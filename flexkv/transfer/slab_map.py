@@ -1,4 +1,4 @@
-"""Where a unit's pages lie on its disks, in the form that is sent to the ranks' processes."""
+"""Describes to the ranks' processes where a unit's pages lie on its disks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class SlabRow(NamedTuple):
-    """An open slab, described for processes that did not open it; sizes in bytes."""
+    """A slab file that the unit has opened, as a rank's process needs it to open the same file. Sizes are in bytes."""
 
     path: str
     header_bytes: int
@@ -21,11 +21,11 @@ class SlabRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlabGroup:
-    """The page format of one KV group, as `flexkv.storage.base.DiskGroup` has it.
+    """The layout of one KV group's pages, with the values of `flexkv.storage.base.DiskGroup`.
 
     Attributes:
-        stripe_bytes: bytes of each rank's stripe.
-        runs: each rank's runs, int64 [runs, 3]: offset in the stripe, bytes, layer.
+        stripe_bytes: for each rank, the size of its stripe in bytes.
+        runs: for each rank, its runs, int64 [runs, 3]; the columns are offset in the stripe, bytes and layer.
     """
 
     stripe_bytes: tuple[int, ...]
@@ -34,10 +34,12 @@ class SlabGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlabMap:
-    """Where a unit's pages lie on its disks; travels to the ranks' processes.
+    """Where a unit's pages lie on its disks. The unit sends it to the ranks' processes.
 
     Attributes:
-        disks: each disk's slabs, one per group; groups that share a slab name the same one. Empty for a lost disk.
+        groups: the page layout of each KV group.
+        disks: for each disk, the slab of each KV group; groups that share a slab have equal rows. Empty for a lost
+            disk.
     """
 
     groups: tuple[SlabGroup, ...]

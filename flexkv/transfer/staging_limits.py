@@ -1,4 +1,4 @@
-"""Names, for the log, the limit that determined the number of staging slots."""
+"""Puts into words for the log which limit determined the number of staging slots."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from flexkv.config.sizes import format_size
 
 
 def staging_cut(slots: int, slot_bytes: int, max_blocks: int, max_bytes: int) -> str:
-    """One line that names the limit that left fewer slots than `gds.max_staging_blocks` allows; empty if none did.
+    """Returns one line that names the limit because of which there are fewer staging slots than
+    `gds.max_staging_blocks`; empty if there are not fewer.
 
     Args:
-        slots, slot_bytes: how the native core divided its staging; no slots if it needs none.
+        slots, slot_bytes: number and size of the native core's staging slots; 0 slots if it needs no staging buffer.
         max_blocks: `gds.max_staging_blocks`.
         max_bytes: `gds.max_staging_bytes`.
     """

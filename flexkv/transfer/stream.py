@@ -9,18 +9,18 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 from flexkv.errors import ContractError
 
 PROTOCOL_VERSION = 0
-"""The version of `__cuda_stream__` that is specified (cuda.core, "Interoperability")."""
+"""The only version of the protocol `__cuda_stream__` that exists (documentation of cuda.core, "Interoperability")."""
 LARGEST_ADDRESS = (1 << 64) - 1
 
 
 class HasCudaStreamMethod(Protocol):
-    """A stream of any library that implements the protocol: cuda.core, cuda.bindings, torch."""
+    """A stream of a library that implements the protocol `__cuda_stream__`: cuda.core, cuda.bindings, torch."""
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 
 class HasCudaStream(Protocol):
-    """A stream of a torch version that predates the protocol."""
+    """A stream of a torch version that does not implement `__cuda_stream__` yet."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -31,11 +31,12 @@ StreamLike: TypeAlias = SupportsIndex | HasCudaStreamMethod | HasCudaStream
 
 
 def stream_address(stream: StreamLike) -> int:
-    """The `cudaStream_t` of `stream`. If an object has both the protocol and the attribute, the protocol wins.
+    """Returns the `cudaStream_t` of `stream`. If an object has both `__cuda_stream__` and `cuda_stream`, the former is
+    used.
 
     Raises:
-        ContractError: it is not a stream; names the value. If the object's own code raised an exception, that is the
-            cause.
+        ContractError: `stream` is not a stream; the message shows its value. If the object's own code raised an
+            exception, `__cause__` is that exception.
     """
     try:
         if (method := getattr(stream, "__cuda_stream__", None)) is not None:
@@ -50,7 +51,7 @@ def stream_address(stream: StreamLike) -> int:
 
 
 def optional_stream(stream: StreamLike | None) -> int | None:
-    """Like `stream_address`, and None for None."""
+    """Returns the `cudaStream_t` of `stream`, as `stream_address` does; None if `stream` is None."""
     return None if stream is None else stream_address(stream)
 
 
@@ -86,7 +87,7 @@ def _address(value: Any, stream: object) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """The value as a whole number, or None. Excludes bool, which as a stream is a mistake."""
+    """Returns the value as an integer; None if it is not one, or is a bool, which as a stream is a mistake."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -94,7 +95,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _named(value: object, words: Callable[[object], str] = repr) -> str:
-    """The value for a message, even if its own `repr` or `str` fails."""
+    """Returns the value as text for a message, or its type if its own `repr` or `str` fails."""
     try:
         return f"{words(value):.80}"
     except Exception:

@@ -1,9 +1,9 @@
-"""The ways of a GPU's copies as measured on one machine: a file that `flexkv bench transfer --save` writes and the
-setting `transfer.ways_file` names.
+"""Reads and writes the file of `transfer.ways_file`, which says up to which length a kernel copies a GPU's runs.
+`flexkv bench transfer --save` measures the lengths and writes the file.
 
-A table holds for one GPU in one slot with one driver and one version of flexkv. Anything else is refused: a threshold
-from another link would be silently wrong. An engine names one file for all its GPUs, so the others use the built-in
-lengths, and a warning says so.
+A table is valid for one GPU in one PCI slot with one driver and one version of flexkv, because a length that was
+measured on another link would be silently wrong. An engine has one file for all its GPUs. GPUs to which the table does
+not apply use the built-in lengths, and the log warns of it.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from flexkv.observe import get_logger
 
 FORMAT = "flexkv copy ways 1"
 ALL_RUNS = (1 << 63) - 1
-"""As a threshold: the kernel copies runs of every length. In a file: "all"."""
+"""The threshold, in bytes, with which the kernel copies runs of every length. A file has "all" instead."""
 MOST_BELOW = 1 << 40
-"""Bytes. A larger threshold in a file is a mistake."""
+"""The largest threshold that a file may have, in bytes. A larger one is a mistake."""
 MOST_FILE_BYTES = 1 << 20
 MOST_WORD = 128
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
-"""GT/s of a lane -> generation of PCI Express."""
+"""The generation of PCI Express by the speed of one lane in GT/s, as the kernel writes it."""
 logger = get_logger(__name__)
 
 HOW = "measure it with `flexkv bench transfer --save`"
 
 
 class OtherKeyError(ConfigError):
-    """A table was measured on another GPU, link, driver or version."""
+    """A table was measured on another GPU, link, driver or version of flexkv."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaysKey:
-    """The setup that a table was measured on.
+    """The GPU, link, driver and version of flexkv on which a table was measured.
 
     Attributes:
         device: the GPU's UUID.
-        link_width: lanes of its link; 0 where the kernel does not say.
-        link_generation: of PCI Express; 0 where the kernel does not say.
-        driver: its CUDA version, and the kernel module's version if that is known.
-        flexkv: the version of flexkv that measured.
+        link_width: number of PCI Express lanes of the GPU's link; 0 if the kernel does not report it.
+        link_generation: generation of PCI Express of the link; 0 if the kernel does not report it.
+        driver: the driver's CUDA version, followed by the kernel module's version if that is known.
+        flexkv: the version of flexkv.
     """
 
     device: str
@@ -70,19 +70,24 @@ class WaysKey:
 
 @dataclass(frozen=True, slots=True)
 class CopyWays:
-    """The kernel loads and stores runs of fewer bytes than these."""
+    """Which runs a kernel copies; the copy engine copies the others.
+
+    Attributes:
+        load_kernel_below: the kernel copies runs to the GPU that have fewer bytes than this.
+        store_kernel_below: the kernel copies runs from the GPU that have fewer bytes than this.
+    """
 
     load_kernel_below: int
     store_kernel_below: int
 
     def written(self) -> dict[str, int | str]:
-        """As a file has them."""
+        """Returns the thresholds in the form in which a file has them."""
         below = {"h2d": self.load_kernel_below, "d2h": self.store_kernel_below}
         return {way: "all" if bytes == ALL_RUNS else bytes for way, bytes in below.items()}
 
 
 def this_key(device: int) -> WaysKey:
-    """The key of a CUDA device of this machine.
+    """Returns the key of one of this machine's CUDA devices.
 
     Raises:
         ConfigError: there is no such device.
@@ -92,9 +97,10 @@ def this_key(device: int) -> WaysKey:
 
 
 def pci_link(pci: str, devices: Path = PCI_DEVICES) -> tuple[int, int]:
-    """Width and generation of a device's link; 0 if the kernel does not report them.
+    """Returns width and generation of a device's PCI Express link, each 0 if the kernel does not report it.
 
-    The generation is the highest that both ends support, because an idle GPU lets its link slow down.
+    The generation is the highest that both ends of the link support. The link's current generation would not do,
+    because an idle GPU lowers it.
     """
     device = devices / pci.lower()
     width = re.fullmatch(r"(\d{1,3})", _line(device / "current_link_width"))
@@ -104,10 +110,11 @@ def pci_link(pci: str, devices: Path = PCI_DEVICES) -> tuple[int, int]:
 
 
 def driver_version(cuda: int, module: Path = KERNEL_MODULE) -> str:
-    """Such as "13.0 (580.159.04)".
+    """Returns the driver's CUDA version and the kernel module's version, such as "13.0 (580.159.04)".
 
     Args:
-        cuda: as CUDA counts: 13000 is 13.0.
+        cuda: the CUDA version as CUDA encodes it: 13000 means 13.0.
+        module: the file in which the kernel module reports its version.
     """
     version = f"{cuda // 1000}.{cuda % 1000 // 10}"
     found = re.search(r"\b(\d+(?:\.\d+)+)\b", _line(module))
@@ -115,10 +122,11 @@ def driver_version(cuda: int, module: Path = KERNEL_MODULE) -> str:
 
 
 def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
-    """The table in force on a device; None for the built-in lengths.
+    """Returns the table of `transfer.ways_file` for a device; None if no file is set or the device is plain memory.
 
     Raises:
-        ConfigError: see `read_ways`, and `this_key`.
+        ConfigError: the file has no complete table, or there is no such device.
+        OtherKeyError: the table was measured on another GPU, link, driver or version of flexkv.
     """
     if device is None or not settings.ways_file:
         return None
@@ -126,10 +134,11 @@ def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
 
 
 def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None:
-    """The table to copy by on a device; None for the built-in lengths, with a warning if the table has another key.
+    """Returns the table of `transfer.ways_file` if it applies to a device; None for the built-in lengths. Logs a
+    warning if the table was measured on another key.
 
     Raises:
-        ConfigError: the file has no complete table.
+        ConfigError: the file has no complete table, or there is no such device.
     """
     try:
         return ways_of(settings, device)
@@ -139,21 +148,22 @@ def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None
 
 
 def check_ways_file(settings: TransferConfig) -> None:
-    """Checks at an engine's start that the file has a complete table, whatever its key.
+    """Checks that the file of `transfer.ways_file`, if set, has a complete table, for whichever GPU. Called at an
+    engine's start.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the file has no complete table.
     """
     if settings.ways_file:
         _checked(settings.ways_file, _content(settings.ways_file))
 
 
 def read_ways(path: str, key: WaysKey) -> CopyWays:
-    """Reads a table that was measured on `key`.
+    """Reads the table in a file, which must have been measured on `key`.
 
     Raises:
         ConfigError: the file has no complete table.
-        OtherKeyError: it has another key; the message names both.
+        OtherKeyError: the table was measured on another key; the message shows both keys.
     """
     table = _checked(path, _content(path))
     found = WaysKey(**table["key"])
@@ -167,10 +177,11 @@ def read_ways(path: str, key: WaysKey) -> CopyWays:
 
 
 def write_ways(path: Path, key: WaysKey, ways: CopyWays, measured: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a table with its key and measurements. A reader always sees a complete file.
+    """Writes a table with its key and measurements. A process that reads the file meanwhile sees either the old or the
+    new file, complete.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     table = {
         "format": FORMAT,
@@ -189,7 +200,9 @@ def write_ways(path: Path, key: WaysKey, ways: CopyWays, measured: Sequence[Mapp
 
 def _content(path: str) -> bytes:
     def without_waiting(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # a pipe would wait for its other end
+        return os.open(
+            name, flags | os.O_NONBLOCK
+        )  # without O_NONBLOCK, opening a pipe waits for its other end
 
     try:
         with open(path, "rb", opener=without_waiting) as stream:
@@ -205,7 +218,11 @@ def _content(path: str) -> bytes:
 
 
 def _checked(path: str, content: bytes) -> dict[str, Any]:
-    """The table in a file."""
+    """Returns the table in a file's content, after checking that it is complete.
+
+    Raises:
+        ConfigError: the content is not a complete table.
+    """
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"transfer.ways_file: {path} is not a whole table of ways: {why}; {HOW}")

@@ -1,1 +1,1 @@
-"""Raw files: moves blocks between a pool and files without headers, for callers that keep their own index."""
+"""Copies blocks between an engine's pool and raw files without headers, for callers that keep their own index."""

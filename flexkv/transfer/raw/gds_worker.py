@@ -1,4 +1,5 @@
-"""Moves blocks between raw files and one rank's pool, through a GDSManager with the settings and geometry it needs.
+"""Copies blocks between raw files and one rank's pool. A `GDSTransferWorker` makes a native GDSManager from flexkv's
+settings and the geometries of pool and files.
 
 worker = GDSTransferWorker(pool=pool, files=layout, ssd_files={0: ["/nvme0/kv-0"]})
 worker.read(gpu_blocks=[4, 9], ssd_blocks=[100, 101])
@@ -25,23 +26,26 @@ from flexkv.transfer.stream import StreamLike, stream_address
 Ids = Sequence[int] | NDArray[np.int64]
 
 TENSORRT_LLM = 1
-"""`RawPool.gpu_block_type` of pools that have a block's layers together."""
+"""The `RawPool.gpu_block_type` of pools in which all layers of a block are adjacent."""
 
 SAMPLE_BLOCKS = np.arange(2, dtype=np.int64)
-"""Two blocks show how all blocks of a pool are aligned, and so whether they go through staging."""
+"""Two block numbers whose alignment shows how all blocks of a pool are aligned, and so whether the pool needs staging
+buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawPool:
-    """One rank's pool as addresses and strides, all in bytes.
+    """Where the blocks of one rank's pool lie in memory, as addresses and strides in bytes.
 
     Attributes:
-        gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
-        layer_ptrs: one address per layer (vLLM), one (TensorRT-LLM), or K of every layer, then V (SGLang).
-        gpu_device_id: the GPU that holds it, or -1 for plain memory.
+        gpu_block_type: the engine's order of a block's bytes: 0 for vLLM, 1 for TensorRT-LLM, 2 for SGLang.
+        layer_ptrs: one address per layer (vLLM), one address (TensorRT-LLM), or the addresses of K of every layer and
+            then of V of every layer (SGLang).
+        block_stride, kv_stride, layer_stride: bytes from one block, K or V, or layer to the next.
+        gpu_device_id: the GPU that holds the pool; -1 for plain memory.
         is_mla: whether K and V are stored as one.
-        blocks: how many blocks it has, from number 0 on. If it is known, contiguous blocks can move directly between a
-            disk and a GPU (`gds.register_pool`). 0: not known.
+        blocks: number of blocks in the pool; 0 if it is not known. If it is known, blocks that are contiguous can be
+            copied directly between a disk and a GPU (`gds.register_pool`).
     """
 
     gpu_block_type: int
@@ -56,11 +60,14 @@ class RawPool:
 
 @dataclass(frozen=True, slots=True)
 class RawFileLayout:
-    """Where a block's bytes lie in raw files (docs/gds.md), in bytes.
+    """Where the blocks lie in raw files (docs/gds.md); sizes and strides are in bytes.
 
     Attributes:
-        chunk: bytes of one layer's K or V of one block, as this rank moves it.
-        copy_offset: where those bytes lie in a chunk that several ranks share.
+        total_layers: number of layers in a block.
+        chunk: how many bytes this rank copies of K or V of one layer of one block.
+        layer_stride, kv_stride, block_stride: bytes from one layer, K or V, or block to the next.
+        blocks_per_file: number of blocks in each file.
+        copy_offset: where this rank's bytes begin in a chunk that several ranks share.
     """
 
     total_layers: int
@@ -73,26 +80,33 @@ class RawFileLayout:
 
     @classmethod
     def dense(cls, total_layers: int, chunk: int, blocks_per_file: int, kv_dim: int = 2) -> RawFileLayout:
-        """Blocks without gaps: [layer][kv][chunk]."""
+        """Makes the layout of blocks without gaps, each in the order [layer][K or V][chunk].
+
+        Args:
+            kv_dim: 2 if K and V are stored apart, 1 if as one.
+        """
         layer = chunk * kv_dim
         return cls(total_layers, chunk, layer, chunk, layer * total_layers, blocks_per_file)
 
 
 class GDSTransferWorker:
-    """One rank's transfers between raw files and its pool.
+    """Copies one rank's blocks between raw files and its pool.
 
     Args:
-        config: None takes the settings of this process: FLEXKV_CONFIG's file, then FLEXKV_GDS_* and FLEXKV_DISK_IO.
-        use_staged_transfer, max_staging_blocks: override `config` where given.
-        engine_stream: the engine's stream; transfers start after the work enqueued on it.
-        io: the backend for plain memory, and for copies through plain memory if a GPU has no other way; None: `disk.io`
-            if `config` is None, else "auto".
+        ssd_files: the paths of each disk's files, by the disk's number.
+        config: the settings; None for those of this process: FLEXKV_CONFIG's file, overridden by the environment
+            variables FLEXKV_GDS_* and FLEXKV_DISK_IO.
+        round_robin: how many consecutive blocks go to one disk before the next disk follows.
+        use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
+        engine_stream: the engine's device stream; transfers start after the work enqueued on it.
+        io: the I/O backend for a pool in plain memory, and for a GPU that can only be reached through plain memory.
+            None for `disk.io` if `config` is None, otherwise for "auto".
 
     Raises:
         ContractError: `engine_stream` is not a stream.
-        ConfigError: a setting or option that is not allowed, a file that cannot be opened, or `io` that the kernel
-            refuses.
-        CapacityError: there is no memory for the staging; names the setting to change.
+        ConfigError: a setting or option is not allowed, a file cannot be opened, or the kernel refuses the backend
+            `io`.
+        CapacityError: there is not enough memory for the staging buffers; the message names the setting to change.
     """
 
     def __init__(
@@ -136,22 +150,25 @@ class GDSTransferWorker:
         )
         self._log = get_logger("gds")
         self._reserve_staging(gds.max_staging_bytes)
-        # Only registering the staging shows which route cuFile takes to each file.
+        # Logged last, because cuFile shows its route to each file only when the staging buffers are registered.
         way = "staged" if self.use_staged_transfer else "a call a run"
         self._log.info("%s; %s", self.manager.describe(), way)
         log_refusal(self.manager.pool, gds)
 
     def read(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
-        """Copies files to the pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
+        """Copies block ssd_blocks[i] of the files to block gpu_blocks[i] of the pool, for each i.
+
+        Args:
+            layers: numbers of the layers to copy; None for all.
 
         Raises:
-            TransferError: some blocks did not arrive; names them. The other blocks did.
+            TransferError: some blocks did not arrive; the message lists them. The other blocks did.
             GeometryError, BlockRangeError, CapacityError, ClosedError: see `c_ext.transfer_kv_blocks_gds_staged`.
         """
         self._move(gpu_blocks, ssd_blocks, layers, is_read=True)
 
     def write(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
-        """Copies the pool to files; otherwise like `read`."""
+        """Copies block gpu_blocks[i] of the pool to block ssd_blocks[i] of the files; otherwise like `read`."""
         self._move(gpu_blocks, ssd_blocks, layers, is_read=False)
 
     def _reserve_staging(self, max_bytes: int) -> None:
@@ -173,7 +190,7 @@ class GDSTransferWorker:
             self._log.info("%s", cut)
 
     def _in_one_piece(self, block_bytes: int) -> bool:
-        """Whether a block's bytes are contiguous and in the same order in pool and file."""
+        """Whether a block's bytes are contiguous in the pool and in the file, in the same order."""
         pool, files = self._pool, self._files
         in_a_row = block_bytes // files.total_layers
         kv_too = pool.is_mla or pool.kv_stride == files.kv_stride == files.chunk
@@ -222,7 +239,7 @@ class GDSTransferWorker:
         )
 
     def close(self) -> None:
-        """Ends transfers under way and closes the files. Idempotent."""
+        """Cancels pages that were not begun, waits for the others, and closes the files. Idempotent."""
         self.manager.close()
 
 
