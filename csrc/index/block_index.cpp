@@ -13,10 +13,11 @@ const PolicyKind& checked(const PolicyKind& policy) {
                     " lists; allowed are 1 to " + std::to_string(PolicyKind::kMaxLists));
 }
 
-// How many list heads a class needs: one for leased entries, one for spare blocks, and the policy's.
+// How many list heads a size class needs: one for leased entries, one for spare blocks, and one for each list
+// of the policy.
 size_t heads_per_class(const PolicyKind& policy) { return 2 + policy.lists; }
 
-// Whether group g has slots of its own.
+// Whether the group has its own slots, rather than those of an earlier group.
 bool has_own(const std::vector<uint32_t>& shared_with, size_t group) {
   return group >= shared_with.size() || shared_with[group] == group;
 }
@@ -64,7 +65,7 @@ BlockIndex::BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKin
       map_(total_slots(group_slots, shared_with), seed),
       policy_notes_(policy.notes ? std::make_unique<HugeArray<PolicyNote>>(table_.size()) : nullptr) {
   check_groups(group_slots, shared_with);
-  classes_.reserve(group_slots.size());  // must not reallocate: each policy refers to its class's pool
+  classes_.reserve(group_slots.size());  // prevents reallocation: each policy refers to its class's pool
   EntryId head = 0;
   for (size_t group = 0; group < group_slots.size(); ++group) {
     if (!has_own(shared_with, group)) {

@@ -1,10 +1,11 @@
-// The index of one tier: which blocks it holds, in which slots, and which of them may not be evicted now. A
-// manager with a disk has two indexes, so that blocks in host memory are found as fast as without a disk.
+// The index of one tier. It records which blocks the tier holds, in which slots, and which blocks are pinned
+// and so cannot be evicted. A manager with a disk tier has one index for host memory and another for the
+// disk, so that lookups in host memory are as fast as without a disk.
 //
-// Keys of all groups share one map. A group has slots and an order of eviction of its own, or shares them
-// with groups whose pages have the same size. There is no closure invariant: a block may be present without
-// the ones before it. An EntryId names an entry and stays valid while the entry is pinned. Not thread-safe.
-// Every call costs O(blocks given); an eviction costs O(1).
+// The keys of all KV groups share one map. Each group has its own slots and eviction order, or shares both
+// with groups whose pages have the same size. A block may be present although the blocks before it are not.
+// An EntryId identifies an entry and stays valid while the entry is pinned. The class is not thread-safe.
+// A call costs O(blocks given) unless its comment says otherwise; evicting one block costs O(1).
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -27,14 +28,15 @@ namespace flexkv {
 
 // The state of a block in an index at a given time.
 enum class Presence : uint8_t {
-  kAbsent,   // no entry
-  kReady,    // may be hit
-  kFilling,  // pending, and a known op fills it
-  kStoring,  // pending, with no filler: its content may never be published
-  kExpired,  // ready, but expired: a miss, which its owner has to remove
+  kAbsent,   // the index has no entry for the block
+  kReady,    // a lookup may hit the block
+  kFilling,  // pending; the entry records the op that fills it, so other requests may wait for that op
+  kStoring,  // pending, and no op is recorded: the block may never be published, so nobody may wait for it
+  kExpired,  // ready but expired: lookups count it as a miss, and the tier's owner has to remove it
 };
 
-// A run of blocks that `pin_run` found. `expired`: the expired entry that ended it, or kNoEntry.
+// The run of blocks that `pin_run` found. `expired`: the expired entry at which the run ended; kNoEntry if it
+// ended for another reason.
 struct PinnedRun {
   size_t count = 0;
   EntryId expired = kNoEntry;
@@ -43,19 +45,20 @@ struct PinnedRun {
 // What `insert` did. `positions`, `entries` and `slots` describe the same blocks.
 struct Inserted {
   std::vector<uint32_t> positions;  // index of each new block in the keys offered, ascending
-  std::vector<EntryId> entries;     // the new blocks' entries: pending, pinned once
-  std::vector<int32_t> slots;       // the new blocks' slots
-  std::vector<BlockKey> evicted;    // keys of the blocks evicted to make room
-  size_t known = 0;
-  size_t dropped = 0;
+  std::vector<EntryId> entries;     // entry of each new block, pending and pinned
+  std::vector<int32_t> slots;       // slot of each new block
+  std::vector<BlockKey> evicted;    // keys of the blocks evicted to free slots
+  size_t known = 0;                 // number of keys that were already in the index
+  size_t dropped = 0;               // number of unknown keys that got no slot
 };
 
 class BlockIndex {
  public:
   // `group_slots[g]`: the most slots that group g will ever have. `shared_with[g]`: the group whose slots
-  // group g shares, which is itself or an earlier one; empty if no groups share. Where groups share slots,
-  // every statement below about a group's slots and about which of its blocks are evicted or cold applies to
-  // those groups together. Throws ConfigError, CapacityError.
+  // group g uses, which is g itself or an earlier group; the vector is empty if no groups share slots. If
+  // groups share slots, every statement below about a group's slots, evictions or coldest blocks applies to
+  // these groups together. Throws ConfigError if an argument is invalid, CapacityError if the index would be
+  // too large or gets no memory.
   BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed,
              const std::vector<uint32_t>& shared_with = {});
   BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed,
@@ -63,23 +66,24 @@ class BlockIndex {
       : BlockIndex(group_slots, policy_kind(policy), seed, shared_with) {}
 
   size_t groups() const { return class_of_.size(); }
-  // Notifies `listener` of the ready blocks, and from now on of every change to a slot. Throws ContractError
-  // if the groups have separate slots, because then one number does not identify a slot.
+  // Calls `listener` for each ready block, and from now on for every change to a slot. O(entries). Throws
+  // ContractError if the groups have separate slots, because a slot number would then be ambiguous.
   void tell(std::shared_ptr<SlotListener> listener);
   void grow(uint32_t group, uint32_t slots) { class_at(group).pool.grow(slots); }
 
-  // Writes the entries of the leading keys that are ready; returns how many.
+  // Writes the entries of the leading keys whose blocks are ready. Returns the number of these keys.
   size_t match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
 
   // Does `match_prefix` and `pin` in one pass: adds a lease to each entry found and writes its slot.
   size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots);
 
-  // Adds a lease to each of the leading keys that are ready and have not expired, or (kFilling) that ops are
-  // filling; writes their entries and slots. Finds chains as fast as `match_and_pin`.
+  // Finds the leading blocks in the state `wanted`, adds a lease to each, and writes their entries and slots.
+  // With kReady these are blocks that are ready and not expired at `now_s`; with kFilling, blocks that a
+  // known op is filling. Throws ContractError for any other state. Follows chains as fast as `match_and_pin`.
   PinnedRun pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
                     EntryId* entries, int32_t* slots);
 
-  // The state of one key, or of an entry that `find` has just returned.
+  // Returns the state of a block, given its key or the entry that `find` has just returned for it.
   Presence presence(uint32_t group, const BlockKey& key, uint64_t now_s) const;
   Presence presence(EntryId entry, uint64_t now_s) const {
     if (!is_known(entry)) return Presence::kAbsent;
@@ -93,119 +97,125 @@ class BlockIndex {
     }
   }
 
-  // How many of the leading entries are ready. Precondition: the caller has leased them.
+  // Returns how many leading entries are ready. Precondition: the caller has leased the entries.
   size_t count_ready(std::span<const EntryId> entries) const;
 
-  // Counts the leading ready entries, one per key, that the caller leased for `keys` earlier: an entry counts
-  // only if it is still leased and still holds the block of its key. The caller may still promise the leading
-  // part that counts.
+  // Returns how many leading pages that an earlier lookup leased can still be promised. `entries`: the entry
+  // that was leased for each key. An entry counts only if it is ready, still leased, and still holds the
+  // block of its key.
   size_t count_ready(uint32_t group, std::span<const BlockKey> keys, std::span<const EntryId> entries) const;
 
-  // Adds a lease to an entry that `find` has just returned; returns its slot. Throws ContractError if it has
-  // too many.
+  // Adds a lease to an entry that `find` has just returned. Returns the entry's slot. Throws ContractError if
+  // the entry already has the maximum number of leases.
   int32_t pin_one(EntryId entry);
 
-  // Undoes leases that were just made: unlike `unpin`, it leaves the order of use as it is.
+  // Undoes leases that the caller has just taken. Unlike `unpin`, this does not change the order of use.
   void take_back(std::span<const EntryId> entries) {
     for (const EntryId id : entries) end_pin(id);
   }
 
-  // Writes the entry of each key, ready or (unless `ready_only`) pending, else kNoEntry. Returns how many
-  // were found.
+  // Writes the entry of each key whose block is ready, or pending if `ready_only` is false, and kNoEntry for
+  // each other key. Returns how many entries were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
-  // The entries of a group, ready or pending, whose keys end with `mark`. O(entries).
+  // Returns the entries of a group, ready or pending, whose keys end with `mark`. O(entries).
   std::vector<EntryId> find_marked(uint32_t group, const KeyMark& mark) const;
 
-  // Adds a lease to each entry; all must be ready and of one group. Writes their slots. All or none.
+  // Adds a lease to each entry and writes the entries' slots. Throws ContractError, and adds no lease, if an
+  // entry is not ready, has too many leases, or is not in the group of the first entry.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
-  // Leases entries that a lookup found. Each must still hold the block of its key: an entry that was evicted
-  // and now holds another block is not leased.
+  // `pin` for entries that an earlier lookup found for `keys`. Throws ContractError, and adds no lease, if an
+  // entry no longer holds the ready block of its key, for example because that block was evicted.
   void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
 
-  // `pin` for entries that are ready, or pending and leased by the op that fills them. It keeps a block that
-  // is being filled for the requests that wait for it, although no other request may hit it.
+  // `pin` for entries that are ready, or pending and leased by the op that fills them. Requests that wait for
+  // a pending block lease it with this call. No other request can hit the block until it is ready.
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
-  // Ends one lease on each entry. Entries without a lease then become the most recently used ones, in the
-  // order given; those that were removed meanwhile are freed. `use` is for the policy. A spare block stays
-  // one unless it was hit.
+  // Ends one lease on each entry. Entries that then have no lease become the most recently used ones, in the
+  // order given; those that were removed while they were leased are freed. `use` tells the eviction policy
+  // whether a request hit the blocks. A spare block stays spare unless it was hit.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
-  // Ends every lease except those in `leased`, which names an entry once per lease. For a caller that an
-  // exception interrupted before it had recorded its leases. Removes pending entries that are left without a
-  // lease. Returns how many leases ended. Throws ContractError, and changes nothing, for an entry that is
-  // leased less often than it is named.
+  // Ends every lease except those in `leased`, which has an entry once per lease to keep. A caller uses this
+  // after an exception that interrupted it before it had recorded its leases. Pending entries that are left
+  // without a lease are removed. Returns how many leases ended. O(entries). Throws ContractError, and changes
+  // nothing, if an entry occurs in `leased` more often than it is leased.
   size_t keep_leases(std::span<const EntryId> leased);
 
-  // Marks entries as just used, in the order given; a request hit the leading `hits` of them. This is a hint:
-  // it skips ids that no longer name a ready block without leases, and spare blocks that were not hit.
+  // Marks entries as just used, in the order given; a request hit the first `hits` of them. Skips entries
+  // that do not hold a ready block, entries that are leased, and spare blocks that were not hit.
   void touch(std::span<const EntryId> entries, size_t hits = 0);
 
-  // Makes a pending, pinned entry with a slot for each unknown key, at most `max_new`, and evicts blocks if
-  // slots are missing. Never evicts a pinned entry or one of `keys`. Known keys count as just used. `filler`:
-  // the op that fills the new entries, 0 if there is none that others may wait for. `leases`: further pins on
-  // each new entry, which `finish` keeps. `spare`: the new blocks are spare ones. While spare blocks have
-  // more than their share of the slots, they are evicted before all others, in the order in which they were
-  // stored; within their share they are not evicted. A block is no longer spare when a request hits it, or
-  // when it is offered without `spare`. An offer of spare blocks does not change known blocks.
+  // Makes a pending, pinned entry with a slot for each unknown key, but for at most `max_new` keys. Evicts
+  // blocks if too few slots are free, but never a pinned block or one of `keys`. Known keys count as just
+  // used.
+  //
+  // `filler`: the op that fills the new entries; 0 if other requests must not wait for that op. `leases`:
+  // pins added to each new entry beside the one that `finish` drops. `spare`: whether the new blocks are
+  // spare. While spare blocks have more than their share of the slots, they are evicted before all others, in
+  // the order in which they were stored; otherwise they are evicted only if nothing else can be. A block
+  // stops being spare when a request hits it, or when it is inserted again without `spare`. Inserting with
+  // `spare` does not change known blocks.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
                   uint32_t leases = 0, bool spare = false);
 
-  // Writes the filler of each pending entry, and 0 for all others.
+  // Writes for each entry the op that fills it; 0 if none is recorded or the entry is not pending.
   void copy_fillers(std::span<const EntryId> entries, int64_t* out) const;
 
-  // Sets when the blocks expire (Unix seconds; 0: never). From then on they are misses for callers that give
-  // a time. Throws ContractError, and sets none, if an entry is not in use.
+  // Sets when each block expires, in Unix seconds; 0 means never. From then on, calls that take `now_s` treat
+  // the block as a miss. Throws ContractError, and sets no time, if an entry is not in use.
   void set_expiry(std::span<const EntryId> entries, const uint64_t* expiries);
   void copy_expiries(std::span<const EntryId> entries, uint64_t* out) const;
 
-  // Writes which entries are spare blocks.
+  // Writes 1 for each entry whose block is spare, and 0 for the others.
   void copy_spare(std::span<const EntryId> entries, uint8_t* out) const;
 
-  // Evicts up to `count` blocks that are not pinned; returns their keys.
+  // Evicts up to `count` blocks that are not pinned. Returns the keys of the evicted blocks.
   std::vector<BlockKey> evict(uint32_t group, size_t count);
 
-  // The group of each key that the last `insert`, `evict` or `retire` returned as gone. Empty if no groups
-  // share slots: all those keys then belong to the group of the call.
+  // The group of each key that the last `insert`, `evict` or `retire` returned as evicted or lost. Empty if
+  // no groups share slots, because all these keys then belong to the group given in that call.
   std::span<const uint32_t> gone_groups() const { return gone_groups_; }
 
   void copy_groups(std::span<const EntryId> entries, uint32_t* out) const;
 
-  // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
-  // removed. An entry that was removed meanwhile stays removed. Drops the pin of `insert`. Writes to
-  // `published` which entries became ready; these get `leases` further leases. Throws ContractError, and
-  // changes nothing, if an entry has no lease to drop or would get too many.
+  // Finishes the write of pending entries that `insert` made. Entries marked in `ok` become ready, and the
+  // others are removed. An entry that was removed during the write stays removed. Drops the pin that `insert`
+  // set on each entry. Writes to `published` which entries became ready, and adds `leases` leases to each of
+  // them. Throws ContractError, and changes nothing, if an entry has no lease to drop or would get too many.
   void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published, uint32_t leases = 0);
 
-  // Takes entries out of the map; an entry's slot is freed when its last lease ends. Writes to `removed`
-  // which entries were in the map, and returns how many.
+  // Removes entries from the map, so that lookups no longer find them. An entry's slot is freed when its last
+  // lease ends. Writes to `removed` which entries were in the map, and returns their number.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
-  // Adds blocks that the tier held before this process started, as ready entries in the given slots; `keys`
-  // start with the least recently used block. Precondition: none of the group's slots has been taken yet.
-  // Skips a slot that is not up or was already named, and the older of two entries with the same key; marks
-  // the blocks it added in `taken`, and returns their number. `groups`: the group of each block, if several
-  // groups share the slots; one call adds the blocks of all of them.
+  // Adds blocks that the tier held before this process started, as ready entries in the given slots. `keys`
+  // start with the least recently used block. `groups`: the group of each block, if several groups share the
+  // slots; one call then adds the blocks of all these groups. Skips blocks whose slot is not up or is
+  // retired. If two blocks have the same slot or the same key, only the more recently used one is added.
+  // Marks the added blocks in `taken` and returns their number. Throws ContractError if one of the group's
+  // slots was taken before.
   size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken,
                std::span<const uint32_t> groups = {});
 
-  // Leases and returns up to `count` blocks without leases, the next victims first, so that they can be saved
-  // elsewhere before they are evicted. O(1) per block, amortised over leases, like an eviction.
+  // Leases and returns up to `count` blocks that had no lease, in the order in which they would be evicted,
+  // so that the caller can copy them to another tier first. O(1) per block, amortised over leases.
   std::vector<EntryId> take_coldest(uint32_t group, size_t count);
 
-  // Permanently takes the slots marked in `gone` (one flag for each slot that the group will ever have) out
-  // of use, and removes their blocks. Returns the keys of the blocks that were ready. O(entries).
+  // Permanently takes the slots marked in `gone` out of use, and removes the blocks in them. `gone` has one
+  // flag for each slot that the group will ever have. Returns the keys of the removed blocks that were ready.
+  // O(entries).
   std::vector<BlockKey> retire(uint32_t group, std::span<const uint8_t> gone);
 
   void copy_slots(std::span<const EntryId> entries, int32_t* out) const;
   void copy_pins(std::span<const EntryId> entries, uint32_t* out) const;
 
-  // Writes which entries may be hit.
+  // Writes 1 for each entry that lookups may hit, and 0 for the others.
   void ready(std::span<const EntryId> entries, uint8_t* ready) const;
 
-  // Removes all entries. Returns how many were in the map.
+  // Removes all entries. Returns how many were in the map. O(entries).
   size_t clear();
 
   void copy_keys(std::span<const EntryId> entries, uint8_t* out) const;
@@ -213,8 +223,8 @@ class BlockIndex {
   size_t size() const { return map_.size(); }
   size_t free_slots(uint32_t group) const { return class_at(group).pool.free(); }
   size_t up_slots(uint32_t group) const { return class_at(group).pool.up(); }
-  // How many slots are free or hold a block without leases. `insert` finds room for at least this many
-  // unknown keys, and perhaps for more if slots were retired.
+  // How many slots are free or hold a block without leases. An `insert` of unknown keys finds slots for at
+  // least this many of them, and possibly for more if slots were retired.
   size_t idle_slots(uint32_t group) const {
     const SizeClass& owner = class_at(group);
     return owner.pool.usable() - std::min<size_t>(owner.pool.usable(), owner.pinned);
@@ -227,18 +237,18 @@ class BlockIndex {
   }
   uint64_t evictions() const { return evictions_; }
 
-  // Checks every link, count, map place and slot owner, and that each entry has as many pins as it occurs in
-  // `pinned`. Throws ContractError, which names what is wrong. O(entries).
+  // Checks all list links, counts, map places and slot owners, and that each entry has as many pins as it has
+  // occurrences in `pinned`. Throws ContractError, which says what is wrong. O(entries).
   void check_integrity(std::span<const EntryId> pinned) const;
 
  private:
   // The slots of one group, or of several that share them.
   struct SizeClass {
     SlotPool pool;
-    EntryId leased;     // head of the list of pinned entries outside the other lists
-    EntryId spare;      // head of the list of spare blocks; the policy's heads follow
-    size_t spares = 0;  // spare blocks, pinned or not
-    size_t pinned = 0;  // entries with a pin
+    EntryId leased;     // head of the list of pinned entries that are in no other list
+    EntryId spare;      // head of the list of spare blocks; the heads of the policy's lists follow
+    size_t spares = 0;  // number of spare blocks, pinned or not
+    size_t pinned = 0;  // number of entries with at least one pin
     std::unique_ptr<EvictionPolicy> policy = nullptr;
   };
 
@@ -254,22 +264,24 @@ class BlockIndex {
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
     return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
   }
-  // Follows the chain after `at` while its keys equal `keys` and its entries are in `kState`; returns the
-  // number of blocks found. Calls `visit(i, id)` for each; if that returns false, the walk ends before this
-  // block.
+  // Follows the chain after `at` while its keys equal `keys` and its entries are in `kState`. Calls
+  // `visit(i, id)` for each block; if that returns false, the walk ends before this block. Returns the number
+  // of blocks before the end of the walk.
   template <EntryState kState, class Visit>
   size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
-  // Finds the leading keys whose entries are in `kState`. `visit` writes each entry to `entries`.
+  // Finds the leading keys whose entries are in `kState` and returns their number. Calls `visit(i, id)` as
+  // `walk` does; `visit` must write each entry to `entries`.
   template <EntryState kState, class Visit>
   size_t match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, Visit visit) const;
-  // `match` that pins entries for as long as `passes(id)` holds. Throws ContractError, and pins none, if one
-  // has too many leases.
+  // Calls `match`, adds a pin to each entry found, and stops at the first entry for which `passes(id)` is
+  // false. Throws ContractError, and adds no pin, if an entry would have too many.
   template <EntryState kState, class Passes>
   size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots,
                        Passes passes);
-  // Like the public `find`, for entries that are ready or pending.
+  // The public `find` with `ready_only` false: finds entries that are ready or pending.
   size_t find(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
-  // Evicts until there is a free slot for each unknown key, or for `max_new` of them.
+  // Evicts blocks until there is a free slot for each unknown key, or for `max_new` of these keys. Appends
+  // the keys of the evicted blocks to `evicted`. Stops early if nothing more can be evicted.
   void make_room(uint32_t group, std::span<const BlockKey> keys, size_t max_new,
                  std::vector<BlockKey>& evicted);
   bool is_leased(EntryId id) const {
@@ -278,10 +290,10 @@ class BlockIndex {
   void check_pinned(EntryId id) const {
     if (!is_leased(id)) throw ContractError("entry " + std::to_string(id) + " is not leased");
   }
-  // Checks in advance what `finish` would otherwise discover half-way. Throws ContractError; changes nothing.
+  // Throws the errors of `finish` before `finish` has changed anything. Leaves the index unchanged.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
-  // Add a pin to an entry, or end one.
+  // `add_pin` adds a pin to an entry, and `end_pin` removes one.
   void add_pin(EntryId id) {
     if (table_[id].pins() == 0) ++class_of(table_[id]).pinned;
     ++table_[id].meta;
@@ -290,11 +302,12 @@ class BlockIndex {
     --table_[id].meta;
     if (table_[id].pins() == 0) --class_of(table_[id]).pinned;
   }
-  // Unlinks and returns the block to evict next, while `spares` blocks are spare; kNoEntry if there is none.
+  // Unlinks and returns the entry to evict next; kNoEntry if no entry is left to evict. `spares`: the number
+  // of spare blocks, without those already chosen as victims.
   EntryId take_victim(SizeClass& owner, size_t spares);
-  // Makes an unlinked chain evictable. All of its blocks are spare, or none.
+  // Makes an unlinked chain first..last evictable. Precondition: all blocks of the chain are spare, or none.
   void admit(EntryId first, EntryId last, const Use& use);
-  // Records the group of an entry that leaves, for `gone_groups`.
+  // Records for `gone_groups` the group of an entry that is being evicted or retired.
   void note_gone(EntryId id) {
     if (shares_) gone_groups_.push_back(table_[id].group());
   }
@@ -320,7 +333,8 @@ class BlockIndex {
     table_.release(id);
   }
   void take_from_map(EntryId id) { erase(id, map_.hash(table_[id].key), Leaving::kRemoved); }
-  // The same for a caller that has the hash of its key.
+  // Removes an entry from the map, given the hash of its key, and reports this to the listener and the
+  // policy.
   void erase(EntryId id, uint32_t hash, Leaving why) {
     if (!map_.erase(hash, id)) throw ContractError("entry " + std::to_string(id) + " is not in the map");
     if (listener_) listener_->withdraw(table_[id].slot);
@@ -336,20 +350,20 @@ class BlockIndex {
   bool policy_follows_;
   EntryTable table_;
   KeyMap map_;
-  // The policies' notes on each entry, if they keep any. Made before the policies, and destroyed after them.
+  // The policies' notes, indexed by entry; null if the policy keeps none. Declared before `classes_`, because
+  // the policies in there use the notes.
   std::unique_ptr<HugeArray<PolicyNote>> policy_notes_;
-  std::vector<uint32_t> class_of_;  // by group
+  std::vector<uint32_t> class_of_;  // index into `classes_` for each group
   std::vector<SizeClass> classes_;
-  bool shares_ = false;  // some class has several groups
+  bool shares_ = false;  // whether some size class has several groups
   std::vector<uint32_t> gone_groups_;
   std::shared_ptr<SlotListener> listener_;
   uint64_t evictions_ = 0;
-  // Both are indexed by entry, and made when first used, so that an index without them pays nothing.
-  // `fillers_`: the op that fills a pending entry. `expiries_`: the time from which an entry is a miss. 0:
-  // none.
-  std::unique_ptr<HugeArray<int64_t>> fillers_;
-  std::unique_ptr<HugeArray<uint64_t>> expiries_;
-  std::unique_ptr<HugeArray<uint8_t>> spare_;  // likewise: whether the entry's block is spare
+  // The following arrays are indexed by entry. Each is made when it is first needed, so that an index that
+  // does not use it needs no memory for it.
+  std::unique_ptr<HugeArray<int64_t>> fillers_;    // the op that fills a pending entry; 0: none recorded
+  std::unique_ptr<HugeArray<uint64_t>> expiries_;  // when the block expires, in Unix seconds; 0: never
+  std::unique_ptr<HugeArray<uint8_t>> spare_;      // whether the block is spare
 };
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// Checks the invariants of BlockIndex, independently of the code that must keep them.
+// BlockIndex::check_integrity: checks the invariants independently of the code that must keep them.
 #include <string>
 
 #include "base/error.h"

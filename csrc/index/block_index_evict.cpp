@@ -1,4 +1,5 @@
-// How blocks leave BlockIndex: evicted for their slot, removed by name, or all at once.
+// The calls by which blocks leave BlockIndex: `evict` frees slots, `remove` takes given entries, and `clear`
+// takes all.
 #include <algorithm>
 #include <array>
 
@@ -9,11 +10,11 @@
 namespace flexkv {
 namespace {
 
-// Spare blocks have one in this many slots as their share. Source: Mooncake's conversation trace, five
-// windows of 1,024 tokens beside full attention, caches of 1 to 5 M tokens: with this share the hit ratio is
-// 1.03 to 1.12 times that without spare blocks; with no share it is 1.02 to 1.17 times; a fifth is no better.
-// With no share, a prefix that many requests have in common would never be served, unless everything fits in
-// the cache.
+// Spare blocks have a share of one in this many slots. Source: Mooncake's conversation trace, with five
+// windows of 1,024 tokens beside full attention, and caches of 1 to 5 M tokens. With this share the hit ratio
+// is 1.03 to 1.12 times that without spare blocks. With no share it is 1.02 to 1.17 times that; a share of a
+// fifth is no better. With no share, however, a prefix that many requests have in common is served only if
+// everything fits in the cache.
 constexpr size_t kSpareShare = 16;
 
 }  // namespace
@@ -41,7 +42,7 @@ void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& ev
   std::array<EntryId, kHashBatch> victims;
   std::array<uint32_t, kHashBatch> hashes;
   size_t gone = 0;
-  size_t spares = owner.spares;  // how many are left after the victims chosen so far
+  size_t spares = owner.spares;  // number of spare blocks without the victims chosen so far
   while (gone < count) {
     const size_t wanted = std::min(kHashBatch, count - gone);
     size_t chosen = 0;
@@ -49,7 +50,8 @@ void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& ev
       const EntryId victim = take_victim(owner, spares);
       if (victim == kNoEntry) break;
       if (table_[victim].pins() > 0) {
-        // This happens at most once per pin of the entry, so its cost counts as part of the pin's.
+        // A pinned entry is moved out of the policy's list here at most once per pin, so the amortised cost
+        // of an eviction stays O(1).
         table_.link_after(owner.leased, victim, victim);
         continue;
       }

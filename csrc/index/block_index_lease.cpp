@@ -1,18 +1,19 @@
-// The leases of BlockIndex, and the order of use that they determine.
+// The calls of BlockIndex that add and end leases, and that update the order of use when leases end.
 #include "base/error.h"
 #include "index/block_index.h"
 
 namespace flexkv {
 namespace {
 
-// How many entries ahead `pin` prefetches. Source: sweep of 8..64 on Zen 3, flat from 16 on.
+// How many entries ahead `pin` prefetches. Source: a sweep from 8 to 64 on Zen 3; the time is flat from 16
+// on.
 constexpr size_t kPinAhead = 16;
 
 }  // namespace
 
 void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
-  // A pinned entry stays where it is in its list: relinking it would touch both neighbours, which may lie
-  // anywhere in memory. An eviction that finds it there takes it out of the list.
+  // Pinning leaves an entry in its list, because unlinking it would touch both neighbours, which may be
+  // anywhere in memory. If an eviction finds the pinned entry in the list, it takes the entry out.
   if (entries.empty()) return;
   const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
   const uint32_t group = any_known ? table_[entries[0]].group() : 0;
@@ -84,7 +85,8 @@ void BlockIndex::admit(EntryId first, EntryId last, const Use& use) {
 }
 
 void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
-  // From the end to the start, so that each chain is admitted before the one that precedes it in the request.
+  // Goes from the last entry to the first, so that each chain is admitted before the chain that precedes it
+  // in the request.
   for (size_t i = entries.size(); i > 0;) {
     const EntryId last = entries[--i];
     check_pinned(last);

@@ -1,4 +1,5 @@
-// The lookups of BlockIndex. They walk chains, and probe everything else in overlapping batches.
+// The lookups of BlockIndex. They follow the links of chains, and probe for other blocks in batches of
+// overlapping memory accesses.
 #include <algorithm>
 #include <array>
 
@@ -9,13 +10,15 @@
 namespace flexkv {
 namespace {
 
-// A walk follows a link only to a near entry, whose cache line has probably been prefetched. A link to a far
-// entry costs a full memory latency, four times as much as an overlapped probe.
+// A walk follows a link only if the next entry is at most this many entries away, because its cache line has
+// then probably been prefetched. A link to an entry farther away costs a full memory latency, four times as
+// much as an overlapped probe.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
 
-// How many entries ahead a walk prefetches: 16 lines. The hardware's own prefetch stops at every 4 KiB.
+// How many entries ahead a walk prefetches: 16 cache lines. The CPU's own prefetcher stops at 4 KiB
+// boundaries.
 constexpr EntryId kWalkAhead = 32;
 
 }  // namespace
@@ -25,9 +28,8 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
   const uint32_t wanted = Entry::pack(kState, group, 0);
   size_t i = 0;
   while (i < keys.size()) {
-    // Usually a chain's entries are numbered consecutively. Guessing the next number, instead of loading it
-    // from the link, lets the CPU run ahead of the loads; testing all differences at once keeps the loop to
-    // two branches per block.
+    // A chain's entries usually have consecutive numbers. Guessing the next number, instead of loading it
+    // from the link, lets the CPU run ahead of the loads. Key, state and group are compared with one branch.
     for (; i < keys.size(); ++i, ++at) {
       const Entry& entry = table_[at];
       if (entry.older != at + 1) break;
@@ -51,14 +53,14 @@ template <EntryState kState, class Visit>
 size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                          Visit visit) const {
   class_at(group);
-  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at index k modulo the size
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // the hash of key k is at index k % hashes.size()
   size_t hashed = 0;
   size_t i = 0;
   size_t batch = 1;
   while (i < keys.size()) {
-    // After the end of a chain, it first probes one key; if no chain starts there, it probes growing batches
-    // of overlapping probes. A full batch prefetches the map's places for the next one, so that the pipeline
-    // never runs dry.
+    // After the end of a chain, the loop first probes one key. If no chain starts at that key, it probes
+    // batches of growing size, so that their memory accesses overlap. A batch of full size also prefetches
+    // the map's places for the next batch, so that memory accesses are always in flight.
     const size_t begin = i;
     const size_t end = std::min(keys.size(), i + batch);
     const size_t ahead = std::min(keys.size(), batch == kProbeBatch ? end + kProbeBatch : end);
@@ -103,7 +105,7 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
 template <EntryState kState, class Passes>
 size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                                  int32_t* slots, Passes passes) {
-  uint32_t before = 0;  // the OR of all metas before the change
+  uint32_t before = 0;  // bitwise OR of the `meta` of all entries found, before their pins were added
   const size_t found = match<kState>(group, keys, entries, [&](size_t i, EntryId id) {
     if (!passes(id)) return false;
     Entry& entry = table_[id];
@@ -112,7 +114,7 @@ size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys,
     before |= entry.meta++;
     return true;
   });
-  size_t fresh = found;  // entries that had no pin before, which is usually all of them
+  size_t fresh = found;  // number of entries that had no pin before, usually all entries found
   bool overflow = false;
   if ((before & Entry::kMaxPins) != 0) {
     fresh = 0;

@@ -1,5 +1,5 @@
-// What BlockIndex records about some blocks outside of their entries: which op fills a pending one, when a
-// ready one expires, and which are spare. Also counts leading ready entries.
+// The calls of BlockIndex that read and write facts kept outside of the entries: which op fills a pending
+// block, when a block expires, and which blocks are spare. `count_ready` is here, too.
 #include <string>
 
 #include "base/error.h"

@@ -1,5 +1,6 @@
-// The calls of BlockIndex for a tier that outlives the process: they adopt the blocks found there at start,
-// retire slots that are permanently lost, and find the blocks that will be evicted next.
+// The calls of BlockIndex that concern slots: they adopt the blocks that a tier kept from an earlier process,
+// set the listener, lease the blocks to be evicted next, retire slots that are lost, and read entries' slots,
+// groups and pins.
 #include <cstring>
 #include <string>
 #include <utility>
@@ -29,8 +30,8 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
   EntryId first = kNoEntry;
   EntryId last = kNoEntry;
   size_t count = 0;
-  // Starts with the most recently used block, so that a chain gets ascending entries, as if it had just been
-  // stored.
+  // Starts with the most recently used block, so that the entries of a chain are numbered in the order of its
+  // blocks, as if the chain had just been stored.
   for (size_t i = keys.size(); i > 0;) {
     --i;
     taken[i] = 0;

@@ -1,5 +1,5 @@
-// How blocks enter BlockIndex: a block first gets an entry and a slot, and becomes visible when its write has
-// ended.
+// The calls by which blocks enter BlockIndex: `insert` gives a block an entry and a slot, and `finish` makes
+// the block visible after its write has finished.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -29,7 +29,8 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
   const size_t free = owner.pool.free();
   if (expected <= free) return;
 
-  // Blocks that the request already has must not be evicted to make room for the rest of it.
+  // Pins the blocks of the request that are already in the index, so that they are not evicted to free slots
+  // for its other blocks.
   std::vector<EntryId> held;
   if (unknown < keys.size()) {
     for (const EntryId id : found) {
@@ -61,15 +62,15 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   result.entries.reserve(reserved);
   result.slots.reserve(reserved);
 
-  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
-  std::vector<EntryId> known;                    // and ready
-  // New entries become a chain behind the head of the leased list; the entry that followed the head follows
-  // the chain.
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // the hash of key k is at index k % hashes.size()
+  std::vector<EntryId> known;                    // ready entries of known keys, to be marked as just used
+  // The new entries form a chain right behind the head of the leased list. `after` is the entry that followed
+  // the head before; it then follows the chain.
   EntryId at = owner.leased;
   const EntryId after = table_[at].older;
   bool full = false;
   const bool noted = fillers_ || expiries_ || policy_notes_;
-  std::vector<uint32_t> missed;  // hashes of the new keys, for a policy that follows blocks
+  std::vector<uint32_t> missed;  // hashes of the new keys; filled only for a policy with `follows`
   for (size_t i = 0, hashed = 0; i < keys.size(); ++i) {
     for (const size_t ahead = std::min(keys.size(), i + hashes.size()); hashed < ahead; ++hashed) {
       hashes[hashed % hashes.size()] = map_.hash(keys[hashed]);
@@ -85,7 +86,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
         if (table_[found].state() == EntryState::kReady) known.push_back(found);
         end_spare(found);
       }
-      // Known keys are usually consecutive, so the key kProbeBatch ahead is probably known, too.
+      // Known keys usually come in runs, so the key kProbeBatch ahead is probably known, too.
       const size_t next = i + kProbeBatch;
       if (next >= hashed) continue;
       const EntryId candidate = map_.candidate(hashes[next % hashes.size()]);
@@ -129,8 +130,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 }
 
 void BlockIndex::check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases) {
-  // Ends each lease and restores it: this detects an entry that is named more often than it is leased, before
-  // anything has changed.
+  // Removes one pin per occurrence of an entry, then restores all of them. This detects an entry that occurs
+  // more often than it is leased.
   std::string wrong;
   size_t ended = 0;
   while (ended < entries.size()) {
@@ -156,7 +157,7 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
                         uint32_t leases) {
   check_leases("finish", leases);
   check_finish(entries, ok, leases);
-  std::vector<EntryId> let_go;  // entries whose pin of `insert` no new lease takes over
+  std::vector<EntryId> let_go;  // entries whose pin from `insert` ends without a new lease in its place
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& entry = table_[entries[i]];
     const bool pending = entry.state() == EntryState::kPending;
@@ -165,7 +166,7 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
       entry.set_state(EntryState::kReady);
       if (listener_) listener_->publish(entry.slot, entry.group(), entry.key);
       if (leases > 0) {
-        entry.meta += leases - 1;  // one of the leases takes over the pin of `insert`
+        entry.meta += leases - 1;  // the pin from `insert` serves as one of the leases
         continue;
       }
     } else if (pending) {

@@ -1,4 +1,4 @@
-// The identity of a block in the index: the first 16 bytes of a SHA-256.
+// The key that identifies a block in the index: the first 16 bytes of a SHA-256 digest.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -17,8 +17,8 @@ struct BlockKey {
 inline constexpr size_t kKeyBytes = 16;
 static_assert(sizeof(BlockKey) == kKeyBytes);
 
-// The last bytes of all keys of a namespace that has a mark, so that an index can find them. Keys of other
-// namespaces may happen to end with the same bytes.
+// A mark: the last bytes of all keys of a namespace that a caller named. An index finds the namespace's
+// blocks by it. Keys of other namespaces may happen to end with the same bytes.
 inline constexpr size_t kMarkBytes = 2;
 using KeyMark = std::array<uint8_t, kMarkBytes>;
 

@@ -1,8 +1,10 @@
-// Looks up, over all tiers, a request whose groups need different pages. Finds the longest hits that every
-// group can restore by its own rule, and leases only pages that one of these hits needs.
-// A hit of N tokens can be used if every group has the pages that its rule requires at N. A lookup walks full
-// groups from the start, and the shortest of them limits N; it probes the others backwards from there, since
-// a window that lacks a page rules out every N whose window holds that page.
+// A lookup over all tiers for models whose KV groups need different pages. It finds the longest hits that
+// every group can restore by its own rule, and leases only the pages that these hits need.
+//
+// A hit of N tokens can be used if every group has the pages that its rule requires at N. The lookup first
+// walks the groups with full attention from the start; the shortest prefix found limits N. From there it
+// probes the other groups backwards: if a window lacks a page, every N whose window contains that page is
+// ruled out.
 //
 // Not thread-safe, like the indexes.
 #pragma once
@@ -19,45 +21,49 @@
 
 namespace flexkv {
 
-// The most hit lengths that one lookup returns: enough for an engine that cannot restore the longest one.
+// The most hit lengths that one lookup returns. An engine that cannot restore the longest one uses a shorter
+// one.
 inline constexpr int64_t kMostLengths = 64;
 
 class BoundaryLookup {
  public:
-  // After this many probes for pages of groups that are not full, a lookup stops: it finds no further length.
+  // The most probes for pages of groups without full attention. A lookup that exceeds this number stops and
+  // returns the lengths found so far.
   static constexpr size_t kMaxProbes = 16384;
 
-  // `rules`: one for each group of `tiers`. A hit is a multiple of `alignment` tokens, which is a multiple of
-  // every group's block. Throws ConfigError.
+  // `rules`: one for each group of `tiers`. `alignment`: every hit length is a multiple of this many tokens;
+  // it must be a multiple of every group's block. Throws ConfigError if rules or alignment are invalid.
   BoundaryLookup(std::shared_ptr<TierLookup> tiers, std::vector<GroupRule> rules, uint64_t alignment);
 
   size_t groups() const { return rules_.size(); }
   uint64_t alignment() const { return alignment_; }
   const GroupRule& rule(size_t group) const { return rules_[group]; }
 
-  // Finds the `most` longest hits of more than `start` tokens, and leases the pages that any of them needs.
+  // Finds the longest hits of more than `start` tokens, at most `most` of them, and leases the pages that
+  // they need. Writes the result to `found`.
   //
-  // `keys`: per group, the keys of its pages after `start`. `terms.room_pages` limits the pages of the
-  // longest hit. A host page that is being stored is a miss. Throws ContractError if `start` is not a
-  // multiple of every group's block; then nothing is leased.
+  // `keys`: for each group, the keys of its pages after `start`. `terms.room_pages` limits the pages of the
+  // longest hit. A host page that is being stored is a miss. Throws ContractError, and leases nothing, if
+  // `start` is not a multiple of every group's block.
   void look(std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
             size_t most, FoundLengths& found);
 
-  // Ends the leases on all pages that a hit of `tokens`, one of the lengths found, does not need. Throws
-  // ContractError.
+  // Chooses one of the lengths found, `tokens`, and ends the leases on all pages that a hit of this length
+  // does not need. Throws ContractError if the length was not found, or if a lease had already ended.
   void keep(FoundLengths& found, uint64_t tokens);
 
   void release(FoundLengths& found);
 
  private:
-  // The longest hit that the number of keys and the room allow. Sets `cut` if the room is the limit.
+  // Returns the longest hit, in tokens, that the number of keys and `room_pages` allow. Sets `cut` to whether
+  // `room_pages` is the limit.
   uint64_t longest(std::span<const std::span<const BlockKey>> keys, uint64_t start, size_t room_pages,
                    bool& cut) const;
 
   std::shared_ptr<TierLookup> tiers_;
   std::vector<GroupRule> rules_;
   uint64_t alignment_;
-  std::vector<ProbedPages> pages_;  // of the lookup under way
+  std::vector<ProbedPages> pages_;  // for each group, the pages probed in the current lookup
 };
 
 }  // namespace flexkv

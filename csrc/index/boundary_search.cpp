@@ -8,12 +8,13 @@
 namespace flexkv {
 namespace {
 
-// How many pages are probed at once: enough to overlap the memory accesses, but at first few enough that a
-// miss at the first page costs little. The number doubles while all pages are found.
+// How many pages a search probes at once: enough for their memory accesses to overlap, but few at first, so
+// that a miss at the first page costs little. The number doubles, up to kBatch, while all pages are found.
 constexpr size_t kFirstBatch = 16;
 constexpr size_t kBatch = 64;
 
-// Where a page is: kUnknown before it was probed, kAbsent, or 2 x (tier + 1), plus 1 if an op fills it.
+// The byte that says where a page is: kUnknown before it was probed, kAbsent if no tier has it, otherwise
+// 2 x (tier + 1), plus 1 if an op is filling the page.
 constexpr uint8_t kUnknown = 0;
 constexpr uint8_t kAbsent = 1;
 static_assert(2 * (TierLookup::kMaxTiers + 1) <= UINT8_MAX);
@@ -120,8 +121,8 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
     const size_t first = rule.first_page(start_, limit) - had;
     const size_t end = page_of(group, limit);
     if (first == end) return limit;
-    // The search at the previous limit has found pages [there_from, there_to). If this run ends outside of
-    // that range, they do not help.
+    // The search at the previous limit found pages [there_from, there_to). If the pages needed now end
+    // outside of that range, the search starts over at their end.
     if (end < pages.there_from || end > pages.there_to) pages.there_from = end;
     pages.there_to = end;
     if (!pages.walked) walk_run(group, first, end);
@@ -136,7 +137,7 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
       pages.there_from = page;
     }
     if (pages.there_from <= first) return limit;
-    // Every hit in between needs the absent page.
+    // Every hit longer than this, up to the old limit, needs the absent page.
     limit = aligned(start_ + (pages.there_from - 1) * rule.block_tokens);
   }
   return start_;
@@ -176,7 +177,8 @@ void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step,
     for (size_t k = 0; k < left; ++k) {
       const size_t page = wanted[k];
       const Presence presence = tiers_.index_of(tier).presence(found[k], terms_.now_s);
-      // A page that is being stored may never be published, and no fetch may fill it meanwhile.
+      // A page that is being stored counts as absent: it may never be published, and a fetch cannot fill it
+      // while the store runs.
       if (tier == 0 && presence == Presence::kStoring) continue;
       const bool coming = tier == 0 && presence == Presence::kFilling && terms_.coming;
       if (coming || presence == Presence::kReady) {
@@ -207,8 +209,8 @@ void BoundarySearch::lease(size_t group, FoundLengths& found) {
   into.slots = std::make_unique_for_overwrite<int32_t[]>(end - into.first);
   std::fill_n(into.entries.get(), end - into.first, kNoEntry);
   std::fill_n(into.slots.get(), end - into.first, -1);
-  // Starts with the shortest length, and leases each page once. Makes room for the runs first, because
-  // nothing may throw between a lease and its record.
+  // Starts with the shortest length, and leases each page once. Reserves memory for the runs first, because
+  // an exception between a lease and its record would leak the lease.
   into.pages = into.first;
   for (auto length = found.lengths.rbegin(); length != found.lengths.rend(); ++length) {
     const size_t from = std::max(into.pages, rule.first_page(start_, *length) - had);

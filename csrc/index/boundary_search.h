@@ -1,4 +1,4 @@
-// The state of one lookup of BoundaryLookup.
+// The search that BoundaryLookup makes for one lookup.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace flexkv {
 
-// What a search knows about the pages of one group that is not full. Pages are numbered from the search's
-// start. The next search reuses the memory, not the contents.
+// The pages that a search has probed in one group without full attention. Pages are numbered from the start
+// of the search. The next search reuses the memory, but not the contents.
 struct ProbedPages {
-  std::vector<uint8_t> where;    // unknown (0), absent, or a tier and a state
-  std::vector<EntryId> entries;  // of the pages that were found
-  // Pages [there_from, there_to) are all present: the next length need not look at them again.
+  std::vector<uint8_t> where;    // one per page: unknown (0), absent, or a tier and a state in one byte
+  std::vector<EntryId> entries;  // one per page; valid only for pages that were found
+  // Pages [there_from, there_to) are all present, so the search for the next length skips them.
   size_t there_from = 0;
   size_t there_to = 0;
-  bool walked = false;
+  bool walked = false;  // whether `walk_run` has searched host memory in this search
 
   void begin(size_t pages) {
     where.assign(pages, 0);
@@ -32,34 +32,39 @@ struct ProbedPages {
 
 class BoundarySearch {
  public:
-  // Takes the arguments of BoundaryLookup::look, which outlive the search. `pages`: one for each group.
+  // The arguments are those of BoundaryLookup and its `look`; they must outlive the search. `pages`: one
+  // element for each group.
   BoundarySearch(TierLookup& tiers, std::span<const GroupRule> rules, uint64_t alignment,
                  std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
                  std::span<ProbedPages> pages);
 
-  // Writes to `found` the `most` longest hits of at most `allowed` tokens, and leases the pages that they
-  // need.
+  // Finds the longest hits of at most `allowed` tokens, at most `most` of them, writes them to `found`, and
+  // leases the pages that they need.
   void find(uint64_t allowed, size_t most, FoundLengths& found);
 
  private:
+  // How many pages the group has between `start_` and `tokens`.
   size_t page_of(size_t group, uint64_t tokens) const {
     return (tokens - start_) / rules_[group].block_tokens;
   }
   uint64_t aligned(uint64_t tokens) const { return tokens / alignment_ * alignment_; }
 
+  // Leases the leading pages of each group with full attention. Returns the tokens up to which all these
+  // groups have their pages, at most `allowed`.
   uint64_t walk_full(uint64_t allowed);
-  // The longest hit of at most `limit` tokens; `start_` for none.
+  // Returns the longest hit of at most `limit` tokens; `start_` if there is none.
   uint64_t longest(uint64_t limit);
-  // The longest that one group allows.
+  // Return the longest hit of at most `limit` tokens that one group allows; `start_` if there is none.
   uint64_t longest_of(size_t group, uint64_t limit);
   uint64_t longest_state(size_t group, uint64_t limit);
   uint64_t longest_run(size_t group, uint64_t limit);
-  // Looks for the pages of a run in host memory by walking the chain from its start. Usually all of them are
-  // there, and then that is faster than probing each.
+  // Looks for pages [first, end) in host memory by following their chain. Usually all of them are in host
+  // memory, and following the chain is then faster than probing each page.
   void walk_run(size_t group, size_t first, size_t end);
-  // Probes pages `last`, `last - step`, ... down to `first`, skips those already known, and stops after
+  // Probes pages `last`, `last - step` and so on down to `first`, skips pages already probed, and stops after
   // `most` probes.
   void probe(size_t group, size_t first, size_t last, size_t step, size_t most);
+  // Leases the group's pages that any of the lengths in `found` needs, and records them there.
   void lease(size_t group, FoundLengths& found);
 
   TierLookup& tiers_;

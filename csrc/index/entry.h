@@ -1,4 +1,4 @@
-// What the index knows about one block.
+// The entry that a block index keeps for one block.
 #pragma once
 #include <cstdint>
 
@@ -10,19 +10,20 @@ using EntryId = uint32_t;
 inline constexpr EntryId kNoEntry = UINT32_MAX;
 
 enum class EntryState : uint32_t {
-  kFree = 0,     // on the free list, or a list head
-  kPending = 1,  // has a slot that is being written; no hit, and must not be stored a second time
-  kReady = 2,    // may be hit
-  kRemoved = 3,  // no longer in the map, but still leased, so its slot is not free yet
+  kFree = 0,     // the entry is on the free list, was never used, or is a list head
+  kPending = 1,  // the block's slot is being written: lookups miss the block, and it is not stored again
+  kReady = 2,    // lookups may hit the block
+  kRemoved = 3,  // the entry is no longer in the map, but still leased, so its slot is not free yet
 };
 
-// 32 bytes: two entries per cache line, and a chain stored together is one sequential read.
+// An entry has 32 bytes, so a cache line holds two. Blocks that are stored together usually have consecutive
+// entries, which a lookup reads sequentially.
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
-  EntryId newer;  // next in its list, further from eviction
-  EntryId older;  // neighbour towards eviction; within a chain the next block, which speeds up walks
-  uint32_t meta;  // state, group and pins in one word, so that walks test all of them in one comparison
+  EntryId newer;  // neighbour in the list that is evicted after this entry
+  EntryId older;  // neighbour in the list that is evicted before this entry; in a chain, the next block
+  uint32_t meta;  // state, group and pins in one word, so that walks compare state and group in one step
 
   static constexpr uint32_t kPinBits = 24;
   static constexpr uint32_t kGroupBits = 6;
@@ -36,11 +37,11 @@ struct alignas(32) Entry {
   EntryState state() const { return static_cast<EntryState>(meta >> (kPinBits + kGroupBits)); }
   void set_state(EntryState state) { meta = pack(state, group(), pins()); }
 
-  // Whether the entry is in this state and of this group; pins do not matter.
+  // Whether the entry has this state and this group, with or without pins.
   bool is_in(EntryState in_state, uint32_t in_group) const {
     return (meta & ~kMaxPins) == pack(in_state, in_group, 0);
   }
-  // Whether the entry is a hit for this group.
+  // Whether the entry holds a ready block of this group, which lookups may hit.
   bool is_ready_in(uint32_t in_group) const { return is_in(EntryState::kReady, in_group); }
 };
 static_assert(sizeof(Entry) == 32);

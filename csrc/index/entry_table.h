@@ -1,5 +1,5 @@
-// All entries, in circular doubly linked lists. An entry in use is in exactly one list; unlinking does not
-// need to know which. List heads have the first ids, entries those after them.
+// All entries of a block index, in circular doubly linked lists. An entry in use is in exactly one list, and
+// can be unlinked without knowing which one. The list heads have the first ids, and the entries follow.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -12,7 +12,7 @@ namespace flexkv {
 
 class EntryTable {
  public:
-  // Room for `lists` heads and `entries` entries.
+  // Makes `lists` empty lists and `entries` free entries. Throws CapacityError if there are too many.
   EntryTable(size_t lists, size_t entries) : entries_(checked(lists + entries)), heads_(lists) {
     for (EntryId head = 0; head < lists; ++head) entries_[head].newer = entries_[head].older = head;
     unused_from_ = static_cast<EntryId>(lists);
@@ -22,18 +22,19 @@ class EntryTable {
   const Entry& operator[](EntryId id) const { return entries_[id]; }
   void prefetch(EntryId id) const { entries_.prefetch(id); }
 
-  // The number of heads and entries: every id is below it.
+  // The number of list heads plus the number of entries. Every id is smaller than this.
   size_t size() const { return entries_.size(); }
-  // Ids below this one are heads.
+  // The id of the first entry. Smaller ids are list heads.
   EntryId first() const { return static_cast<EntryId>(heads_); }
-  // Ids from this one on were never in use.
+  // The lowest id that was never in use, like all ids above it.
   EntryId end() const { return unused_from_; }
   size_t free() const { return free_count_ + (entries_.size() - unused_from_); }
   EntryId free_head() const { return free_head_; }
   size_t free_listed() const { return free_count_; }
 
-  // Returns an unlinked entry, or kNoEntry if all are in use. Takes the one released last: a chain is evicted
-  // from its end, so its entries are reused in ascending order, and the next chain is contiguous in memory.
+  // Returns an unlinked entry, or kNoEntry if all are in use. Prefers the entry that was released last:
+  // a chain is evicted from its end, so its entries are reused in ascending order, and the next chain is
+  // contiguous in memory.
   EntryId allocate() {
     if (free_head_ != kNoEntry) {
       const EntryId id = free_head_;
@@ -51,7 +52,7 @@ class EntryTable {
     ++free_count_;
   }
 
-  // Takes the chain first..last (linked by `older`) out of its list.
+  // Takes the chain first..last, linked through `older`, out of its list.
   void unlink(EntryId first, EntryId last) {
     const EntryId newer = entries_[first].newer;
     const EntryId older = entries_[last].older;
@@ -59,7 +60,8 @@ class EntryTable {
     entries_[older].newer = newer;
   }
 
-  // Puts the unlinked chain first..last right after `at`, on its older side. `at` may be a head.
+  // Inserts the unlinked chain first..last into the list right after `at`, on the older side. `at` may be a
+  // list head.
   void link_after(EntryId at, EntryId first, EntryId last) {
     const EntryId older = entries_[at].older;
     entries_[at].older = first;

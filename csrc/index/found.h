@@ -1,5 +1,5 @@
-// The pages that a lookup over all tiers found and leased for a request: for each group the pages that a hit
-// needs, each in the tier that has it.
+// The result types of a lookup over all tiers. They list the pages that the lookup found and leased for a
+// request: for each KV group the pages that a hit needs, and for each page the tier that has it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,39 +14,39 @@
 namespace flexkv {
 
 enum class FoundState : int32_t {
-  kReady = 0,   // may be used as it is
-  kComing = 1,  // in host memory, but an op is still filling it
+  kReady = 0,   // the page is complete and visible in its tier
+  kComing = 1,  // the page has a slot in host memory that an op is still filling
 };
 
-// Consecutive pages in one tier and one state.
+// Consecutive pages of one group that are in the same tier and the same state.
 struct FoundRun {
   int32_t tier;
   FoundState state;
-  int32_t first;  // page number in the group, counted from the start of the lookup
-  int32_t count;
+  int32_t first;  // number of the run's first page, counted in the group from the start of the lookup
+  int32_t count;  // number of pages
 
   int32_t end() const { return first + count; }
 };
 
-// The pages of one group. The arrays do not move while the object lives.
+// The pages of one group that a lookup found. Once the lookup has returned, the arrays do not move.
 struct FoundGroup {
-  std::unique_ptr<EntryId[]> entries;  // one per page from `first` on; kNoEntry for a page that is not needed
-  std::unique_ptr<int32_t[]> slots;
-  size_t first = 0;
-  size_t pages = 0;  // number of the last page plus one, so including those before `first`
-  std::vector<FoundRun> runs;
+  std::unique_ptr<EntryId[]> entries;  // one per page from `first` on; kNoEntry if the page is not needed
+  std::unique_ptr<int32_t[]> slots;    // one per page from `first` on; -1 if the page is not needed
+  size_t first = 0;                    // number of the first page in the arrays
+  size_t pages = 0;                    // number of the last page plus one; pages before `first` count, too
+  std::vector<FoundRun> runs;          // the needed pages, ascending
 
   std::span<const EntryId> entries_of(const FoundRun& run) const {
     return {entries.get() + (static_cast<size_t>(run.first) - first), static_cast<size_t>(run.count)};
   }
-  // How many leading pages are ready in host memory.
+  // The length of the first run if its pages are ready in host memory; otherwise 0.
   size_t ready_pages() const {
     const bool any = !runs.empty() && runs[0].tier == 0 && runs[0].state == FoundState::kReady;
     return any ? static_cast<size_t>(runs[0].count) : 0;
   }
 };
 
-// A page that is a miss because it has expired; its owner has to remove it.
+// A page that a lookup did not use because it has expired. The owner of its tier has to remove it.
 struct ExpiredPage {
   int32_t tier;
   uint32_t group;
@@ -55,28 +55,30 @@ struct ExpiredPage {
   auto operator<=>(const ExpiredPage&) const = default;
 };
 
-// Who ends the leases on the pages.
+// Whether the pages of a lookup are still leased, and how the leases end.
 enum class FoundLease : uint8_t {
-  kHeld,      // the caller of `release`
-  kReleased,  // they have ended
-  kDetached,  // the caller that took the pages over, through the tiers' indexes
+  kHeld,      // the pages are leased; the lookup's `release` ends the leases
+  kReleased,  // the leases have ended
+  kDetached,  // a caller took over the leases, and ends them with calls to the tiers' indexes
 };
 
-// What a lookup found. Dropping it while its lease is held leaves the pages leased.
+// The pages that a lookup found. If this is destroyed while its lease is kHeld, the pages stay leased.
 struct FoundPages {
-  uint64_t lookup = 0;  // number of the TierLookup that made it; another one has other tiers
+  uint64_t lookup = 0;  // number of the TierLookup that found the pages; only that one can release them
   FoundLease lease = FoundLease::kHeld;
-  bool cut = false;  // there are more pages, but no room for them
-  std::vector<FoundGroup> groups;
-  std::vector<ExpiredPage> expired;  // ascending, each once
+  // Whether the limit on pages, LookupTerms::room_pages, ended the prefix or the longest hit.
+  bool cut = false;
+  std::vector<FoundGroup> groups;    // one per KV group
+  std::vector<ExpiredPage> expired;  // expired pages that the lookup met, ascending, each once
 
-  // Throws ContractError unless the lease is still held. `call` is for the message.
+  // Throws ContractError if the lease is not kHeld. `call`: the caller's name, for the error message.
   void check_held(const char* call) const {
     if (lease == FoundLease::kHeld) return;
     throw ContractError(std::string(call) + ": the pages were " +
                         (lease == FoundLease::kReleased ? "released" : "detached") + " before");
   }
 
+  // Whether all pages are ready in host memory.
   bool all_in_host() const {
     for (const FoundGroup& group : groups) {
       for (const FoundRun& run : group.runs) {
@@ -86,27 +88,27 @@ struct FoundPages {
     return true;
   }
 
-  // The caller takes the pages over, and will end their leases through the tiers' own indexes.
+  // Passes the leases to the caller, who must end them with calls to the tiers' indexes.
   void detach() {
     check_held("detach");
     lease = FoundLease::kDetached;
   }
 };
 
-// A prefix of whole blocks. Made by TierLookup::look.
+// A prefix of complete blocks that TierLookup::look found.
 struct Found : FoundPages {
-  size_t blocks = 0;        // in every group, counted from the start of the lookup
-  size_t ready_blocks = 0;  // how many leading ones are ready in host memory
+  size_t blocks = 0;        // length of the prefix in blocks, the same in every group
+  size_t ready_blocks = 0;  // how many leading blocks are ready in host memory in every group
 };
 
-// Lengths that every group can restore, each by its own rule. Made by BoundaryLookup::look.
+// Hit lengths that every group can restore by its own rule. BoundaryLookup::look finds them.
 struct FoundLengths : FoundPages {
-  uint64_t start = 0;             // tokens that the engine already has
-  std::vector<uint64_t> lengths;  // in tokens, the longest first; the pages that any of them needs are leased
-  bool ready = false;             // all leased pages are ready in host memory
-  // The number of tokens for which the groups of full attention have all pages. Earlier requests equalled
-  // this one up to there, even if another group lacks the page at which a hit could end. `start` if there is
-  // no such group.
+  uint64_t start = 0;             // number of tokens that the engine already has
+  std::vector<uint64_t> lengths;  // hit lengths in tokens, the longest first; all pages they need are leased
+  bool ready = false;             // whether all leased pages are ready in host memory
+  // The number of tokens for which the groups with full attention have all pages; `start` if there is no such
+  // group. Some earlier request had the same tokens up to there, even if another group lacks a page that a
+  // hit of this length would need.
   uint64_t shared = 0;
 };
 

@@ -1,4 +1,4 @@
-// Which pages of one group a hit needs.
+// The rule that says which pages of one KV group a hit needs.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -12,10 +12,10 @@
 namespace flexkv {
 
 enum class RuleKind : uint8_t {
-  kFull = 0,    // full attention: every page of the prefix
-  kWindow = 1,  // sliding window: the last pages before the hit's end
-  kChunk = 2,   // chunked attention: the pages from the start of the end's chunk on
-  kState = 3,   // recurrent state: the one page that ends where the hit ends
+  kFull = 0,    // full attention: a hit needs every page of the prefix
+  kWindow = 1,  // sliding window: a hit needs the last `reach` pages before its end
+  kChunk = 2,   // chunked attention: a hit needs its pages in the chunk of the next token
+  kState = 3,   // recurrent state: a hit needs the one page that ends where the hit ends
 };
 
 struct RuleName {
@@ -26,13 +26,13 @@ inline constexpr std::array kRuleKinds{
     RuleName{RuleKind::kFull, "full"}, RuleName{RuleKind::kWindow, "window"},
     RuleName{RuleKind::kChunk, "chunk"}, RuleName{RuleKind::kState, "state"}};
 
-// Lengths are tokens; page i of a group ends at token (i + 1) x block_tokens.
+// The rule of one group. Lengths are in tokens; page i of a group ends at token (i + 1) x block_tokens.
 struct GroupRule {
   RuleKind kind = RuleKind::kFull;
-  uint32_t block_tokens = 1;
-  uint32_t reach = 0;  // a window's length in pages, or a chunk's in tokens
+  uint32_t block_tokens = 1;  // tokens per block
+  uint32_t reach = 0;         // length of a window in pages, or of a chunk in tokens; 0 for other kinds
 
-  // Throws ConfigError for a meaningless rule.
+  // Throws ConfigError if `block_tokens` is 0 or `reach` does not suit the kind.
   void check() const {
     const bool reaches = kind == RuleKind::kWindow || kind == RuleKind::kChunk;
     if (block_tokens > 0 && reaches == (reach > 0)) return;
@@ -41,8 +41,8 @@ struct GroupRule {
                       "; allowed are blocks of 1 token or more, and a reach for windows and chunks alone");
   }
 
-  // The first page that a hit of `tokens` needs if the engine already has `start` tokens. A state at `start`
-  // does not help a longer hit, which needs the state at its own end.
+  // Returns the number of the first page that a hit of `tokens` needs if the engine already has `start`
+  // tokens. A hit longer than `start` does not use the state at `start`: it needs the state at its own end.
   size_t first_page(size_t start, size_t tokens) const {
     const size_t had = start / block_tokens;
     const size_t end = tokens / block_tokens;
@@ -59,7 +59,7 @@ struct GroupRule {
     return had;
   }
 
-  // The most pages that a hit of up to `tokens` may need. Monotonic in `tokens`.
+  // Returns the most pages that a hit of up to `tokens` tokens can need. It never decreases with `tokens`.
   size_t most_pages(size_t start, size_t tokens) const {
     const size_t all = tokens / block_tokens - start / block_tokens;
     switch (kind) {

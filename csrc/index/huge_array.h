@@ -1,5 +1,6 @@
-// A fixed-size, zeroed array in a mapping of its own. It asks for huge pages, because random probes into tens
-// of MiB of 4 KiB pages miss the TLB as often as the cache. Pages that are never touched cost no memory.
+// A zeroed array of fixed size in its own memory mapping. It asks the kernel for huge pages, because random
+// probes into tens of MiB of 4 KiB pages miss the TLB as often as the cache. Memory pages that are never
+// touched cost no memory.
 #pragma once
 #include <sys/mman.h>
 
@@ -29,7 +30,7 @@ class HugeArray {
     mapping_ = static_cast<char*>(got);
     const auto at = reinterpret_cast<uintptr_t>(mapping_);
     data_ = reinterpret_cast<T*>((at + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
-    // Small arrays would only waste memory on a huge page. A refusal costs only speed.
+    // A small array would waste most of a huge page. If the kernel refuses, the array is only slower.
     if (size * sizeof(T) >= kHugePageBytes) ::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
   }
   ~HugeArray() { ::munmap(mapping_, mapped_bytes_ + kHugePageBytes); }
@@ -41,7 +42,7 @@ class HugeArray {
   const T& operator[](size_t i) const { return data_[i]; }
   void prefetch(size_t i) const { __builtin_prefetch(data_ + i); }
 
-  // Zeroes all elements and gives their memory back to the system.
+  // Zeroes all elements and returns their memory to the kernel.
   void zero() {
     if (::madvise(data_, mapped_bytes_, MADV_DONTNEED) != 0) {
       std::memset(static_cast<void*>(data_), 0, size_ * sizeof(T));

@@ -13,7 +13,7 @@ constexpr size_t kLabelBytes = 24;
 constexpr std::string_view kBlockLabel = "flexkv block key v1";
 constexpr std::string_view kTailLabel = "flexkv tail key v1";
 constexpr size_t kLengthBytes = 4;
-constexpr size_t kPaddingBytes = 9;  // 0x80 and the 64-bit length that end every SHA-256 message
+constexpr size_t kPaddingBytes = 9;  // the 0x80 byte and the 64-bit length at the end of a SHA-256 message
 constexpr size_t kOneBlockKeyBytes = kSha256BlockBytes - kLengthBytes - kPaddingBytes;
 
 void store_le32(uint32_t value, uint8_t* out) {
@@ -36,7 +36,8 @@ Sha256 prefix(std::string_view label, const Sha256Digest& namespace_digest, uint
   return hash;
 }
 
-// The second and last block of a key's message: u32 length, engine key, padding.
+// Writes the second and last 64-byte block of the message that is hashed to a key: the u32 length, the engine
+// key and the SHA-256 padding.
 void write_last_block(std::span<const uint8_t> engine_key, uint8_t* block) {
   std::fill_n(block, kSha256BlockBytes, uint8_t{0});
   store_le32(static_cast<uint32_t>(engine_key.size()), block);

@@ -1,12 +1,13 @@
-// Turns an engine's block keys into namespaced block keys.
+// Computes flexkv's block keys from the engine's block keys, the namespace and the KV group.
 //
 // key = first 16 bytes of SHA-256( one 64-byte prefix block: label, namespace, group
 //                                  | u32 length, engine key ).
-// The prefix has a fixed size and the rest carries its length, so no two different inputs give the same
-// bytes. The prefix fills exactly one compression block, whose state is kept, so that a key of up to 51 bytes
-// costs one compression.
+// The prefix block has a fixed size, and the engine key is preceded by its length, so no two different inputs
+// give the same message. The prefix fills exactly one block of SHA-256's compression function, and the state
+// after it is kept. So an engine key of up to 51 bytes costs one compression.
 //
-// In a namespace that has a mark, keys end with it, and have 112 bits of the hash.
+// If the namespace has a mark, the last 2 bytes of each key are the mark, and the first 112 bits are the
+// hash.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,22 +19,24 @@
 
 namespace flexkv {
 
-inline constexpr size_t kMinEngineKeyBytes = 16;  // 128 bits: shorter keys can be made to collide
+inline constexpr size_t kMinEngineKeyBytes = 16;  // with fewer bits, an attacker could make keys collide
 inline constexpr size_t kMaxEngineKeyBytes = 64;
 
-// Throws KeySchemeError if an engine key of this length is not acceptable; `position` is for the message.
+// Throws KeySchemeError if engine keys of this length are not accepted. `position`: the key's number, for the
+// error message.
 void check_engine_key_bytes(size_t bytes, size_t position);
 
 class KeyHasher {
  public:
   KeyHasher(const Sha256Digest& namespace_digest, uint32_t group, std::optional<KeyMark> mark = std::nullopt);
 
-  // Hashes engine keys, whose lengths must have passed check_engine_key_bytes. Writes kKeyBytes per key to
-  // `out`.
+  // Writes the block key of each engine key, kKeyBytes each, to `out`. Precondition: the lengths of the
+  // engine keys have passed check_engine_key_bytes.
   void block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const;
 
-  // Hashes `tokens`, which follow the block of key `parent` (empty: they start the request). `extra` is what
-  // the engine adds to that block's hash besides tokens and parent. Writes kKeyBytes to `out`.
+  // Writes the key of a partial tail, kKeyBytes, to `out`. `tokens`: the tokens of the tail. `parent`: the
+  // engine key of the block before them; empty if the tail starts the request. `extra`: the data that the
+  // engine adds to the tail's hash besides tokens and parent.
   void tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,
                 std::span<const uint32_t> tokens, uint8_t* out) const;
 

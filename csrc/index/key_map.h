@@ -1,9 +1,10 @@
-// A flat map from key to entry: open addressing with linear probing, 8 bytes per place. It is never more than
-// a quarter full, so that most probes end in the first place or two, which the CPU predicts.
+// A flat hash map from keys to entries: open addressing with linear probing, in an array of 8-byte places. It
+// is never more than a quarter full, so that most probes end at the first or second place. The CPU predicts
+// their branches well.
 //
-// A place holds 32 bits of the key's hash beside the entry's number. Its home is the hash's top bits, so
-// neither a probe that misses nor a removal (which shifts the following places back, leaving no tombstones)
-// touches an entry.
+// A place holds 32 bits of the key's hash and the entry's number. The top bits of the hash give the key's
+// home, the place at which a probe starts. So a probe that misses does not read any entry. Neither does a
+// removal, which moves the following places back and leaves no tombstones.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -19,15 +20,15 @@ namespace flexkv {
 
 class KeyMap {
  public:
-  // `seed` makes the cells unpredictable: without it, an attacker who chooses prompts could make them collide
-  // in one cell.
+  // `seed` makes the places of keys unpredictable. Without it, an attacker who chooses prompts could make
+  // their keys collide. Throws CapacityError if `max_entries` is too large.
   KeyMap(size_t max_entries, uint64_t seed)
       : places_(capacity_for(max_entries)),
         shift_(32 - std::countr_zero(places_.size())),
         mask_(places_.size() - 1),
         seed_(seed) {}
 
-  // The hash of a key, which all other calls take.
+  // Returns the hash of a key. All other calls take this hash instead of the key.
   uint32_t hash(const BlockKey& key) const {
     const auto product = static_cast<unsigned __int128>(key.low ^ seed_) * (key.high | 1);
     const uint64_t folded = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -36,19 +37,20 @@ class KeyMap {
 
   void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
 
-  // Prefetches what `erase` reads: it always also looks at the place after the entry's, which in one case of
-  // eight is in the next cache line.
+  // Prefetches the places that `erase` reads: the home and the place after it, which in one case of eight is
+  // in the next cache line.
   void prefetch_erase(uint32_t hash) const {
     places_.prefetch(home(hash));
     places_.prefetch((home(hash) + 1) & mask_);
   }
 
-  // The first entry with this hash, which the caller may prefetch: this does not read the entry itself.
+  // Returns the first entry with this hash, or kNoEntry. It does not read the entry, so that the caller can
+  // prefetch it.
   EntryId candidate(uint32_t hash) const {
     return find(hash, [](EntryId) { return true; });
   }
 
-  // The entry with this hash for which `same(entry)` holds, or kNoEntry.
+  // Returns the entry with this hash for which `same(entry)` is true, or kNoEntry.
   template <class Same>
   EntryId find(uint32_t hash, Same same) const {
     for (size_t at = home(hash);; at = (at + 1) & mask_) {
@@ -58,7 +60,8 @@ class KeyMap {
     }
   }
 
-  // Like `find`; if there is none, `place` is where `put` may put it, until the map changes.
+  // Like `find`. If there is no such entry, sets `place` to the place for a new entry with this hash, which
+  // `put` takes. That place is valid until the map changes.
   template <class Same>
   EntryId find_or_place(uint32_t hash, Same same, size_t& place) const {
     for (place = home(hash);; place = (place + 1) & mask_) {
@@ -68,13 +71,14 @@ class KeyMap {
     }
   }
 
-  // Precondition: the map holds fewer entries than it was made for.
+  // Adds an entry at a place that `find_or_place` found. Precondition: the map has fewer than `max_entries`
+  // entries.
   void put(size_t place, uint32_t hash, EntryId entry) {
     places_[place] = uint64_t{hash} << 32 | (entry + 1);
     ++size_;
   }
 
-  // Returns false if the entry is not there.
+  // Removes an entry. Returns false if the map does not contain it.
   bool erase(uint32_t hash, EntryId entry) {
     size_t hole = home(hash);
     while (places_[hole] != kEmpty && (hash_of(places_[hole]) != hash || entry_of(places_[hole]) != entry)) {
@@ -99,7 +103,7 @@ class KeyMap {
 
   size_t size() const { return size_; }
 
-  // Calls visit(hash, entry) for every place in use.
+  // Calls visit(hash, entry) for every entry in the map.
   template <class Visit>
   void for_each(Visit visit) const {
     for (size_t at = 0; at < places_.size(); ++at) {
@@ -111,8 +115,8 @@ class KeyMap {
   static constexpr uint64_t kEmpty = 0;
   static constexpr size_t kMaxEntries = size_t{1} << 30;
   static constexpr size_t kMinPlaces = 16;
-  // At least this many; the capacity is rounded up to a power of two. Source: inserts and evictions at 2 and
-  // at 4 with 1M blocks cached.
+  // The least number of places per entry; the number of places is rounded up to a power of two. Source:
+  // inserts and evictions were timed with 2 and with 4 places per entry, and 1M blocks cached.
   static constexpr size_t kPlacesPerEntry = 4;
 
   static size_t capacity_for(size_t max_entries) {

@@ -1,5 +1,5 @@
-// An append-only array of rows of one length, shared with readers: a reader's view stays valid and unchanged
-// for as long as it holds the storage, whatever is appended or truncated later.
+// An array of rows of equal length that is only appended to or truncated. Readers share its memory: while a
+// reader holds `storage`, the rows that it saw stay valid and unchanged.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -17,7 +17,7 @@ class RowBuffer {
   const uint8_t* row(size_t i) const { return storage_.get() + i * row_bytes_; }
   std::shared_ptr<uint8_t[]> storage() const { return storage_; }
 
-  // Makes room for `count` more rows and returns their address; `commit` then adds them.
+  // Returns the address at which the caller may write up to `count` more rows; `commit` then adds the rows.
   uint8_t* reserve(size_t count) {
     if (rows_ + count > capacity_) move_to(std::max(rows_ + count, 2 * capacity_));
     return storage_.get() + rows_ * row_bytes_;
@@ -25,8 +25,8 @@ class RowBuffer {
 
   void commit(size_t count) { rows_ += count; }
 
-  // Keeps the first `rows` rows. Moves them to new storage, so that rows appended later do not overwrite
-  // those in older views.
+  // Keeps only the first `rows` rows. Copies them to new storage, so that rows appended later do not
+  // overwrite rows that readers still see.
   void truncate(size_t rows) {
     if (rows >= rows_) return;
     rows_ = rows;

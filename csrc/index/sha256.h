@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) with the CPU's SHA instructions if it has them; the portable form gives the same
-// bytes.
+// SHA-256 (FIPS 180-4). It uses the SHA instructions of x86-64 CPUs that have them; other CPUs run a portable
+// function with the same result.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -23,25 +23,27 @@ void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t block
 using Sha256CompressPair = void (*)(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                     const uint8_t* second_block);
 
-// Null if the compiler or this CPU has no SHA instructions.
+// Return null if this CPU is not an x86-64 CPU with SHA instructions.
 Sha256Compress sha256_native_compress();
 Sha256CompressPair sha256_native_compress_pair();
 
-// The fastest form that this CPU runs; resolved once.
+// Return the native function if there is one, otherwise the portable one. The choice is made once per
+// process.
 Sha256Compress sha256_compress();
 Sha256CompressPair sha256_compress_pair();
 
-// A hash in progress. Copyable, so that a common prefix is hashed once and continued many times.
+// A hash in progress. It can be copied, so that a prefix of many messages is hashed only once.
 class Sha256 {
  public:
   explicit Sha256(Sha256Compress compress = sha256_compress()) : compress_(compress) {}
 
   void update(const void* data, size_t bytes);
 
-  // Ends the hash; the object must not be used afterwards.
+  // Returns the digest of all bytes given. The object must not be used afterwards.
   Sha256Digest finish();
 
-  // The state after the whole blocks so far. Only meaningful if a multiple of 64 bytes was given.
+  // The state after all complete 64-byte blocks so far. It covers all bytes given only if their number is
+  // a multiple of 64.
   const Sha256State& state() const { return state_; }
 
  private:

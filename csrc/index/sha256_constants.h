@@ -1,5 +1,5 @@
-// The round constants of FIPS 180-4: first 32 bits of the fractional parts of the cube roots of the first 64
-// primes.
+// The round constants of FIPS 180-4: the first 32 bits of the fractional parts of the cube roots of the first
+// 64 primes.
 #pragma once
 #include <cstdint>
 

@@ -1,6 +1,6 @@
-// The free slots of one size class of a tier. A slot is up once its memory or file can be used; the pool
-// grows while these are being prepared. Only `retire` takes slots out permanently, when their memory or file
-// is lost.
+// The free slots of one size class in one tier. A slot is up when its memory or file can be used. The pool
+// grows while more memory or files are being prepared. `retire` takes slots out permanently after their
+// memory or file was lost.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace flexkv {
 
 class SlotPool {
  public:
-  // Throws CapacityError if there is no memory for `max_slots` slots.
+  // Throws CapacityError if there is no memory for the records of `max_slots` slots.
   explicit SlotPool(uint32_t max_slots) : max_slots_(max_slots) {
     try {
       freed_.reserve(max_slots);
@@ -28,11 +28,11 @@ class SlotPool {
 
   uint32_t max_slots() const { return max_slots_; }
   uint32_t up() const { return up_; }
-  // How many slots can hold blocks.
+  // How many slots can hold blocks: those that are up and not retired.
   uint32_t usable() const { return up_ - retired_up_; }
   size_t free() const { return freed_.size() + (up_ - unused_from_) - retired_unused_; }
 
-  // Slots 0 .. slots-1 may be used from now on. Throws BlockRangeError outside [up(), max_slots()].
+  // Marks slots 0 to slots - 1 as up. Throws BlockRangeError if `slots` is outside [up(), max_slots()].
   void grow(uint32_t slots) {
     if (slots < up_ || slots > max_slots_) {
       throw BlockRangeError("grow to " + std::to_string(slots) + " slots; allowed are " +
@@ -42,7 +42,8 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // Returns the slot freed last, else the lowest one never used, else none.
+  // Takes a free slot out of the pool and returns it: the one freed last or, if no freed slot is left, the
+  // lowest one that was never used. Returns nullopt if no slot is free.
   std::optional<uint32_t> take() {
     if (!freed_.empty()) {
       const uint32_t slot = freed_.back();
@@ -57,12 +58,13 @@ class SlotPool {
     return std::nullopt;
   }
 
+  // Frees a slot. A retired slot does not return to the pool.
   void give_back(uint32_t slot) {
     if (!is_retired(slot)) freed_.push_back(slot);
   }
 
-  // Takes the slots marked in `used`. Throws ContractError if one was taken before, or unless there is one
-  // flag for each slot that is up.
+  // Takes the slots marked in `used` out of the pool. Throws ContractError if any slot was taken before, or
+  // if `used` does not have exactly one flag for each slot that is up.
   void adopt(const std::vector<uint8_t>& used) {
     if (unused_from_ != 0 || used.size() != up_) {
       throw ContractError(
@@ -70,15 +72,15 @@ class SlotPool {
     }
     unused_from_ = up_;
     while (unused_from_ > 0 && !used[unused_from_ - 1]) --unused_from_;
-    // Descending, so that the lowest is taken first.
+    // Frees the slots in descending order, so that `take` returns the lowest one first.
     for (uint32_t slot = unused_from_; slot > 0; --slot) {
       if (!used[slot - 1]) give_back(slot - 1);
     }
     if (!retired_.empty()) count_retired();
   }
 
-  // Permanently takes the slots marked in `gone` (one flag for each of max_slots) out of use; a slot in use
-  // leaves when it is freed. Throws ContractError for another number of flags.
+  // Permanently takes the slots marked in `gone` out of use. A slot that holds a block stays in use until
+  // that block is freed. Throws ContractError if `gone` does not have exactly max_slots() flags.
   void retire(std::span<const uint8_t> gone) {
     if (gone.size() != max_slots_) {
       throw ContractError("retire: " + std::to_string(gone.size()) +
@@ -92,7 +94,8 @@ class SlotPool {
 
   bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
-  // For integrity checks: the freed slots, and the first slot that never left the pool.
+  // For integrity checks. `freed`: the free slots that were in use before. `unused_from`: the first slot that
+  // was never taken, like all slots after it.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }
 
@@ -108,8 +111,8 @@ class SlotPool {
   uint32_t max_slots_;
   uint32_t up_ = 0;
   uint32_t unused_from_ = 0;
-  uint32_t retired_up_ = 0;      // retired slots among those that are up
-  uint32_t retired_unused_ = 0;  // how many of these were never used
+  uint32_t retired_up_ = 0;      // number of retired slots that are up
+  uint32_t retired_unused_ = 0;  // number of retired slots that are up and were never used
   std::vector<uint32_t> freed_;
   std::vector<uint8_t> retired_;  // one flag per slot; empty while none is retired
 };

@@ -1,4 +1,4 @@
-// Detects consecutive slots, whose data can be copied as one piece.
+// Detects consecutive slots: their data is contiguous and can be copied as one piece.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,10 +6,11 @@
 
 namespace flexkv {
 
-// Whether `slots` is not empty and each slot follows the one before it.
+// Whether `slots` is not empty and each slot is the one before it plus 1.
 inline bool in_a_row(std::span<const int32_t> slots) {
   if (slots.empty()) return false;
-  // The loop has no branch, so that it takes a few vector instructions per 16 slots.
+  // The loop body has no branch, so that the compiler can turn it into a few vector instructions per 16
+  // slots.
   const auto first = static_cast<uint32_t>(slots.front());
   uint32_t differs = 0;
   for (size_t i = 0; i < slots.size(); ++i) {

@@ -16,7 +16,7 @@ uint64_t next_number() {
   return ++last;
 }
 
-// Shortens the runs to the first `pages` pages.
+// Removes all pages from page `pages` on from the group's runs.
 void shorten(FoundGroup& group, size_t pages) {
   while (!group.runs.empty() && static_cast<size_t>(group.runs.back().first) >= pages) group.runs.pop_back();
   if (!group.runs.empty()) {
@@ -27,7 +27,7 @@ void shorten(FoundGroup& group, size_t pages) {
   group.first = std::min(group.first, pages);
 }
 
-// Calls visit(run) for the part of each run from page `from` on, the last run first.
+// Calls visit(run) for each run, cut to its pages from `from` on; starts with the last run.
 template <class Visit>
 void visit_backwards(const FoundGroup& group, size_t from, Visit visit) {
   for (size_t i = group.runs.size(); i > 0; --i) {
@@ -89,7 +89,7 @@ void TierLookup::look(std::span<const std::span<const BlockKey>> keys, const Loo
   found.lookup = number_;
   found.groups.resize(groups_);
   found.blocks = room;
-  // Each page is recorded in `found` as it is leased, so that no lease is lost if an exception occurs.
+  // Each page is recorded in `found` when it is leased, so that the leases can be undone after an exception.
   try {
     for (uint32_t group = 0; group < groups_ && found.blocks > 0; ++group) {
       look_in_group(group, keys[group].first(found.blocks), terms, found);
@@ -134,7 +134,7 @@ void TierLookup::take_back(FoundGroup& group, size_t from) {
 
 std::string TierLookup::unpin(FoundGroup& group, size_t from) {
   std::string wrong;
-  // Backwards, so that the start of the prefix becomes the most recently used.
+  // Starts with the last run, so that the start of the prefix becomes the most recently used.
   visit_backwards(group, from, [&](const FoundRun& run) {
     try {
       tiers_[run.tier]->unpin(group.entries_of(run));

@@ -1,9 +1,9 @@
-// Looks up a request over all tiers: finds the longest prefix that every group can restore, and leases each
-// page in the tier where it was found. Each tier has an index of its own, because a walk along a chain is
-// fast only if its entries are contiguous in memory.
+// A lookup over all tiers. It finds the longest prefix of a request for which every KV group has all pages,
+// and leases each page in the tier where it was found. Each tier has its own index, because a walk along a
+// chain is fast only if the chain's entries are contiguous in memory.
 //
-// Groups restore whole prefixes: block i is useful only with all blocks before it. Not thread-safe, like the
-// indexes.
+// This lookup is for groups with full attention: block i is useful only with all blocks before it.
+// BoundaryLookup handles groups with other rules. Not thread-safe, like the indexes.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -18,20 +18,21 @@
 
 namespace flexkv {
 
-// The room, tiers and time that a lookup may use.
+// The limits of one lookup.
 struct LookupTerms {
-  size_t room_pages = 0;    // the most pages to find, over all groups
-  uint32_t tiers_mask = 0;  // bit t: tier t
-  uint64_t now_s = 0;       // Unix time; blocks expired by then are misses
-  bool coming = true;       // whether host pages that ops are filling count
+  size_t room_pages = 0;    // the most pages to find, summed over all groups
+  uint32_t tiers_mask = 0;  // the tiers to search: bit t is set for tier t
+  uint64_t now_s = 0;       // current Unix time in seconds; blocks that have expired by then are misses
+  bool coming = true;       // whether host pages that an op is still filling count as found
 };
 
 class TierLookup {
  public:
-  static constexpr size_t kMaxTiers = 32;  // bits of a mask
+  static constexpr size_t kMaxTiers = 32;  // the number of bits in `tiers_mask`
 
-  // `presences`: the index of every tier in the order of lookups, host memory first. Throws ConfigError for
-  // none or too many, ContractError for an index that occurs twice or has another number of groups.
+  // `presences`: the index of every tier, in the order in which lookups search them, host memory first.
+  // Throws ConfigError if there are no tiers or too many, and ContractError if an index occurs twice or does
+  // not have `groups` groups.
   TierLookup(std::vector<std::shared_ptr<BlockIndex>> presences, size_t groups);
 
   size_t tiers() const { return tiers_.size(); }
@@ -39,38 +40,41 @@ class TierLookup {
   BlockIndex& index_of(size_t tier) const { return *tiers_[tier]; }
   bool uses(const LookupTerms& terms, size_t tier) const { return (terms.tiers_mask >> tier & 1) != 0; }
   uint64_t number() const { return number_; }
-  // Throws ContractError if the mask names a tier that does not exist, or if `keys` has another number of
-  // groups.
+  // Throws ContractError if `terms.tiers_mask` has the bit of a tier that does not exist, or if `keys` does
+  // not have one element per group.
   void check(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms) const;
 
-  // Finds pages and leases them. `keys`: for each group, the keys after the start of the lookup.
+  // Finds the pages of the longest prefix, leases them and writes them to `found`. `keys`: for each group,
+  // the keys after the start of the lookup.
   //
-  // At each page host memory is searched first. If it lacks the page, the first tier that has it continues as
-  // far as it can, and then host memory is searched again. A host page that is being stored ends the prefix:
-  // its content may never be published, and nothing else may fill it meanwhile. Throws ContractError; then
-  // nothing is leased.
+  // The lookup searches host memory first. At a page that host memory lacks, it continues in the first tier
+  // that has the page for as long as that tier has the following pages, and then in host memory again. A host
+  // page that is being stored ends the prefix: it may never be published, and a fetch cannot fill it while
+  // the store runs. Throws ContractError, and leases nothing, if the arguments are invalid or a page has too
+  // many leases.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
-  // Looks up the leading pages of one group, for lookups with other rules. Leases the pages and records them
-  // in `found.groups[group]` and `found.expired`.
+  // Looks up the leading pages of one group; BoundaryLookup calls this for groups with full attention. Leases
+  // the pages, records them in `found.groups[group]`, and appends expired pages to `found.expired`.
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
                      FoundPages& found);
 
-  // Undoes the leases that the current lookup has taken on the pages of `group` from page `from` on, before
-  // its result is returned.
+  // Undoes the leases on the pages of `group` from page `from` on. Only for leases that the current lookup
+  // has taken, before it returns its result.
   void take_back(FoundGroup& group, size_t from);
 
-  // Ends the leases on the pages of `group` outside [first, end). Returns an error about one of them; empty
-  // on success.
+  // Ends the leases on the pages of `group` outside [first, end). Returns the message of one error if any
+  // leases could not be ended; otherwise an empty string.
   std::string unpin_all_but(FoundGroup& group, size_t first, size_t end);
 
   // Throws ContractError if another TierLookup found the pages.
   void check_made_here(const FoundPages& found) const;
 
-  // Ends the leases on all but the first `blocks` blocks. Throws BlockRangeError for more than were found.
+  // Keeps the first `blocks` blocks and ends the leases on the others. Throws BlockRangeError if fewer were
+  // found.
   void trim(Found& found, size_t blocks);
 
-  // Ends all leases. If one of them was already ended elsewhere, it still ends the others and then throws
+  // Ends all leases. If a lease was already ended elsewhere, ends the other runs' leases, then throws
   // ContractError.
   void release(Found& found);
   void release_pages(FoundPages& found);
@@ -78,22 +82,27 @@ class TierLookup {
   // How many leading blocks are ready in host memory now.
   size_t count_ready(const Found& found) const;
 
-  // Writes for each key 1 plus the number of the first tier in the mask in which it is ready and not expired;
-  // 0 for none.
+  // Writes for each key the number of the first tier in the mask that has its block ready and not expired,
+  // plus 1; 0 if no tier has it.
   void present(uint32_t group, std::span<const BlockKey> keys, uint32_t tiers_mask, uint64_t now_s,
                uint8_t* out);
 
  private:
-  struct Search;  // one group of one lookup under way
+  struct Search;  // the state of the search in one group during a lookup
 
   bool is_masked(uint32_t mask, size_t tier) const { return (mask >> tier & 1) != 0; }
   void check_mask(uint32_t mask) const;
+  // Lease the run of pages that comes next, in the first tier that has it, or in the given tier and state.
+  // Return its number of pages, 0 if there is none.
   size_t take_run(Search& search);
   size_t take_run(Search& search, size_t tier, FoundState state);
+  // Probes the next kWindow keys in all tiers and leases the pages up to the first miss. Returns their
+  // number.
   size_t take_window(Search& search);
-  // Whether, for every group, some tier has the page of key number `at`.
+  // Whether every group has, in some tier, the page of its key number `at`.
   bool has_next(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, size_t at) const;
-  // Ends the leases on the pages from page `from` on. Returns an error about one of them; empty on success.
+  // Ends the leases on the pages of `group` from page `from` on. Returns the message of one error if any
+  // leases could not be ended; otherwise an empty string.
   std::string unpin(FoundGroup& group, size_t from);
 
   static constexpr size_t kWindow = 512;
@@ -101,7 +110,8 @@ class TierLookup {
   std::vector<std::shared_ptr<BlockIndex>> tiers_;
   size_t groups_;
   uint64_t number_;
-  // For one window: the keys that no tier searched so far has, and the entries that `find` returned for them.
+  // Buffers for one window. `missing_`: the keys of pages that no tier searched so far has. `candidates_`:
+  // the entries that `find` returned.
   std::array<BlockKey, kWindow> missing_;
   std::array<EntryId, kWindow> candidates_;
 };

@@ -1,5 +1,5 @@
-// How TierLookup finds the pages of one group: it walks one run after another or, if the tiers alternate too
-// often, probes in batches.
+// The part of TierLookup that finds the pages of one group. It walks one run after another. If pages change
+// tiers too often, it probes all tiers in batches instead.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -12,10 +12,10 @@
 namespace flexkv {
 namespace {
 
-// After kShortRunsInARow consecutive runs of fewer than kShortRunPages pages, the next keys are probed in all
-// tiers as a batch, because every end of a run costs one probe per tier that waits for memory. Source: 8,192
-// keys of 1M in each of two tiers, on an EPYC. If the tiers alternate every block: 1,300 us run by run, 200
-// us in batches; if every 64 blocks: 60 us against 220 us.
+// After kShortRunsInARow consecutive runs of fewer than kShortRunPages pages, the lookup probes the next keys
+// in all tiers as a batch, because at the end of every run one probe per tier waits for memory. Source: a
+// lookup of 8,192 keys in two tiers with 1M each, on an EPYC. If the tier changes at every block, it takes
+// 1,300 us run by run and 200 us in batches; if it changes every 64 blocks, 60 us against 220 us.
 constexpr size_t kShortRunsInARow = 8;
 constexpr size_t kShortRunPages = 32;
 
@@ -29,7 +29,8 @@ struct TierLookup::Search {
   const LookupTerms& terms;
   FoundGroup& into;
   std::vector<ExpiredPage>& expired;
-  // The last run ended because this tier has no more pages in this state.
+  // Tier and state of the last run; kNoTier if there is none. The run ended because the tier does not have
+  // the next page in this state, so that tier and state are not searched again at that page.
   size_t ended_tier = kNoTier;
   FoundState ended_state = FoundState::kReady;
 
@@ -39,8 +40,8 @@ struct TierLookup::Search {
     expired.push_back({static_cast<int32_t>(tier), group, entry});
   }
 
-  // Records `count` further pages, which are leased and whose entries and slots are written. The caller has
-  // made room for a run, so that nothing throws between the lease and this record.
+  // Records the next `count` pages, which the caller has leased and whose entries and slots it has written.
+  // Precondition: `runs` has capacity for one more run, so that no exception comes between lease and record.
   void append(size_t tier, FoundState state, size_t count) {
     auto& runs = into.runs;
     const auto in_tier = static_cast<int32_t>(tier);
@@ -65,7 +66,7 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
       const size_t wanted = std::min(kWindow, keys.size() - into.pages);
       const size_t runs = into.runs.size();
       if (take_window(search) < wanted) break;
-      // The runs were long: the next ones are likely long, too.
+      // The runs in this window were long, so the next ones are probably long, too.
       if ((into.runs.size() - runs) * kShortRunPages <= wanted) short_runs = 0;
       search.ended_tier = kNoTier;
       continue;
@@ -75,7 +76,7 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
     short_runs = taken < kShortRunPages ? short_runs + 1 : 0;
   }
   if (into.pages > keys.size() / 2) return;
-  // Only few pages of a long request were found, so shrink the arrays.
+  // Few of the pages were found, so shrinks the arrays, which have space for all keys.
   auto entries = std::make_unique_for_overwrite<EntryId[]>(into.pages);
   auto slots = std::make_unique_for_overwrite<int32_t[]>(into.pages);
   std::copy_n(into.entries.get(), into.pages, entries.get());
@@ -123,12 +124,12 @@ size_t TierLookup::take_window(Search& search) {
   EntryId* const entries = into.entries.get() + into.pages;
   std::array<uint8_t, kWindow> tier_of;
   std::array<FoundState, kWindow> state_of;
-  // The numbers of the keys that no tier searched so far has, ascending. Each further tier is searched only
-  // for these.
+  // The numbers of the keys that no tier searched so far has, ascending. The next tier is searched for these
+  // keys only.
   std::array<uint16_t, kWindow> missing;
   std::iota(missing.begin(), missing.begin() + static_cast<ptrdiff_t>(window.size()), uint16_t{0});
   size_t left = window.size();
-  size_t end = window.size();  // the prefix cannot extend past this
+  size_t end = window.size();  // the number of the key at which the prefix ends, as far as known
   std::vector<std::pair<size_t, ExpiredPage>> expired;
   for (size_t tier = 0; tier < tiers_.size() && left > 0; ++tier) {
     if (!is_masked(terms.tiers_mask, tier)) continue;
@@ -161,7 +162,7 @@ size_t TierLookup::take_window(Search& search) {
     into.slots[into.pages] = tiers_[tier_of[i]]->pin_one(entries[i]);
     search.append(tier_of[i], state_of[i], 1);
   }
-  // Expired pages past the end are not misses of this lookup.
+  // Expired pages after the end of the prefix are not reported, because the lookup does not need them.
   for (const auto& [i, page] : expired) {
     if (i <= end) search.expired.push_back(page);
   }

@@ -14,7 +14,7 @@ static_assert(std::endian::native == std::endian::little, "tokens are hashed as 
 
 namespace {
 
-// A message of fixed length whose SHA-256 padding is already in place.
+// A buffer for messages of a fixed length, with the SHA-256 padding already written after the message.
 class PaddedMessage {
  public:
   explicit PaddedMessage(size_t bytes)
@@ -59,8 +59,8 @@ void TokenChain::append(std::span<const uint32_t> tokens, size_t count) {
   if (count == 0) return;
   uint8_t* out = digests_.reserve(count);
   const uint8_t* prior = blocks() > 0 ? digests_.row(blocks() - 1) : seeded_ ? seed_.data() : nullptr;
-  // The buffer holds one message at a time and keeps its padding: [prior digest][tokens][0x80, zeros, length
-  // in bits].
+  // Each buffer holds one message at a time, laid out as [prior digest][tokens][0x80, zeros, length in bits].
+  // Only the first two parts are rewritten for each block.
   const size_t prior_bytes = sizeof(Sha256Digest);
   const size_t token_bytes = (bigram_ ? 2 : 1) * block_tokens_ * sizeof(uint32_t);
   PaddedMessage with_prior(prior_bytes + token_bytes);

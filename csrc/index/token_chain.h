@@ -1,7 +1,7 @@
-// Chained block digests from token ids, for engines that give no block keys of their own: digest(i) =
-// SHA-256( digest(i - 1), absent for the first block | each token as u32 little endian ). SGLang chains its
-// pages in the same way, so that several engines can share one cache. The bigram form, for EAGLE drafts,
-// hashes each token together with its successor.
+// Chained block digests computed from token ids, for engines that provide no block keys: digest(i) =
+// SHA-256( digest(i - 1) | each token of block i as u32 little endian ). The first block has no previous
+// digest unless a seed is given. SGLang computes the same chain, so that several engines can share one cache.
+// The bigram form, for EAGLE drafts, hashes each token together with its successor.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,26 +14,27 @@ namespace flexkv {
 
 class TokenChain {
  public:
-  // `seed`: empty, or the digest that precedes the first block. Throws ConfigError for 0 tokens per block,
-  // KeySchemeError for a seed of another length.
+  // `seed`: a SHA-256 digest to use as the digest before the first block, or empty for none. Throws
+  // ConfigError if `block_tokens` is 0, and KeySchemeError if the seed's length is neither 0 nor 32 bytes.
   TokenChain(size_t block_tokens, std::span<const uint8_t> seed, bool bigram);
 
   size_t blocks() const { return digests_.rows(); }
   size_t block_tokens() const { return block_tokens_; }
   const RowBuffer& digests() const { return digests_; }
 
-  // The first token that the next block reads.
+  // The position of the first token of the next block to append.
   size_t next_token() const { return blocks() * block_tokens_; }
 
-  // How many whole blocks a request of `tokens` tokens has.
+  // How many complete blocks a request of `tokens` tokens has.
   size_t blocks_of(size_t tokens) const;
 
-  // How many tokens the next `count` blocks read from next_token() on.
+  // How many tokens, from next_token() on, the next `count` blocks are computed from.
   size_t tokens_read(size_t count) const {
     return count == 0 ? 0 : count * block_tokens_ + (bigram_ ? 1 : 0);
   }
 
-  // Appends `count` blocks; `tokens` holds tokens_read(count) ids from next_token() on.
+  // Appends the digests of `count` blocks. `tokens`: tokens_read(count) token ids, from next_token() on.
+  // Throws ContractError if `tokens` has a different length.
   void append(std::span<const uint32_t> tokens, size_t count);
 
   void truncate(size_t blocks) { digests_.truncate(blocks); }

@@ -8,12 +8,12 @@
 namespace flexkv {
 namespace {
 
-// Keeps two lists, one of blocks that were hit and one of the others, each in the order of use. The bonus is
-// the same for every block, so the next victim is the oldest block of one of the lists, and one comparison
-// tells which.
+// Keeps two lists in the order of use: one of blocks that were hit, the other of blocks that never were. The
+// bonus is the same for every block that was hit. So the next victim is the oldest block of one of the two
+// lists, and one comparison decides between them.
 //
-// Time is counted in blocks used: each block stored or hit advances it by one. Putting blocks in order does
-// not advance it.
+// Time is counted in uses: each block stored or hit advances it by one. Reordering blocks does not advance
+// it.
 class BonusLruPolicy final : public EvictionPolicy {
  public:
   explicit BonusLruPolicy(const PolicyRoom& room)
@@ -23,8 +23,8 @@ class BonusLruPolicy final : public EvictionPolicy {
         heads_{room.first_head, room.first_head + 1} {}
 
   void admit(EntryId first, EntryId last, const Use& use) override {
-    // Goes from the end to the start, in runs of blocks that go to the same list, so that each run stays a
-    // chain.
+    // Goes from the last block to the first. Consecutive blocks that go to the same list are linked together,
+    // so that they stay a chain.
     EntryId run_last = last;
     for (EntryId at = last;;) {
       const bool hit = admit_one(at, use);
@@ -68,14 +68,14 @@ class BonusLruPolicy final : public EvictionPolicy {
   }
 
  private:
-  // The number of the list, which is also the lowest bit of a note; the other bits are the time of the
-  // block's last use.
+  // The numbers of the two lists. The lowest bit of a note is the number of the block's list; the other bits
+  // are the time of the block's last use.
   static constexpr size_t kOnce = 0, kHit = 1;
 
   uint64_t time_of(EntryId entry) const { return notes_[entry] >> 1; }
   bool goes_to_hit(EntryId entry, const Use& use) const { return use.hit || (notes_[entry] & kHit) != 0; }
 
-  // Records a use. Returns whether the block goes to the list of blocks that were hit.
+  // Writes the block's note for this use. Returns whether the block goes to the list of blocks that were hit.
   bool admit_one(EntryId entry, const Use& use) {
     PolicyNote& note = notes_[entry];
     const bool hit = goes_to_hit(entry, use);

@@ -1,6 +1,7 @@
-// Evicts the least recently used block first, but counts a block that was hit as used one capacity later than
-// it was: blocks that were hit once are hit again more often than those that never were. Within a chain, it
-// evicts the block farthest from the start first.
+// An eviction policy: the least recently used block first, with a bonus for blocks that were hit. A block
+// that was hit is treated as if its last use were later by as many uses as the size class has slots, because
+// such blocks are hit again more often than blocks that never were. Within a chain, the block farthest from
+// the start is evicted first.
 #pragma once
 #include "index/eviction/eviction_policy.h"
 

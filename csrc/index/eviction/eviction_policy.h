@@ -1,8 +1,8 @@
-// The contract between the block index and its eviction policies, which choose the block to evict when a slot
-// is needed. This folder has one file per policy. One policy object serves one size class of one tier: a
-// group, or groups that share slots. Lookups never call it: the index calls it when a block's last lease
-// ends, and when a slot is needed. The policy does not see a spare block until a request hits it or offers it
-// as an ordinary one.
+// The contract between a block index and its eviction policies, which choose the block to evict when a slot
+// is needed. This folder has one pair of files per policy. One policy object serves one size class of one
+// tier: a KV group, or several groups that share slots. The index calls the policy when a block's last lease
+// ends and when a slot is needed, but never during a lookup. Spare blocks are not in the policy's lists until
+// a request hits them or they are stored again as ordinary blocks.
 //
 // To add a policy: docs/contributing/add-an-eviction-policy.md.
 #pragma once
@@ -19,83 +19,87 @@
 
 namespace flexkv {
 
-// A policy's note about one block; only the policy knows its meaning. It is 0 for a block that was never
-// admitted: the index resets it when an entry gets a new block.
+// A policy's note about one block. Its meaning is private to the policy. The note is 0 until the policy first
+// writes it, because the index resets it when an entry gets a new block.
 using PolicyNote = uint64_t;
 
-// The parts of the index that a policy uses for as long as it lives.
+// The parts of the index that a policy uses. They outlive the policy.
 struct PolicyRoom {
   EntryTable& table;
-  EntryId first_head;  // head of the policy's first list; the heads are consecutive
-  // Indexed by entry. Kept apart from the entries, so that lookups do not load the notes. Null unless the
-  // policy's kind asks for notes. All groups of an index share the array.
+  EntryId first_head;  // head of the policy's first list; the heads of its other lists have the next ids
+  // The policy's notes, indexed by entry; null if PolicyKind::notes is false. They are kept apart from the
+  // entries, so that lookups do not load them. All size classes of an index share the array.
   HugeArray<PolicyNote>* notes;
-  const SlotPool& pool;  // of the size class; it tells how many blocks there can be
+  const SlotPool& pool;  // the slots of the policy's size class; `usable()` is the most blocks it can hold
 };
 
-// Why an entry is admitted.
+// Why blocks are admitted.
 struct Use {
-  // Whether a request hit these blocks. False if they have just been stored, if the lease that ended was not
-  // a request's, or if the blocks of one request are only put in order.
+  // Whether a request hit these blocks. False if they have just been stored, if the lease that ended did not
+  // belong to a request, or if the call only restores the order of a request's blocks.
   bool hit = false;
 };
 
 // Why a block left the index.
 enum class Leaving : uint8_t {
-  kEvicted,  // to free its slot; its content was right, and a request may ask for it again
-  kRemoved,  // it was never published, it was wrong, or its owner took it back
+  kEvicted,  // the index evicted the block to free its slot; a request may need it again
+  kRemoved,  // the block was never published, its content was wrong, or the tier's owner removed it
 };
 
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Makes an unlinked chain first..last evictable. It was just used, and is in the order of its request. The
-  // policy links it into its lists. The more of a chain stays together and in order, the faster lookups find
-  // it.
+  // Makes the unlinked chain first..last evictable: the policy links its entries into its lists. The blocks
+  // were just used, and are in the order of their request. The more of a chain stays together and in order,
+  // the faster lookups find its blocks.
   //
-  // The index itself unlinks entries when they are used again, removed or freed. A block that is leased while
-  // it is in a list stays there.
+  // The index itself unlinks entries when they are used again, removed or freed. A block that gets a lease
+  // while it is in a list stays in the list.
   virtual void admit(EntryId first, EntryId last, const Use& use) = 0;
 
-  // Unlinks the entry to evict next and returns it, or kNoEntry if the lists are empty. O(1), amortised over
-  // the entries admitted. The block may be leased, or removed and leased: the index then keeps the entry
-  // apart, and admits a block again when its last lease ends.
+  // Unlinks the entry to evict next and returns it, or returns kNoEntry if the lists are empty. O(1),
+  // amortised over the entries admitted. If the entry is leased, the index does not evict it, but keeps it in
+  // another list; it calls `admit` when the last lease ends, unless the block was removed meanwhile.
   virtual EntryId take_victim() = 0;
 
-  // The index calls the next two only for kinds that follow blocks.
-  // Keys that were not in the index have just been given these entries. `hashes` are the hashes of the keys:
-  // 32 bits, secret, and the same for a key for as long as the index lives.
+  // The index calls `missed` and `gone` only if PolicyKind::follows is set.
+  //
+  // `missed`: the index has just made these entries for keys that it did not have. `hashes`: a 32-bit hash of
+  // each key. It depends on a secret seed, and stays the same for a key during the index's lifetime.
   virtual void missed(std::span<const EntryId> entries, std::span<const uint32_t> hashes) {
     (void)entries, (void)hashes;
   }
 
-  // A block left the index; a removed one that is leased may still be in a list. Called once per block, but
-  // not for those of `clear`; for victims only after several of them were taken.
+  // A block left the index. Called once per block, but not for the blocks that `clear` removes. The index may
+  // take several victims before it calls this for the first of them. A block that was removed while it was
+  // leased may still be in one of the policy's lists.
   virtual void gone(EntryId entry, uint32_t hash, Leaving why) { (void)entry, (void)hash, (void)why; }
 
-  // All blocks leave, and none of them will return under the same key.
+  // The index is about to remove all blocks. The policy may forget what it knows about their keys, because
+  // these keys will not be used again.
   virtual void clear() {}
 
-  // Checks the policy's own invariants; the index checks the lists. Throws ContractError. O(entries).
+  // Checks the policy's own invariants; the index checks the links of the lists. Throws ContractError if an
+  // invariant does not hold. O(entries).
   virtual void check_integrity() const {}
 };
 
-// A policy by name, and what it needs from the index.
+// A kind of policy: its name, what it needs from the index, and how to make a policy object.
 struct PolicyKind {
   std::string name;
-  size_t lists = 1;      // of the entry table; 1 to kMaxLists
-  bool notes = false;    // it keeps a PolicyNote for each entry
-  bool follows = false;  // the index calls `missed` and `gone`
+  size_t lists = 1;      // number of lists that the policy uses, 1 to kMaxLists
+  bool notes = false;    // whether the policy keeps a PolicyNote for each entry
+  bool follows = false;  // whether the index calls `missed` and `gone`
   std::unique_ptr<EvictionPolicy> (*make)(const PolicyRoom& room) = nullptr;
 
   static constexpr size_t kMaxLists = 4096;
 };
 
-// The kinds that can be chosen by name, the default first.
+// The kinds that settings can choose by name, the default first.
 std::span<const PolicyKind> policy_kinds();
 
-// Throws ConfigError for an unknown name.
+// Returns the kind with this name. Throws ConfigError if there is none.
 const PolicyKind& policy_kind(const std::string& name);
 
 }  // namespace flexkv
