@@ -1,7 +1,8 @@
-"""The journal thread of one disk, which makes publishes durable, many at a time.
+"""The journal of one disk: a thread that makes published pages durable, many at a time.
 
-A group commit: fdatasync of the slabs that were written, then one transaction of the index, then the pages count as
-durable. In this order, whatever happens in between, the index never names a page that is not on the disk.
+A group commit first calls fdatasync for the slabs that were written, then commits one transaction of the index. After
+that the pages count as durable. Because of this order, the index never lists a page that is not on the disk, even after
+a crash.
 """
 
 from __future__ import annotations
@@ -31,24 +32,35 @@ from flexkv.storage.striping import Slots, striped_slots
 logger = logging.getLogger(__name__)
 
 USE_FLUSH_S = 5.0
-"""How often uses are written, seconds; a crash may lose the order of more recent uses."""
+"""How many seconds an idle journal waits before it writes recorded uses. A crash may lose the order of uses that are
+not written yet.
+"""
 
 USE_FLUSH_CHUNKS = 512
-"""At most this many chunks of a slab (2 MiB) at a time, so that uses cost the disk little."""
+"""The most chunks of a slab that a commit writes only because of uses (2 MiB), so that uses cost the disk little."""
 
 RETRIES = 5
 RETRY_S = 0.2
-"""A failed commit is retried RETRIES times, after this pause and then each time after twice the last: 6 s in all."""
+"""The pause in seconds before a failed commit is retried for the first time. Each further pause is twice as long. There
+are RETRIES retries, which take 6 s in all.
+"""
 
 FULL_PAUSE_S = 2.0
-"""A commit that found the disk full is retried after this pause for as long as the disk is full. Its pages are served
-meanwhile, but a crash would lose them.
+"""While the disk is full, a commit is retried after every pause of this many seconds. Its pages are served meanwhile,
+but a crash would lose them.
 """
 
 
 @dataclass(slots=True)
 class Publish:
-    """Pages of KV group `group` in slab `slab`."""
+    """Records that these pages were written.
+
+    Attributes:
+        slab: number of the slab.
+        group: number of the pages' KV group.
+        slots: slot of each page.
+        since: when the record was made, in seconds of the monotonic clock.
+    """
 
     slab: int
     group: int
@@ -77,10 +89,13 @@ class Evict:
 
 @dataclass(slots=True)
 class Use:
-    """Uses of `places`. The journal's thread finds those on this disk, because uses come with every lookup.
+    """Records that the pages at `places`, on any disk, were used. Every lookup makes such a record, so the caller
+    passes all places to every disk's journal, whose thread then finds the ones on its disk.
 
     Attributes:
-        disk: number of this disk, of `disks`.
+        slab: number of the slab.
+        disk: number of the journal's disk.
+        disks: number of disks that places are striped over.
     """
 
     slab: int
@@ -90,11 +105,11 @@ class Use:
 
     @property
     def rows(self) -> int:
-        """This disk's share of the places: every disk gets all of them, and they are striped over the disks."""
+        """How many of the places lie on this disk, estimated: an equal share, rounded up."""
         return -(-len(self.places) // self.disks)
 
     def slots(self, most: int) -> Slots:
-        """The slots of this disk, below `most`. A use is a hint, so meaningless places are skipped."""
+        """The slots of this disk, below `most`. Skips meaningless places, because a use is only a hint."""
         on_disk, slots = striped_slots(self.places, self.disks)
         here: Slots = slots[(on_disk == self.disk) & (slots >= 0) & (slots < most)]
         return here
@@ -112,21 +127,24 @@ class Reset:
 
 Record = Publish | Evict | Use | Reset
 Durable = Callable[[int, Slots, NDArray[np.uint64]], None]
-"""Called with group, slots of this disk and generations."""
+"""A function of a KV group's number, slots on this disk and the generations of the pages in them, which are now
+durable.
+"""
 
 
 def _oldest_publish(records: Iterable[Record]) -> float:
-    """When the first publish among the records was put; 0 if there is none."""
+    """When the first publish among the records was made, in seconds of the monotonic clock; 0 if there is none."""
     return next((record.since for record in records if isinstance(record, Publish)), 0.0)
 
 
 class Journal:
-    """Owns `index` until `close`. Every method but `close` returns at once.
+    """Makes records durable in a thread of its own, which owns `index` until it ends. Every method but `close` returns
+    at once.
 
     Args:
-        slabs: one per group; groups that share a slab name the same one.
-        on_durable: called in the journal's thread.
-        most_rows: the most rows that may wait.
+        slabs: the slab of each group; groups that share a slab have the same one.
+        on_durable: called in the journal's thread with pages that have become durable.
+        most_rows: how many rows may wait in the queue and in the commit in flight.
     """
 
     def __init__(
@@ -147,15 +165,15 @@ class Journal:
         self._thread = NamedThread("flexkv-journal", self._run)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system can start no more threads
-            self._slabs.clear()  # slabs hold the folder's lock, and journal and thread keep each other alive
+        except RuntimeError as error:  # the system cannot start another thread
+            self._slabs.clear()  # releases the folder's lock, although journal and thread keep each other alive
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
-        """Takes a record. Returns False if too many rows wait, or if the journal has failed or was stopped."""
+        """Queues a record. Returns False if too many rows wait, or if the journal has failed or was stopped."""
         with self._lock:
             is_use = isinstance(record, Use)
-            # Uses may take only half of the room, because the other records must not be lost.
+            # Uses may fill only half of the queue, because other records must not be lost.
             room = self._most_rows // 2 if is_use else self._most_rows
             full = self._waiting_rows + record.rows > room and not isinstance(record, Reset)
             if full:
@@ -166,28 +184,28 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # A use does not wake the thread, because that would cost the caller time; the next other record
-            # or turn takes it along.
+            # A use does not wake the thread, because that would cost the caller time. The thread takes it together with
+            # the next record of another kind, or at its next turn.
             if not is_use:
                 self._lock.notify()
         return True
 
     @property
     def room(self) -> int:
-        """How many rows the journal would accept now."""
+        """How many more rows the journal would accept now."""
         with self._lock:
             return self._most_rows - self._waiting_rows
 
     @property
     def lag_s(self) -> float:
-        """Age of the oldest publish that is not durable yet, seconds; 0 when there is none."""
+        """Age of the oldest publish that is not durable yet, in seconds; 0 if there is none."""
         with self._lock:
             oldest = self._oldest or _oldest_publish(self._queue)
         return time.monotonic() - oldest if oldest else 0.0
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has ended, so that nothing uses slabs and index any more."""
+        """Whether the thread has ended. If so, the journal no longer uses slabs and index."""
         return not self._thread.is_alive()
 
     def fail(self, reason: str) -> None:
@@ -204,7 +222,9 @@ class Journal:
             self._lock.notify()
 
     def close(self, deadline_s: float) -> bool:
-        """Writes what waits and closes the index; returns whether both were done within the deadline."""
+        """Writes the queued records and closes the index. Returns whether both were done within `deadline_s`
+        seconds.
+        """
         self.stop()
         self._thread.join(max(0.0, deadline_s))
         return not self._thread.is_alive() and not self.failure
@@ -221,7 +241,7 @@ class Journal:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # any error: the disk must not count as durable any more
+        except Exception as error:  # any error: no later page may count as durable
             if not isinstance(error, DiskError):
                 logger.exception("journal of %s", self._index.path)
             self.fail(str(error) or type(error).__name__)
@@ -232,14 +252,14 @@ class Journal:
         self._slabs.clear()  # they hold the folder's lock
 
     def _turn(self) -> bool:
-        """Does one group commit; returns False when there will be no more."""
+        """Does one group commit. Returns False if it was the last one."""
         with self._lock:
             if not self._queue and not self._stopping and not self.failure:
                 self._lock.wait(USE_FLUSH_S)
             if self._queue and not self._in_a_hurry():
                 await_group(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
-            # Set under the lock, so that `lag_s` sees every publish, whether in the queue or in the batch.
+            # Set before the lock is released, so that `lag_s` sees every publish, whether in the queue or in the batch.
             self._oldest = _oldest_publish(batch)
             self._reset_waits = False
             stopping, failed = self._stopping, bool(self.failure)
@@ -252,8 +272,8 @@ class Journal:
             return not (stopping and not self._queue)
 
     def _wait_for_more(self, timeout_s: float) -> bool:
-        """Waits for another record; returns whether one has come and the commit is not urgent. The caller holds the
-        lock.
+        """Waits up to `timeout_s` seconds for another record. Returns whether one has come and the commit is not
+        urgent. The caller holds the lock.
         """
         known = self._records
         self._lock.wait_for(lambda: self._in_a_hurry() or self._records > known, timeout_s)
@@ -283,7 +303,8 @@ class Journal:
                 if held.any():
                     self._on_durable(record.group, record.slots[held], record.generations[held])
         except BaseException as error:
-            # Set before callers that wait for a reset resume, because the reset has not been carried out.
+            # The failure must be set before `reset.done`, because a caller that waits for the reset then looks whether
+            # it failed.
             self.failure = self.failure or str(error)
             raise
         finally:
@@ -291,7 +312,7 @@ class Journal:
                 reset.done.set()
 
     def _put_back(self, batch: Sequence[Record]) -> None:
-        """Puts a batch ahead of the waiting records. Applying it a second time changes nothing."""
+        """Puts a batch back at the front of the queue. Applying its records a second time changes nothing."""
         with self._lock:
             self._queue.extendleft(reversed(batch))
             self._waiting_rows += sum(record.rows for record in batch)
@@ -307,7 +328,7 @@ class Journal:
         for number in slabs:
             error = self._slabs[number].sync()
             if error:
-                # The kernel has dropped the pages that it could not write, so a retry would not help.
+                # The kernel has dropped from its cache what it could not write, so a retry would not write it either.
                 raise DiskError(f"fdatasync of the slab of group {number}: {os.strerror(-error)}")
 
     def _apply(self, record: Record, now_ms: int) -> None:
@@ -339,10 +360,13 @@ class Journal:
             raise disk_error(folder / EPOCH_NAME, error) from error
 
     def _commit(self, resets: Sequence[Reset]) -> bool:
-        """Commits the index. Returns False if the disk is full and a reset waits, which then goes first."""
+        """Commits the index. While the disk is full, gives up as soon as a reset is queued, which must be written
+        first, and returns False.
+        """
 
         def epoch_is_enough() -> bool:
-            # An opening forgets an index's rows if its epoch is behind, so these resets need no commit.
+            # An opening drops an index's rows if the index's epoch is lower than the file's. So the resets in this
+            # batch, whose epoch is in the file, need no commit.
             for reset in resets:
                 reset.done.set()
             return self._reset_waits
@@ -357,13 +381,13 @@ class Journal:
         """Tries a step until it succeeds.
 
         Args:
-            give_way: called while the disk is full; if it returns True, the step is abandoned.
+            give_way: called while the disk is full. If it returns True, the step is abandoned.
 
         Returns:
             Whether the step succeeded.
 
         Raises:
-            DiskError: the step failed too often, or while the journal ends.
+            DiskError: the step failed too often, or it failed while the journal is ending.
         """
         pause, attempts, full = RETRY_S, 0, ""
         while True:

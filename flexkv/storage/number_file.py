@@ -1,4 +1,4 @@
-"""Keeps a number with its digest in a file of its own, apart from the index, durable before anything relies on it."""
+"""Stores a number and its digest durably in a file beside the index."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MOST_BYTES = 64
 
 
 class DamagedNumberError(DiskError):
-    """The file does not hold a number as it was written."""
+    """The file does not contain a number with a matching digest."""
 
 
 def write_number(path: Path, number: int) -> None:
-    """Writes the number durably. A power cut leaves this number or the one before.
+    """Writes the number durably. After a power cut, the file has either this number or the previous one.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     write_line(path, str(number))
 
 
 def read_number(path: Path, most: int) -> int | None:
-    """The number written last, or None if there is no such file. Also accepts a number alone on a line, without a
-    digest.
+    """The last number written; None if the file does not exist. A number without a digest is also accepted, if it is
+    alone on its line.
 
     Raises:
-        DamagedNumberError: the file holds no number up to `most`, or its digest does not match.
+        DamagedNumberError: the file does not contain a number up to `most`, or the digest does not match.
         DiskError: the file cannot be read.
     """
     try:
@@ -52,7 +52,9 @@ def read_number(path: Path, most: int) -> int | None:
 def number_if_whole(
     read: Callable[[Path], int | None], folder: Path, damaged: Callable[[str], object]
 ) -> int | None:
-    """The number that `read` finds in a folder; None if it is missing or damaged. Reports damage to `damaged`."""
+    """The number that `read` returns for a folder; None if the file is missing or damaged. If it is damaged, calls
+    `damaged` with a text that says so.
+    """
     try:
         return read(folder)
     except DamagedNumberError as error:

@@ -1,6 +1,6 @@
-"""Finds folders of the same model whose pages have different keys, because they were made with different weights or
-settings, or by a version of flexkv that makes keys differently. No engine with the current keys finds a page there, and
-only a user deletes them.
+"""Finds folders of the same model whose pages have different keys. Such pages were stored with different weights or
+settings, or by a version of flexkv that computes keys differently. An engine with the current keys finds none of them,
+and flexkv never deletes these folders; only a user does.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from flexkv.storage.folder import DIGEST_DIGITS, held_bytes, is_in_use, slab_nam
 logger = logging.getLogger(__name__)
 
 MODEL_FOLDER = re.compile(rf"(.+)-([0-9a-f]{{{DIGEST_DIGITS}}})-([0-9a-f]{{{DIGEST_DIGITS}}})")
-"""The model in words, the digest of what decides its keys, and that of the pages' formats: see `unit_folder`."""
+"""The parts of a model folder's name: the model in words, digits of its fingerprint, on which keys depend, and digits
+of the digest of the page formats. See `unit_folder`.
+"""
 
 MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedUnit:
-    """A unit's folder, and what its name says.
+    """A unit's folder, and the values in its path.
 
     Attributes:
-        model: its name in words.
-        keys: digits of the digest of what decides its keys.
+        model: the model in words.
+        keys: hex digits of the model's fingerprint; units with different ones have different keys.
     """
 
     folder: Path
@@ -39,7 +41,7 @@ class KeyedUnit:
 
     @classmethod
     def of(cls, folder: Path) -> KeyedUnit | None:
-        """The unit in `folder`; None if the folder's name says nothing."""
+        """The unit in `folder`; None if the name of its parent folder has a different form."""
         named = MODEL_FOLDER.fullmatch(folder.parent.name)
         return None if named is None else cls(folder, named[1], named[2])
 
@@ -55,7 +57,7 @@ def keyed_units(root: Path) -> list[KeyedUnit]:
 
 
 def units_of_other_keys(own: Path) -> list[KeyedUnit]:
-    """Units beside `own` with the same model and unit name but different keys, which are not in use."""
+    """Units beside the folder `own` that have the same model and unit name but different keys, and are not in use."""
     mine = KeyedUnit.of(own)
     if mine is None:
         return []
@@ -69,7 +71,9 @@ def units_of_other_keys(own: Path) -> list[KeyedUnit]:
 
 
 def older_units(root: Path) -> list[KeyedUnit]:
-    """Unused units that are older than another unit of the same model and name with different keys."""
+    """Units that are not in use and whose keys differ from those of the newest unit with the same model and unit name.
+    The newest is the one whose folder was written last.
+    """
     alike: dict[tuple[str, str], list[KeyedUnit]] = defaultdict(list)
     for unit in keyed_units(root):
         alike[unit.model, unit.folder.name].append(unit)
@@ -99,11 +103,10 @@ def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
 
 
 def name_other_keys(own: Path) -> None:
-    """Logs which units beside a unit's folder have different keys. This is a warning if the unit's own folder is new
-    and empty.
+    """Logs which units beside the folder `own` have different keys. This is a warning if `own` has no slab yet.
 
     Raises:
-        OSError: a folder cannot be looked into.
+        OSError: a folder cannot be listed.
     """
     others = units_of_other_keys(own)
     if not others:

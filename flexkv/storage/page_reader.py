@@ -1,4 +1,4 @@
-"""A thread that brings pages of other units to host slots, op by op."""
+"""A thread that copies pages of other units to host slots, op by op."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from flexkv.transfer.host_pool import HostPool
 DIGEST = np.dtype("<u8")
 
 WRITE_S = 1.0
-"""How long a close waits while a page is written to its host slot, which is a copy and takes milliseconds."""
+"""How many seconds a close waits for a page that is being copied to its host slot. A copy takes milliseconds."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class UnderWay:
-    """The op that is being carried out.
+    """The op in flight.
 
     Attributes:
-        since_s: when its `page` began, on the monotonic clock.
-        failed: earlier pages of the op that failed.
+        since_s: when reading `page` began, in seconds of the monotonic clock.
+        page: index in the op of the page that is being read.
+        failed: indices of the op's earlier pages that failed.
     """
 
     op: TransferOp
@@ -45,15 +46,15 @@ class UnderWay:
 
 
 class PageReader(ABC):
-    """Carries out DISK_READ ops in the order of their submission. A page reaches its host slot only after it was
-    verified. A page that does not match, or cannot be read, is a failed page of its op.
+    """Carries out DISK_READ ops in the order of submission. A page is copied to its host slot only after it has been
+    verified. If a page does not match its tag or cannot be read, only that page of the op fails.
 
     Args:
         name: the thread's name.
-        groups: this unit's KV groups, by the numbers that ops name.
-        pool: host pool with slots for this unit's images.
-        queue_ops: ops that may wait; beyond it `submit` returns None.
-        stuck_s: if reading a page takes more seconds than this, the reader ends, and all its ops fail.
+        groups: this unit's KV groups; ops refer to them by number.
+        pool: the host pool whose slots get the pages.
+        queue_ops: how many ops may wait; `submit` returns None if more would.
+        stuck_s: if reading a page takes more seconds than this, the reader stops for good, and all its ops fail.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PageReader(ABC):
         self._stuck_s = stuck_s
         self._lock = threading.Condition()
         self._writing = threading.Lock()
-        """Held while a host slot is written. An op is abandoned only while this lock is free."""
+        """Held while a host slot is written. An op is abandoned only when this lock is free."""
         self._under_way: UnderWay | None = None
         self._down = ""
         self._waiting: deque[TransferOp] = deque()
@@ -77,14 +78,16 @@ class PageReader(ABC):
 
     @abstractmethod
     def _bring(self, op: TransferOp, page: int) -> str:
-        """Brings one page to its host slot; returns why it could not, or an empty string. Holds `_writing` while it
-        writes the slot, and writes nothing once the reader is down."""
+        """Reads one page of an op into its host slot. Returns why it failed; empty if it did not. Implementations hold
+        `_writing` while they write the slot, and write nothing if the reader is down.
+        """
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """Takes the ops of `graph`; returns None and takes none when the queue is full.
+        """Queues the ops of `graph`, and returns a ticket number. If the queue is full or the reader has stopped,
+        queues none of them and returns None.
 
         Raises:
-            ContractError: an op of another kind.
+            ContractError: an op's kind is not DISK_READ.
         """
         if any(op.kind is not OpKind.DISK_READ for op in graph.ops):
             raise ContractError("pages of other units are only read")
@@ -99,7 +102,7 @@ class PageReader(ABC):
             return self._tickets
 
     def poll(self) -> list[OpResult]:
-        """The ops that have ended since the last call. Never waits."""
+        """Returns the results of the ops that have finished since the last call. Never waits."""
         with self._lock:
             ended = list(self._ended)
             self._ended.clear()
@@ -107,8 +110,8 @@ class PageReader(ABC):
 
     @property
     def down_reason(self) -> str:
-        """Why the reader has stopped; empty while it reads. Call it regularly, because it also detects a disk that
-        hangs.
+        """Why the reader has stopped; empty while it works. Read this property regularly, because only this detects a
+        disk that hangs.
         """
         with self._lock:
             moving = self._under_way
@@ -117,8 +120,8 @@ class PageReader(ABC):
             return self._down
 
     def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
-        """Permanently abandons the op under way and all that wait, unless the page under way has been read and is still
-        being written after `wait_s` seconds. The caller holds the lock.
+        """Stops the reader for good, and fails the op in flight and all waiting ops. Does nothing if its page has been
+        read, and is still being copied to its host slot after `wait_s` seconds. The caller holds the lock.
         """
         if not self._writing.acquire(timeout=wait_s):
             return
@@ -137,10 +140,10 @@ class PageReader(ABC):
             self._ended.append(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def close(self, deadline_s: float) -> bool:
-        """Drops what waits and ends the thread. Idempotent.
+        """Cancels the waiting ops and ends the thread. Idempotent.
 
-        Returns False if a read has not ended within `deadline_s` seconds: the read is abandoned, and no host slot is
-        written any more.
+        Returns False if a read has not finished within `deadline_s` seconds. It is then abandoned, so that no host slot
+        is written any more.
         """
         with self._lock:
             self._closed = True
@@ -168,13 +171,13 @@ class PageReader(ABC):
                 moving = self._under_way = UnderWay(op, time.monotonic())
             try:
                 result = self._read(moving)
-            except Exception as error:  # an op that never ends would keep its slots forever
+            except Exception as error:  # an op without a result would pin its slots forever
                 logger.exception("reading pages of other units")
                 result = self._broken(moving, error)
             with self._lock:
                 self._under_way = None
                 if self._down:
-                    return  # the op was given up, and its result is in `_ended`
+                    return  # `_give_up` has put a result for the op into `_ended`
                 self._ended.append(result)
 
     def _read(self, moving: UnderWay) -> OpResult:
@@ -202,7 +205,7 @@ class PageReader(ABC):
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """Ends the wait of loads that were promised the page before it was read: they continue, or fail."""
+        """Lets the loads that wait for this page continue if it is verified, else fail."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _put_stripes(
@@ -213,11 +216,12 @@ class PageReader(ABC):
         rewrites: Sequence[c_ext.PageConversion | None],
         slot: NDArray[np.uint8],
     ) -> None:
-        """Writes a page of another unit to a host slot, in this unit's encoding.
+        """Copies a page of another unit to a host slot, converted to this unit's encoding.
 
         Args:
+            image: the page as the other unit encodes it.
             stripes: offset and bytes of each rank's stripe in `image`.
-            rewrites: for each rank, the conversion of its stripe; None if the bytes are the same.
+            rewrites: for each rank, the conversion of its stripe; None if the encodings are equal.
         """
         for rank, ((offset, size), rewrite) in enumerate(zip(stripes, rewrites, strict=True)):
             source = image[offset : offset + size]
@@ -231,7 +235,9 @@ class PageReader(ABC):
                 self._digest(group, rank, target, slot)
 
     def _digest(self, group: int, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
-        """Writes the digests with which a load checks the page if host memory is verified."""
+        """Writes the digests of a stripe's runs to the slot, for loads that verify pages in host memory
+        (`host.verify`).
+        """
         runs = self._groups[group].runs[rank]
         digests = np.array(
             [c_ext.run_digest(stripe[at : at + size]) for at, size, _ in runs.tolist()], DIGEST

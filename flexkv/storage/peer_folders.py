@@ -1,6 +1,6 @@
-"""Folders with pages of the same model that another unit wrote, such as another engine's in another encoding. flexkv
-finds them at start and only reads them. Equal keys mean equal blocks in all of them, because the keys are in the
-fingerprint's namespace.
+"""Finds folders with pages that other units of the same model wrote, perhaps for another engine in another encoding.
+flexkv looks for them when a unit starts, and only reads them. Equal keys identify equal blocks in all of these folders,
+because the folders have the same fingerprint, and keys depend on it.
 """
 
 from __future__ import annotations
@@ -38,24 +38,26 @@ from flexkv.storage.weights_name import read_weights
 logger = logging.getLogger(__name__)
 
 GROUP = 0
-"""The pages of all of a unit's KV groups lie in the slabs of the first."""
+"""Only units with one KV group read peer folders, so this is the number of that group and of its slab."""
 
 
 Rewrites = tuple[c_ext.PageConversion | None, ...]
-"""For each rank, the conversion of another unit's stripe to ours; None if the bytes are the same."""
+"""For each rank, the conversion of another unit's stripe to this unit's encoding; None if the encodings are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFolder:
-    """One slab of another unit, and the pages of one KV group in it.
+    """A slab of another unit, and the pages of one KV group in it.
 
     Attributes:
         header: the slab's header.
-        codec: codec of its slot images.
-        stripes: offset in the image and bytes of each rank's stripe.
-        rows: rows of its index, as it was when it was last in use; [slots].
-        epoch: epoch of the pages that are served.
-        weights: 32 bytes that name the weights with which these were computed; empty if they are unknown.
+        codec: codec of the group's slot images.
+        stripes: offset and bytes of each rank's stripe in a slot image.
+        rewrites: conversions of the stripes to this unit's encoding.
+        rows: the index's row of each slot at the time when the folder was opened, [slots]; no rows if the index was not
+            read.
+        epoch: epoch of the pages in `rows`.
+        weights: 32-byte digest of the weights with which these pages were computed; empty if they are unknown.
     """
 
     folder: Path
@@ -72,13 +74,16 @@ class PeerFolder:
 def open_peer_folders(
     roots: Sequence[Path], identity: DiskIdentity, group: DiskGroup, heads: int
 ) -> list[PeerFolder]:
-    """Returns the other units' slabs under `roots` that have this fingerprint and whose pages can be converted exactly;
-    logs which cannot, and why. A folder is locked only while its index is read: pages that its unit writes later are
-    not seen, and pages that it overwrites are misses, because every page identifies itself.
+    """Opens the other units' slabs under `roots` that have the fingerprint of `identity`. Leaves out slabs without
+    pages, and slabs that cannot be used, for example because their pages cannot be converted exactly; logs these and
+    why.
+
+    A folder is locked only while its index is read. Pages that its unit writes later are not found. Pages that it
+    overwrites later are misses, because every slot's trailer identifies its page.
 
     Args:
-        group: the group of this unit's pages.
-        heads: heads of K and V on one rank; 0 if there are none.
+        group: this unit's KV group.
+        heads: heads of K and V on one rank; 0 if the cache is not made of heads of K and V.
     """
     fingerprint = identity.fingerprint.hex()[:DIGEST_DIGITS]
     found = []
@@ -100,7 +105,7 @@ def open_peer_folders(
 
 
 def same_format(theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup]) -> bool:
-    """Whether the pages of all groups have the same bytes in the same order, and a hit needs the same of them.
+    """Whether pages of both units have the same encoding in all groups, and the groups have the same rules.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.
@@ -113,10 +118,10 @@ def same_format(theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup]) -> bool:
 def rewrites_of(
     theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup], heads: Sequence[int]
 ) -> list[Rewrites]:
-    """For each KV group, how its pages become ours.
+    """For each KV group, the conversions of its pages to this unit's encoding.
 
     Args:
-        heads: heads of K and V on one rank, per group; 0 if there are none.
+        heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
 
     Raises:
         GeometryError: no exact conversion exists, or the groups' rules differ. The message says why and, of several
@@ -163,30 +168,30 @@ def _encoding(group: DiskGroup, rank: int, heads: int) -> PageEncoding:
 def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> PeerFolder:
     """
     Raises:
-        DiskError: the folder is another model's, in use, damaged, or unreadable.
-        GeometryError: its pages cannot be rewritten exactly.
+        DiskError: the folder belongs to another model, is in use, damaged or unreadable, or its KV group is not plain.
+        GeometryError: its pages cannot be converted exactly.
     """
     (peer,) = open_slab(path, identity, [ours], [heads])
     if peer.header.version != PLAIN_VERSION:
         raise DiskError("it holds pages of a KV group with a rule or signature of its own")
     rows, epoch = _rows(path.parent, peer.slab, peer.header.slab_id, peer.codec, peer.slab.row[3])
     weights, of_epoch = read_weights(path.parent) or (b"", -1)
-    # If its unit has begun another epoch meanwhile, the weights' name belongs to that epoch.
+    # If the folder's unit has begun another epoch in the meantime, the digest is that of the other epoch's weights.
     return replace(peer, rows=rows, epoch=epoch, weights=weights if of_epoch == epoch else b"")
 
 
 def open_slab(
     path: Path, identity: DiskIdentity, ours: Sequence[DiskGroup], heads: Sequence[int]
 ) -> tuple[PeerFolder, ...]:
-    """Opens another unit's slab, without its index. Returns it once for each KV group.
+    """Opens another unit's slab without reading its index. Returns a PeerFolder for each KV group in the slab.
 
     Args:
-        ours: this unit's groups.
-        heads: heads of K and V on one rank, per group; 0 if there are none.
+        ours: this unit's KV groups.
+        heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
 
     Raises:
-        DiskError: it is another model's, damaged, or unreadable.
-        GeometryError: its pages cannot be rewritten exactly.
+        DiskError: the slab belongs to another model, is damaged, or unreadable.
+        GeometryError: its pages cannot be converted exactly.
     """
     found = find_header(path)
     header = found.header
@@ -208,11 +213,11 @@ def open_slab(
 def _rows(
     folder: Path, slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, slots: int
 ) -> tuple[Rows, int]:
-    """Returns the rows of the folder's index, and their epoch. If the index is damaged or of another version (its own
-    unit repairs it at its next start), the rows come from the slab's pages.
+    """Returns the rows of the folder's index, and their epoch. If the index is damaged or has another version, makes
+    the rows from the slab's trailers; the folder's own unit repairs the index at its next start.
 
     Raises:
-        DiskError: the folder is in use or damaged, or there is no index.
+        DiskError: the folder is in use, there is no index, or index and epoch are both damaged.
     """
     with tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
         written_epoch = copy_index(folder, Path(made))
@@ -228,7 +233,7 @@ def _rows(
         try:
             epoch = max(index.epoch, written_epoch or 0)
             if index.epoch < epoch or epoch % 2:
-                # Only the process that wrote pages of an odd epoch knew their weights.
+                # Only the process that wrote the pages of an odd epoch knew their weights.
                 index.clear()
             index.adopt([slab_id])
             return index.rows[GROUP][:slots].copy(), epoch

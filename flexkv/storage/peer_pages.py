@@ -1,4 +1,4 @@
-"""The pages of all peer folders under one index, for lookups and reads only."""
+"""Presents the pages of all peer folders as one tier that can only be read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from flexkv.storage.rows import index_rows
 
 
 class PeerPages(StoredPages):
-    """Folders take the place of a tier's disks: place p is slot `p // disks` of folder `p % disks`.
+    """The pages of all peer folders. Each folder counts as a disk: place p is slot `p // disks` of folder `p % disks`.
 
-    The epoch begins with 0, whatever the peer folders' own epochs are: `PeerReader` asks for pages of those.
+    The epoch starts at 0, whatever the folders' own epochs are. When `PeerReader` reads a page, it replaces the op's
+    epoch by the folder's.
 
     Args:
-        folders: at least one.
+        folders: the peer folders, at least one.
     """
 
     def __init__(self, folders: Sequence[PeerFolder]) -> None:
@@ -54,10 +55,10 @@ class PeerPages(StoredPages):
         return tuple(disk for disk, named in enumerate(self._weights) if named != weights)
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """Does nothing: this process forgets the pages by itself, and the folder belongs to another unit."""
+        """Does nothing, because the folder belongs to another unit. The caller's own index forgets the pages."""
 
     def record_use(self, group: int, places: Places) -> None:
-        """Does nothing: uses here do not count for the other unit."""
+        """Does nothing, because the folder belongs to another unit."""
 
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         if epoch <= self._epoch:

@@ -1,4 +1,4 @@
-"""Loads pages from peer folders: a thread reads, verifies and rewrites them in this unit's encoding, one by one."""
+"""Loads pages from peer folders. A thread reads, verifies and converts them to this unit's encoding, one by one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flexkv.transfer.host_pool import HostPool
 
 
 class PeerReader(PageReader):
-    """Carries out DISK_READ ops whose places are those of `PeerPages`.
+    """Carries out DISK_READ ops with places of `PeerPages`.
 
-    A page reaches its host slot only after its trailer matched the request and every run matched its digest.
+    A page is copied to its host slot only after its trailer has matched the op's tag, and every run its digest.
 
     Args:
         folders: the folders of `PeerPages`, in the same order.
@@ -49,8 +49,13 @@ class PeerReader(PageReader):
     def _take(
         self, peer: PeerFolder, group: int, image: mmap.mmap, theirs: int, asked: TagFields, slot: int
     ) -> str:
-        """Reads, verifies and rewrites one page, which must be the one that `asked` names; returns why it could not, or
-        an empty string."""
+        """Reads, verifies and converts one page, which must match `asked`. Returns why it failed; empty if it did not.
+
+        Args:
+            image: buffer for the page as the other unit encodes it.
+            theirs: the other unit's slot with the page.
+            slot: host slot that gets the page.
+        """
         try:
             read = os.preadv(peer.slab.fd, [image], peer.slab.offset(theirs))
         except OSError as error:
@@ -62,7 +67,7 @@ class PeerReader(PageReader):
             return f"{miss}: {reason}"
         with self._writing:
             if self._down:
-                return self._down  # the slot may belong to another page by now
+                return self._down  # the slot may belong to another page already
             self._put_stripes(
                 group, np.frombuffer(image, np.uint8), peer.stripes, peer.rewrites, self._pool.slot(slot)
             )

@@ -1,4 +1,4 @@
-"""Keeps publishes and evictions for which one disk's journal has no room, until it has."""
+"""Keeps publishes and evictions while one disk's journal is full."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from flexkv.storage.striping import Slots
 
 
 class PendingRecords:
-    """Buffers records for a journal. Keeps at most one publish and one eviction per slot of the disk, which bounds its
-    size.
+    """Passes records to a journal, and keeps those that it does not accept until it has space. At most one publish and
+    one eviction per slot of the disk are kept, which bounds the size.
 
-    Allocates its arrays at the first such record, so that a journal that keeps up costs nothing.
+    Allocates its arrays when the journal first rejects a record, so that a journal that keeps up costs no memory.
 
     Args:
-        slots: slots of each slab on this disk.
+        journal: the disk's journal.
+        slots: number of slots of each slab on this disk.
 
     Attributes:
         pages: how many pages have a pending publish.
-        evictions: how many evictions are pending: until they are flushed, the index names pages that are gone.
+        evictions: how many evictions are pending. Until they are flushed, the index on disk lists pages that are gone.
     """
 
     def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
@@ -32,17 +33,17 @@ class PendingRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """The generation whose publish is pending, by slot, or 0. Kept apart from the rows, because a flush scans every
-        slot.
+        """For each slab, the generation whose publish is pending in each slot; 0 if none is. These numbers are not kept
+        in the rows, because a flush scans all of them.
         """
         self._evicted: dict[int, NDArray[np.uint64]] = {}
-        """The generation whose eviction is pending, by slot, or 0."""
+        """For each slab, the generation whose eviction is pending in each slot; 0 if none is."""
         self.pages = 0
         self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
-        """Passes a publish to the journal; returns whether the journal accepted it. If not, it stays pending, unless
-        the journal has failed.
+        """Passes a publish to the journal. Returns whether the journal accepted it. A rejected one stays pending,
+        unless the journal has failed.
         """
         self.settle(record.slab, record.slots)
         if self._journal.put(record):
@@ -52,14 +53,15 @@ class PendingRecords:
         return False
 
     def evict(self, record: Evict) -> None:
-        """Tells the journal that these pages are gone, now or when it has room."""
+        """Passes an eviction to the journal, now or when it has space."""
         entered = ~self.settle(record.slab, record.slots, record.generations)
         if self._journal.put(record) or self._journal.failure:
             return
         evicted = self._evicted.get(record.slab)
         if evicted is None:
             evicted = self._evicted[record.slab] = np.zeros(self._slots[record.slab], np.uint64)
-        # A page that never entered the journal needs no eviction; an older eviction of its slot stays pending.
+        # A page whose publish was still pending is not in the index and needs no eviction. An older eviction of its
+        # slot stays pending.
         slots = record.slots[entered]
         self.evictions += int(np.count_nonzero(evicted[slots] == 0))
         evicted[slots] = record.generations[entered]
@@ -67,8 +69,9 @@ class PendingRecords:
     def settle(
         self, slab: int, slots: Slots, generations: NDArray[np.uint64] | None = None
     ) -> NDArray[np.bool_]:
-        """Drops pending publishes of these slots, or of these generations in them; returns which slots had one, bool
-        [slots]."""
+        """Drops pending publishes of these slots. If `generations` is given, drops only publishes of these generations.
+        Returns for which slots one was dropped, bool [slots].
+        """
         if slab not in self._held:
             return np.zeros(len(slots), np.bool_)
         held = self._held[slab]
@@ -80,8 +83,8 @@ class PendingRecords:
         return np.asarray(pending)
 
     def flush(self) -> None:
-        """Passes as many records to the journal as it has room for: evictions first, because publishes to the same
-        slots are later.
+        """Passes as many pending records to the journal as it accepts. Evictions go first, because a pending publish
+        for the same slot is newer.
         """
         room = self._journal.room if self.pages or self.evictions else 0
         for eviction in self._take_evictions(room):
@@ -92,7 +95,7 @@ class PendingRecords:
                 self._add(record)
 
     def clear(self) -> None:
-        """Drops all records, because every page on the disk was forgotten."""
+        """Drops all pending records. Call it after a reset, which drops every page on the disk."""
         self._rows.clear()
         self._held.clear()
         self._evicted.clear()
@@ -101,7 +104,7 @@ class PendingRecords:
 
     @property
     def waits(self) -> bool:
-        """Whether any record is pending that the journal can still accept."""
+        """Whether a record is pending and the journal can still accept it later."""
         return (self.pages > 0 or self.evictions > 0) and not self._journal.ended
 
     def _add(self, record: Publish) -> None:

@@ -1,5 +1,5 @@
-"""Opens files and folders: only their owner can read or enter new ones, because KV reveals the text from which it was
-computed, and a pipe in the place of a file makes nobody wait.
+"""Opens files and creates folders. Only their owner may read new files and enter new folders, because KV reveals the
+text from which it was computed. Files to be read are opened so that a pipe in their place makes nobody wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def open_private(path: Path, flags: int) -> int:
     """Opens a file. If `flags` allow creating it, only this user may access the new file, whatever the umask.
 
     Raises:
-        OSError: as `os.open`.
+        OSError: see `os.open`.
     """
     return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
@@ -31,16 +31,17 @@ def open_at_once(path: str, flags: int) -> int:
     reads as an empty file, or as None while it has a writer.
 
     Raises:
-        OSError: as `os.open`.
+        OSError: see `os.open`.
     """
     return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def make_folders(folder: Path) -> None:
-    """Creates a folder and missing ones above it, accessible to this user alone. Existing folders stay as they are.
+    """Creates a folder, and missing folders above it, so that only this user may access them. Does not change existing
+    folders.
 
     Raises:
-        OSError: as `os.mkdir`.
+        OSError: see `os.mkdir`.
     """
     missing = []
     at = folder
@@ -50,12 +51,12 @@ def make_folders(folder: Path) -> None:
     for path in reversed(missing):
         path.mkdir(FOLDER_MODE, exist_ok=True)
     if not folder.is_dir():
-        folder.mkdir(FOLDER_MODE)  # raises the system's own error: a file has this name, or one above it
+        folder.mkdir(FOLDER_MODE)  # raises the system's own error: this, or a folder above, is a file
 
 
 def keep_private(folder: Path) -> None:
-    """Removes all other users' permissions on a folder and its files. Files of another user, who shares the folder on
-    purpose, stay as they are and are logged.
+    """Removes other users' permissions on a folder and on the files in it. Does not change, but logs, files that belong
+    to another user, who shares the folder on purpose.
 
     Raises:
         OSError: the file system refuses.

@@ -1,4 +1,4 @@
-"""Joins the indices of all disks for one group, or for the groups that share its slabs."""
+"""Joins the index rows of all disks for one group, or for the groups that share slabs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import places_of
 
 TOGETHER_MS = 1000
-"""Uses within this many milliseconds count as simultaneous, because each disk's journal stamps a use when it processes
-it.
+"""Uses within the same interval of this many milliseconds count as simultaneous, because each disk's journal sets the
+time of a use when it processes the record.
 """
 
 
 def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> IndexRows:
     """The rows of all disks with their places, least recently used first.
 
-    A key of one group on several disks (they were not always used together) keeps its newest generation.
+    If a key of one group is on several disks, which can happen if the disks were not always used together, only the row
+    with the newest generation is returned.
 
     Args:
-        disks: each disk's rows; None for a disk without rows.
+        disks: the rows of each disk; None for a disk without rows.
         now: unix seconds; rows that have expired by then are left out.
         shared: whether several groups use the slabs.
     """
@@ -36,8 +37,8 @@ def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> 
         places.append(places_of(slots, disk, len(disks)))
     found = np.concatenate(parts) if parts else np.empty(0, ROW)
     place = np.concatenate(places) if places else np.empty(0, np.int64)
-    # Blocks used together have nearly the same time, which differs a little between disks. The block written
-    # last among these is farthest from its prompt's start, so it is evicted first.
+    # Blocks that were used together have nearly the same time, which differs a little between disks. Among these, the
+    # block that was written last is farthest from its prompt's start, so it is evicted first.
     order = np.lexsort((~found["generation"], found["used"] // TOGETHER_MS))
     found, place = found[order], place[order]
     keep = _newest_of_each_key(found)
@@ -56,7 +57,7 @@ def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> 
 def _newest_of_each_key(rows: Rows) -> NDArray[np.bool_]:
     keep = np.ones(len(rows), bool)
     halves = np.ascontiguousarray(rows["key"]).view("<u8").reshape(-1, 2)
-    # Half a key distinguishes nearly all blocks, and sorts as a number.
+    # Half of a key distinguishes nearly all blocks, and can be sorted as a number.
     order = np.argsort(halves[:, 0], kind="stable")
     first = halves[order, 0]
     alike = np.flatnonzero(first[1:] == first[:-1])

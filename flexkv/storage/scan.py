@@ -1,4 +1,4 @@
-"""Reads slots one by one, without lane or index, for fsck and for rebuilding an index."""
+"""Reads slots one by one, without a lane or an index, for `flexkv disk fsck` and for rebuilding an index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.tags import TAG
 
 THREADS = 8
-"""Reads under way at once: enough for most of an NVMe drive's rate of 4 KiB reads."""
+"""How many threads read at once. Eight reach most of the rate at which an NVMe drive reads 4 KiB."""
 
 BATCH_SLOTS = 1024
 
@@ -27,13 +27,14 @@ PAGE_MAGIC = b"FKVPAGE1"
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """The content of one slot.
+    """The report on one slot.
 
     Attributes:
-        miss: `none` for a good page, else why the slot holds none (docs/disk-storage.md).
-        empty: the slot was never written, or stripes without a trailer lie there.
+        miss: `none` for a good page, else the kind of miss (docs/disk-storage.md).
+        reason: the miss in words.
+        empty: whether the slot has no trailer: it was never written, or it only has stripes.
         tag: the tag in the trailer; None unless the trailer is good.
-        group: number of the KV group that the trailer names; 0 unless it is good.
+        group: number of the KV group in the trailer; 0 unless the trailer is good.
     """
 
     slot: int
@@ -45,13 +46,13 @@ class SlotReport:
 
 
 def _read(slab: c_ext.SlabFile, buffer: memoryview, offset: int) -> bool:
-    """Reads at `offset`; returns whether all of `buffer` was read."""
+    """Reads at `offset`. Returns whether `buffer` was filled."""
     return os.preadv(slab.fd, [buffer], offset) == len(buffer)
 
 
 def _age(report: SlotReport) -> int:
-    """The sort key of reports of one slot: empty slots first, then damaged trailers, then good ones by the age of their
-    page, newest last.
+    """The sort key for reports on one slot: first no trailer, then damaged trailers, then good trailers from the oldest
+    to the newest page.
     """
     if report.tag is not None:
         return 1 + int(report.tag["generation"])
@@ -62,8 +63,8 @@ class SlotReader:
     """Reads and checks slots of one slab; not thread-safe.
 
     Args:
-        codecs: codecs of the groups that use the slab.
-        data: whether to check the bytes of every run, too, instead of the trailer alone.
+        codecs: codecs of the KV groups that use the slab.
+        data: whether to verify the bytes of every run, too, and not only the trailer.
     """
 
     def __init__(
@@ -71,15 +72,15 @@ class SlotReader:
     ) -> None:
         self._slab, self._slab_id, self._codecs, self._data = slab, slab_id, codecs, data
         image_bytes = max(codec.image_bytes for codec in codecs)
-        self._image = mmap.mmap(-1, image_bytes)  # on a page boundary, as direct I/O needs it
+        self._image = mmap.mmap(-1, image_bytes)  # aligned to memory pages, for direct I/O
         if data:
             self._parts = {(0, image_bytes)}
         else:
             self._parts = {(codec.trailer_offset, codec.image_bytes) for codec in codecs}
 
     def read(self, slot: int) -> SlotReport:
-        """The page last written to the slot, of any group. If its image is smaller than the previous one, the previous
-        trailer may be intact, too, so the newest counts.
+        """Returns a report on the page that was last written to the slot. If the page before it belonged to another
+        group and had a larger image, that page's trailer may be intact, too; so the newest good trailer counts.
 
         Raises:
             OSError: the disk cannot be read.
@@ -112,11 +113,11 @@ class SlotReader:
 def read_slots(
     slab: c_ext.SlabFile, slab_id: int, codecs: Sequence[c_ext.PageCodec], slots: int, data: bool
 ) -> Iterator[SlotReport]:
-    """Reports on every slot, in order.
+    """Yields a report on every slot, in order.
 
     Args:
-        codecs: codecs of the groups that use the slab.
-        data: whether to check the bytes of every run, too, instead of the trailer alone.
+        codecs: codecs of the KV groups that use the slab.
+        data: whether to verify the bytes of every run, too, and not only the trailer.
 
     Raises:
         OSError: the disk cannot be read.
@@ -136,7 +137,7 @@ Scanned = tuple[Rows, NDArray[np.uint32]]
 
 
 def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
-    """Makes index rows from the reports; for each key of a group, the newest generation wins."""
+    """Makes index rows from the reports on a slab's slots. For each key of a group, the newest generation wins."""
     rows, epochs = np.zeros(slots, ROW), np.zeros(slots, np.uint32)
     newest: dict[bytes, int] = {}
     now_ms = unix_now_ms()
@@ -144,7 +145,7 @@ def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
         tag = report.tag
         if report.miss != "none" or tag is None:
             continue
-        # The same key in two epochs is two blocks: only one epoch is kept in the end.
+        # The same key in two epochs means two blocks. The caller keeps the rows of one epoch only.
         key = tag["key"].tobytes() + tag["epoch"].tobytes() + report.group.to_bytes(4, "little")
         other = newest.get(key)
         if other is not None and rows["generation"][other] > tag["generation"]:

@@ -1,4 +1,4 @@
-"""Which slabs each KV group of a unit uses: its own, or those of an earlier group."""
+"""Says which slabs each KV group of a unit uses: its own, or those of an earlier group."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from flexkv.errors import ConfigError, GeometryError
 from flexkv.storage.base import DiskGroup
 
 MOST_SIGNATURE_BYTES = 4096
-"""The longest signature of a group. Signatures list layer names and shapes, or are a digest of these, so all are
-shorter."""
+"""The longest allowed signature of a group. Signatures list layer names and shapes, or are a digest of these, so they
+are shorter.
+"""
 
 
 def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
-    """For each group the number of its slabs: that of the first group that uses them.
+    """For each group, the number of its slab, which is the number of the first group that uses it.
 
     Raises:
-        GeometryError: a group shares with one that is not before it, or its signature is too long.
-        ConfigError: the rule is unknown, or does not allow this reach.
+        GeometryError: a group shares the slabs of a group that does not come before it, or its signature is too long.
+        ConfigError: a group's rule is unknown, or does not allow the group's reach.
     """
     numbers: list[int] = []
     for number, group in enumerate(groups):
@@ -42,12 +43,12 @@ def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
 
 
 def is_plain(groups: Sequence[DiskGroup]) -> bool:
-    """Whether there is a single group, with the full rule and without a signature, which is all that version 1 of a
-    slab's header can express.
+    """Whether there is only one group, with the rule "full" and without a signature. Version 1 of a slab's header can
+    express nothing else.
     """
     return len(groups) == 1 and groups[0].rule == "full" and not groups[0].signature
 
 
 def groups_of_slab(groups: Sequence[DiskGroup], slab: int) -> dict[int, DiskGroup]:
-    """The groups that use these slabs, by their numbers."""
+    """The groups that use the slab with number `slab`, by their numbers."""
     return {n: groups[n] for n, number in enumerate(slab_numbers(groups)) if number == slab}

@@ -38,14 +38,15 @@ def open_slab(
     lock_fd: int,
     preallocate: bool,
 ) -> tuple[c_ext.SlabFile, SlabHeader, bool]:
-    """Opens or creates the slab of group `number`, the first group that uses it, with `slots` slots. Returns the slab,
-    its header, and whether it was created.
+    """Opens or creates the slab with number `number`, and gives it `slots` slots. Returns the slab, its header, and
+    whether it was created.
 
-    Restores a damaged header from its copy. Replaces a slab if header and copy are damaged, because it is no longer
-    known whose pages it holds.
+    Restores a damaged header from its copy. If header and copy are both damaged, replaces the slab, because it is
+    unknown whose pages it holds.
 
     Raises:
-        DiskError: another model's, group's or version's slab lies there, the disk is full, or the system refuses.
+        DiskError: the file is a slab of another model, group, format or version, the disk is full, or the system
+            refuses.
     """
     path = folder / slab_name(number)
     try:
@@ -94,7 +95,7 @@ def _make(
         identity.model,
         identity.unit,
     )
-    # The file has a temporary name until it is complete, so that a file with the slab's name always has a
+    # The file has a temporary name until its header is complete, so that a file with the slab's name always has a
     # header.
     new = path.with_suffix(".new")
     fd = open_private(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

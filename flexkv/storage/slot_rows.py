@@ -1,4 +1,6 @@
-"""The index's row of each slot, and the chunks of rows that the database keeps, each with a digest of its own."""
+"""Formats of the index: the row of a slot in memory, and the chunks of rows in the database, each with its own
+digest.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,23 @@ ROW = np.dtype(
         ("group", "<u4"),
     ]
 )
-"""The row of one slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly. group: number
-of the KV group."""
+"""The row of one slot.
+
+key: the page's key. generation: that of the page; 0 if the slot is empty. expiry: unix seconds from which on the page
+is a miss; 0 for never. used: when the page was last used, roughly, in unix milliseconds. tokens: valid tokens. group:
+number of the page's KV group.
+"""
 
 Rows = NDArray[np.void]
 """dtype ROW, shape [slots of the slab]."""
 
 CHUNK_SLOTS = 80
-"""Rows per chunk. With the digest they are 3,848 bytes, which fit a 4 KiB page together with SQLite's own."""
+"""Rows per chunk. With the chunk's digest they take 3,848 bytes, so that a chunk and SQLite's own data fit into a 4 KiB
+page.
+"""
 
 PLACE = struct.Struct("<II")
-"""slab, chunk: a chunk's digest covers them, so that a chunk in the wrong place does not pass."""
+"""slab and chunk number. A chunk's digest covers both, so that a chunk in the wrong place counts as damaged."""
 DIGEST = struct.Struct("<Q")
 CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 
@@ -38,18 +46,18 @@ MetaValue = int | None
 
 
 def pack_chunk(rows: Rows, slab: int, chunk: int) -> bytes:
-    """The bytes that the database keeps for chunk number `chunk` of the slab's `rows`."""
+    """The bytes of chunk number `chunk` of a slab's `rows` in the database."""
     content = rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS].tobytes()
     return content + DIGEST.pack(_chunk_digest(content, slab, chunk))
 
 
 def unpack_chunk(content: object, slab: int, chunk: object) -> Rows:
-    """The rows of a chunk as the database kept it.
+    """The rows of a chunk, from its bytes in the database.
 
     Raises:
         ValueError: the chunk is damaged.
     """
-    # SQLite stores any type in any column, and with a damaged schema even in the key's.
+    # SQLite stores values of any type in any column; if the schema is damaged, even in the column of the key.
     if not isinstance(chunk, int):
         raise ValueError(f"a chunk of slab {slab} has the number {chunk!r:.40}")
     if not isinstance(content, bytes) or len(content) != CHUNK_BYTES:
@@ -66,16 +74,16 @@ def _chunk_digest(content: bytes, slab: int, chunk: int) -> int:
 
 
 def meta_digest(meta: Mapping[str, MetaValue]) -> int:
-    """The digest of everything that the database holds beside the rows; signed, as SQLite's integers are."""
+    """The digest of the database's meta values, as a signed integer, because SQLite's integers are signed."""
     lines = "".join(f"{name}={value}\n" for name, value in sorted(meta.items()))
     return signed(c_ext.run_digest(lines.encode()))
 
 
 def signed(number: int) -> int:
-    """A 64-bit number as the signed integer that SQLite keeps."""
+    """The signed integer with the same 64 bits as `number`, for SQLite."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def padded(slots: int) -> int:
-    """How many rows the chunks for this many slots have, rounded up to whole chunks."""
+    """The number of slots, rounded up to whole chunks."""
     return -(-slots // CHUNK_SLOTS) * CHUNK_SLOTS

@@ -1,9 +1,9 @@
-"""Disk space that a folder reserves for its index, so that a disk that others have filled can still be opened and serve
-its pages.
+"""Reserves disk space for a folder's index in a file. So a unit can open the folder and serve its pages even if other
+programs have filled the disk.
 
-An opening writes little (the count of opens, a few pages of the index's log), and frees that when it closes. So the
-space is freed before an opening and reserved again after it. A reset uses it to write its epoch if there is no other
-space.
+An opening needs little space (for the count of openings and a few pages of the index's log), and frees it when the unit
+closes. So the reserved space is freed before an opening and reserved again after it. If the disk is full, a reset uses
+the space to write its epoch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 SPARE_NAME = "spare"
 SPARE_BYTES = 2 * LEAST_ROOM_BYTES
 SPARE_STEP_BYTES = SPARE_BYTES // 8
-"""If a disk no longer has all of the space, less is reserved, in steps of this size."""
+"""If the disk has less free space than SPARE_BYTES, less is reserved, in steps of this many bytes."""
 
 
 def free_spare(folder: Path) -> None:
-    """Frees the space. Raises OSError if the file system refuses."""
+    """Frees the reserved space. Raises OSError if the file system refuses."""
     (folder / SPARE_NAME).unlink(missing_ok=True)
 
 
 def with_spare(folder: Path, write: Callable[[], None]) -> None:
-    """Calls `write`; if the disk is full, frees the space and calls it once more.
+    """Calls `write`. If the disk is full, frees the reserved space and calls `write` a second time.
 
     Raises:
-        OSError: as `write`.
+        OSError: raised by `write`.
     """
     try:
         write()
@@ -45,7 +45,9 @@ def with_spare(folder: Path, write: Callable[[], None]) -> None:
 
 
 def take_spare(folder: Path) -> None:
-    """Reserves as much of the space as the disk has; if it has none now, the folder has none until the next time."""
+    """Reserves SPARE_BYTES, or as much of that as the disk has. If it has nothing free, nothing is reserved until the
+    next call.
+    """
     path = folder / SPARE_NAME
     try:
         fd = open_private(path, os.O_WRONLY | os.O_CREAT)

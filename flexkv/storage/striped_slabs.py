@@ -1,4 +1,4 @@
-"""The disk tier of one ownership unit: places striped over its disks, each with a journal of its own."""
+"""The disk tier of one ownership unit. Its pages are striped over the disks, and each disk has its own journal."""
 
 from __future__ import annotations
 
@@ -50,15 +50,19 @@ logger = logging.getLogger(__name__)
 NO_EVENTS = DiskEvents()
 
 FLUSH_POLL_S = 0.005
-"""How often a close checks whether a journal has room again; a group commit takes about as long."""
+"""How many seconds pass between a close's attempts to flush pending records to a full journal. A group commit takes
+about as long.
+"""
 
 
 JOURNAL_END_S = 5.0
-"""How long a failed opening waits for each journal that it has started. None has anything to write yet."""
+"""How many seconds a failed opening waits until each journal that it has started ends. The journals have nothing to
+write yet.
+"""
 
 
 class StripedSlabs(Volumes):
-    """Made by `open`."""
+    """The disk tier of one ownership unit; `open` makes it."""
 
     def __init__(
         self,
@@ -77,11 +81,13 @@ class StripedSlabs(Volumes):
         self._slabs = slab_numbers(groups)
         self._durable: deque[DurablePages] = deque()
         self._pending: dict[int, PendingRecords] = {}
-        """Pending records of each disk that has a journal."""
+        """The pending records of each disk that is in use."""
         self._lane: c_ext.DiskLane | None = None
         self._weights = NamedDisks()
         self._resetting: list[tuple[int, Journal, threading.Event]] = []
-        """Disks on which the last reset is not durable yet."""
+        """The disks on which the last reset was begun and `finish_reset` has not waited yet: number, journal, and the
+        event that is set when the reset is durable or has failed.
+        """
         self._closed = False
         self._start_use()
 
@@ -96,13 +102,13 @@ class StripedSlabs(Volumes):
     ) -> StripedSlabs:
         """Opens or creates the unit's slabs in each of `folders`, one per disk.
 
-        A disk that cannot be opened is lost (`poll` says why); the others are used.
+        A disk that cannot be opened counts as lost, and `poll` says why. The other disks are used.
 
         Args:
-            wrapper: wraps the queues that the lane reads and writes through.
+            wrapper: wraps the I/O queues through which the lane reads and writes.
 
         Raises:
-            FolderLockedError: another process or tier uses the unit's folder.
+            FolderLockedError: another process, or another tier in this process, uses the unit's folder.
             ConfigError, GeometryError, CapacityError: identity, groups or budget are not allowed.
             DiskError: no disk can be used.
         """
@@ -140,7 +146,7 @@ class StripedSlabs(Volumes):
         try:
             self._begin_journals(opens)
         except BaseException:
-            # The journals' threads hold their folders' locks, even if another disk is the one that failed.
+            # Each journal's thread holds its folder's lock, so all of them must end, even if only one disk has failed.
             for journal in filter(None, self._journals):
                 journal.close(JOURNAL_END_S)
             raise
@@ -163,7 +169,7 @@ class StripedSlabs(Volumes):
             except DiskError as error:
                 self._lose(disk, str(error))
                 self._rows.append([None] * len(self._codecs))
-                # Nothing uses the disk, so the next opening must not find its folder locked.
+                # This tier does not use the disk, so the next opening must not find its folder locked.
                 self._volumes[disk] = None
                 with contextlib.suppress(DiskError):
                     volume.index.close()
@@ -302,7 +308,7 @@ class StripedSlabs(Volumes):
         return tell
 
     def _lose(self, disk: int, reason: str) -> None:
-        """Takes a disk out of service, once."""
+        """Takes a disk out of service, if that has not happened yet."""
         if not self._states.lose(disk, reason):
             return
         self._pending.pop(disk, None)
@@ -365,7 +371,7 @@ class StripedSlabs(Volumes):
             done = threading.Event()
             if journal is not None and journal.put(Reset(epoch, done)):
                 self._resetting.append((disk, journal, done))
-        # Drops these records and the rows found at start, because they name pages of the previous epoch.
+        # These records and the rows found at start belong to pages of the previous epoch, so they are dropped.
         self._durable.clear()
         for records in self._pending.values():
             records.clear()
@@ -389,7 +395,9 @@ class StripedSlabs(Volumes):
         self.finish_reset(deadline_s)
 
     def _stop_flushed_journals(self) -> None:
-        """Stops each journal that gets no more records, so that a disk that hangs does not delay the others."""
+        """Stops each journal without pending records, which can write its last commit now, so that a disk that hangs
+        does not delay the others.
+        """
         for disk, journal in enumerate(self._journals):
             if journal is not None and not (disk in self._pending and self._pending[disk].waits):
                 journal.stop()

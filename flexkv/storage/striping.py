@@ -1,6 +1,7 @@
-"""Finds the disk and the slot of a place: consecutive places lie on consecutive disks.
+"""Computes the disk and the slot of a place, a number of a slot over all disks. Consecutive places lie on consecutive
+disks.
 
-This is the rule of csrc/storage/striping.h, for code that does not move the bytes.
+`csrc/storage/striping.h` has the same rule for the lanes that move pages.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ Slots = NDArray[np.int64]
 
 
 def striped_slot(place: int, disks: int) -> tuple[int, int]:
-    """Disk and slot of one place."""
+    """The disk and the slot of one place."""
     slot, disk = divmod(place, disks)
     return disk, slot
 
 
 def striped_slots(places: NDArray[np.int32], disks: int) -> tuple[NDArray[np.int64], Slots]:
-    """Disk and slot of each place, int64 [places] both."""
+    """The disk of each place and its slot there, both int64 [places]."""
     slots, on_disk = np.divmod(places.astype(np.int64), disks)
     return on_disk, slots
 
@@ -29,13 +30,14 @@ def striped_slots(places: NDArray[np.int32], disks: int) -> tuple[NDArray[np.int
 def parts_by_disk(
     places: NDArray[np.int32], disks: int, slots: int
 ) -> list[tuple[int, slice | NDArray[np.int64], Slots]]:
-    """Splits places by disk: the disk, positions in `places` (an index of arrays beside it), and the slots.
+    """Splits places by disk. Returns for each disk: its number, the indices in `places` of the places on this disk, and
+    their slots there.
 
     Args:
-        slots: slots of each disk.
+        slots: number of slots of each disk.
 
     Raises:
-        BlockRangeError: no disk has one of the places.
+        BlockRangeError: a place does not exist on these disks.
     """
     wide = places.astype(np.int64)
     if len(wide) and (wide.min() < 0 or wide.max() >= slots * disks):
@@ -51,5 +53,5 @@ def parts_by_disk(
 
 
 def places_of(slots: NDArray[np.int64], disk: int, disks: int) -> NDArray[np.int64]:
-    """The places of these slots of a disk, int64 [slots]."""
+    """The places of these slots on disk number `disk`, int64 [slots]."""
     return slots * disks + disk

@@ -1,4 +1,4 @@
-"""The tag of a page: the values that a slot of the disk tier must hold before its bytes are served."""
+"""The tag of a page: the values that the trailer in a disk slot must have before the slot's bytes are served."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ TAG = np.dtype(
 )
 """One tag, in the same form as in `csrc/storage/page_tag.h`.
 
-key: the block's key. generation: from `Volumes.next_generations`, unique to each write of a slot. expiry: unix seconds
-from which on the page is a miss, 0 for never. epoch: epoch of the model's weights. tokens: valid tokens in the block.
+key: the block's key. generation: a number from `Volumes.next_generations`, different for each write of a slot. expiry:
+    unix seconds from which on the page is a miss; 0 for never. epoch: epoch of the model's weights. tokens: number of
+    valid tokens in the block.
 """
 
 assert TAG.itemsize == TAG_BYTES
@@ -30,14 +31,14 @@ def make_tags(
     tokens: NDArray[np.int32] | int,
     expiries: NDArray[np.uint64] | int = NEVER,
 ) -> PageTags:
-    """The tags of pages, uint8 [pages, TAG_BYTES], as a TransferOp carries them.
+    """Returns the tags of pages, uint8 [pages, TAG_BYTES], in the form that a TransferOp carries.
 
     Args:
         keys: uint8 [pages, 16].
         epoch: in [0, 2**32).
-        generations: uint64 [pages]; for a read, those that the index names.
+        generations: uint64 [pages]; for a read, the generations in the index.
         tokens: int32 [pages], or one number for all.
-        expiries: unix seconds, uint64 [pages], or one number for all. A read does not compare them.
+        expiries: unix seconds, uint64 [pages], or one number for all. A read ignores them.
 
     Raises:
         ContractError: `keys` has another shape, or `generations` another length.
@@ -56,5 +57,5 @@ def make_tags(
 
 
 def tag_fields(tags: PageTags) -> TagFields:
-    """The fields of `tags`, without a copy."""
+    """A view of `tags` by field, without a copy."""
     return tags.reshape(-1).view(TAG)

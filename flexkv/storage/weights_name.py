@@ -1,5 +1,5 @@
-"""Records with which weights a folder's pages were computed, in a file beside the index: 32 bytes that name all of the
-weights' content, and the epoch of these pages.
+"""Records with which weights a folder's pages were computed. A file beside the index contains a 32-byte digest of the
+whole content of the weights, which is called their name, and the epoch of these pages.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def write_weights(folder: Path, weights: bytes, epoch: int) -> None:
     """Durably records that the pages of this epoch were computed with these weights.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     write_line(folder / WEIGHTS_NAME, f"{weights.hex()} {epoch}")
 
 
 def read_weights(folder: Path) -> tuple[bytes, int] | None:
-    """The weights recorded last, and the epoch. None if there is no such file, or it is damaged or unreadable: the
-    weights are then unknown, and the folder's pages count as those of other weights.
+    """The last recorded name of the weights, and the epoch. None if the file is missing, damaged or unreadable. The
+    weights are then unknown, and the folder's pages count as computed with different weights.
     """
     try:
         with open(folder / WEIGHTS_NAME, "rb", opener=open_at_once) as file:
@@ -48,20 +48,20 @@ def read_weights(folder: Path) -> tuple[bytes, int] | None:
 
 
 class NamedDisks:
-    """Keeps track of the weights with which the pages on each disk of a unit were computed. The manager's thread drives
-    it.
+    """Keeps track of the weights with which the pages on each disk of a unit were computed. Only the manager's thread
+    calls it.
     """
 
     def __init__(self) -> None:
         self._folders: dict[int, Path] = {}
         self._named: dict[int, tuple[bytes, int] | None] = {}
         self._with_pages: set[int] = set()
-        """Disks that held pages of the current epoch at start."""
+        """The disks that held pages of the current epoch at start."""
         self._thread: NamedThread | None = None
 
     def begin(self, disk: int, folder: Path, has_pages: bool) -> None:
-        """Begins to use a disk. If it has no pages, first removes the old name, which must not apply to pages written
-        before the next name is durable.
+        """Begins to use a disk. If it has no pages, removes the recorded name first, so that the name does not apply to
+        pages that are written before the next name is durable.
 
         Raises:
             DiskError: the name could not be removed, so the disk must not be used.
@@ -74,15 +74,17 @@ class NamedDisks:
             self._with_pages.add(disk)
 
     def begin_epoch(self) -> None:
-        """Records that no page from before start counts any more."""
+        """Begins an epoch, in which pages from before the start are no longer served."""
         self._with_pages.clear()
 
     def strange(self, weights: bytes, epoch: int) -> tuple[int, ...]:
-        """The disks with pages that are not known to have been computed with these weights."""
+        """The disks with pages that may have been computed with different weights, or in another epoch."""
         return tuple(sorted(disk for disk in self._with_pages if self._named[disk] != (weights, epoch)))
 
     def name(self, weights: bytes, epoch: int) -> None:
-        """Writes the name to disks that lack it, on a thread of its own, so that a disk that hangs delays nobody."""
+        """Writes the name to the disks that lack it, in a separate thread, so that a disk that hangs does not delay the
+        caller.
+        """
         said = (weights, epoch)
         folders = [folder for disk, folder in self._folders.items() if self._named[disk] != said]
         self._named = dict.fromkeys(self._named, said)
@@ -91,7 +93,7 @@ class NamedDisks:
             self._thread.start()
 
     def finish(self, wait_s: float) -> None:
-        """Waits up to `wait_s` seconds until the name is written."""
+        """Waits up to `wait_s` seconds until the name has been written."""
         if self._thread is not None:
             self._thread.join(wait_s)
 
