@@ -1,5 +1,5 @@
-// The part of a disk that other threads use: they queue pages, and take the disk out of service. The I/O
-// thread is in disk_io.cpp, and its work for one page in disk_job.cpp.
+// The functions of Disk that other threads call: they queue pages, read the disk's state, and take the disk
+// out of service. The I/O thread is in disk_io.cpp, and its work for one page in disk_job.cpp.
 #include "storage/disk.h"
 
 #include <algorithm>
@@ -9,11 +9,11 @@ namespace flexkv {
 
 namespace {
 
-// How many pages a disk may have queued per page that may be under way: few, so that a new load does not wait
-// behind many.
+// How many pages a disk may have queued for each page that may be in flight: few, so that a new load does not
+// wait behind many pages.
 constexpr size_t kQueuedPerDepth = 2;
-// Unit: bytes. Small pages may be queued up to this size (5 ms at 3 GB/s), so that they last until the
-// dispatcher runs again.
+// Unit: bytes. If pages are small, more of them may be queued, up to this total size (5 ms at 3 GB/s), so
+// that the disk has work until the dispatcher runs again.
 constexpr int64_t kQueuedBytes = int64_t{16} << 20;
 
 size_t queue_pages(const std::vector<DiskGroup>& groups, int32_t depth) {

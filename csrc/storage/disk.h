@@ -1,6 +1,6 @@
-// One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes. The
-// thread checks the pages that it has read, and seals those that it writes, while other I/Os are under way:
-// it checks a few arrived pages at a time and refills the queue in between.
+// One disk of the disk tier: a queue of pages to read and write, and the thread that does all its I/O. Reads
+// go before writes. The thread verifies pages that it has read, and seals pages that it writes, while other
+// I/Os are in flight: it verifies a few pages at a time and begins new I/Os in between.
 #pragma once
 #include <array>
 #include <atomic>
@@ -24,7 +24,7 @@
 
 namespace flexkv {
 
-// One KV group: the same on all disks.
+// What a disk needs to know about one KV group. It is the same for all disks.
 struct DiskGroup {
   std::shared_ptr<const PageCodec> codec;
   std::vector<LayerReads> layer_reads;
@@ -33,12 +33,12 @@ struct DiskGroup {
 
 struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
-  int32_t depth = 32;
-  double stuck_s = 30.0;
-  // Whether io_uring keeps the host pools' pages pinned, instead of pinning them for each I/O.
+  int32_t depth = 32;     // the most I/Os in flight
+  double stuck_s = 30.0;  // after this many seconds without progress the disk counts as hung; 0: never
+  // Whether to register the host pools with io_uring, so that their memory stays pinned instead of being
+  // pinned for each I/O.
   bool register_buffers = false;
-  // Whether an idle disk writes zeros to slots that have space but were never written, before pages need
-  // them.
+  // Whether the thread, while the disk is idle, writes zeros to slots that have space but were never written.
   bool zero_fill = false;
 };
 
@@ -48,73 +48,78 @@ struct DiskCounts {
   std::array<std::atomic<int64_t>, kPageMisses> misses{};
 };
 
-// One page of a work item that the lane took.
+// One page of a work item, to be read or written by one disk.
 struct PageTask {
   std::shared_ptr<WorkItem> item;
-  size_t index = 0;
+  size_t index = 0;  // the page's index in the work item
   PageMove move;
-  int64_t slot = 0;  // of the disk's slab
+  int64_t slot = 0;  // slot of the page in the disk's slab
 };
 
 class Disk {
  public:
-  // `on_change` is called, from any thread and without a lock, after queued() has fallen or the disk was
-  // lost.
+  // `wrap`: wraps the I/O queue in a test's queue; may be null. `on_change`: called after queued() has fallen
+  // or the disk was lost, from any thread and without a lock.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
 
-  // Queues tasks; if the disk is lost, they end at once.
+  // Queues tasks. If the disk is lost, reports their pages as LANE_DOWN to `source` at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
-  // A disk with at least this many queued pages needs no further pages for now.
+  // The lane gives a disk more pages only while fewer than this many are queued.
   size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
-  // How the backend differs from the requested one, and why; empty if it does not.
+  // How the I/O backend differs from the requested one, and why; empty if it does not differ.
   std::string backend_note() const;
-  // Why the disk is full: writes to slots that have no space of their own yet fail (or writes to any slot, if
-  // even a slot with space of its own could not be written). Empty while there is space; the next write that
-  // finds space clears it.
+  // Why the disk is full; empty if it is not. While the disk is full, writes fail if the file system has not
+  // yet allocated the slot; all writes may fail if even an allocated slot could not be written. The next
+  // write that shows that there is space again clears the reason.
   std::string full_reason() const;
-  // Begins no more I/O: queued pages end with LANE_DOWN at once, those under way when their I/O has ended.
+  // Takes the disk out of service: no more I/O begins. Queued pages fail with LANE_DOWN at once, and pages in
+  // flight are reported after their I/O has finished. `source`: where the queued pages are reported; may be
+  // null if there are none.
   void take_out(const std::string& reason, WorkSource* source);
-  // The watchdog calls this regularly. Returns true if the same job has been the oldest one under way in
-  // `looks` consecutive calls.
+  // The watchdog calls this at regular intervals. Returns true if the oldest job in flight has stayed the
+  // same since `looks` calls ago.
   bool look(int32_t looks);
 
-  // The body of the I/O thread; returns after stop(), when nothing is queued or under way.
+  // The body of the I/O thread. It returns after stop(), when nothing is queued or in flight.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
-  // Call after stop(). Whether run() has returned, or will return as soon as the pages under way end. False
-  // if it is still in a write of zeros at `until`, which no work item waits for.
+  // Waits until the I/O thread is not in a write of zeros. Returns true if so: run() then returns as soon as
+  // the pages in flight have finished. Returns false if the thread is still in such a write at `until`: the
+  // write may hang, and no work item waits for it. Precondition: stop() was called.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
-  // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros,
-  // which holds its own references to the files.
+  // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros. In
+  // the last case ZeroFill has its own references to the files, so that they stay open.
   void close_files() { slabs_.clear(); }
 
  private:
+  // The read or write of one page, which may take several I/Os.
   struct Job {
     PageTask task;
     const DiskGroup* group = nullptr;
     bool write = false;
-    uint64_t sequence = 0;  // 0: free
-    int64_t bytes = 0;      // of all its I/Os
-    int32_t open_ios = 0;
-    int32_t error = 0;                   // errno of the first I/O that failed
-    int64_t missing = 0;                 // bytes that short I/Os did not move
-    bool shows_room = false;             // a write begun while the disk is full; its success shows room
-    const LayerReads* layers = nullptr;  // null: the whole image
-    std::vector<std::byte*> span_at;     // where each span of the layers is read to
-    std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
+    uint64_t sequence = 0;               // number of the job in the order of beginning; 0: the job is free
+    int64_t bytes = 0;                   // total size of its I/Os
+    int32_t open_ios = 0;                // number of its I/Os that have not finished
+    int32_t error = 0;                   // errno of the first I/O that failed; 0: none
+    int64_t missing = 0;                 // number of bytes that short I/Os did not move
+    bool shows_room = false;             // whether the write's success shows that a full disk has space again
+    const LayerReads* layers = nullptr;  // the layers to read; null: the complete image
+    std::vector<std::byte*> span_at;     // address to which each span of `layers` is read
+    std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};  // memory for I/O outside the slot
   };
   struct Io {
     size_t job = 0;
     IoRequest request;
   };
+  // Pages of one work item that have finished, and their results.
   struct Ended {
     std::shared_ptr<WorkItem> item;
     std::vector<size_t> indices;
@@ -150,19 +155,19 @@ class Disk {
   MoveResult lost_result() const;
 
   const int32_t number_;
-  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one per group; groups may share one
+  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one element per group; several groups may share a slab
   const std::shared_ptr<const std::vector<DiskGroup>> groups_;
   const DiskOptions options_;
-  const WrapQueue wrap_;  // none: the queue is not wrapped
+  const WrapQueue wrap_;  // null: the queue is not wrapped
   const std::function<void()> on_change_;
   const size_t room_below_;
   DiskCounts counts_;
 
-  mutable std::mutex mutex_;  // guards the members up to the blank line
+  mutable std::mutex mutex_;  // guards the members from here to the next blank line
   std::condition_variable work_;
   std::deque<PageTask> reads_;
   std::deque<PageTask> writes_;
-  IoQueue* queue_ = nullptr;  // while the thread may be in its wait()
+  IoQueue* queue_ = nullptr;  // set while the I/O thread may be in IoQueue::wait, which a push must then wake
   std::string backend_;
   std::string backend_note_;
   uint64_t pushes_ = 0;
@@ -173,33 +178,33 @@ class Disk {
   std::string lost_reason_;
   std::string full_reason_;
 
-  // The watchdog reads the first of these; only it uses the others.
-  std::atomic<uint64_t> oldest_{0};  // the sequence of the oldest job under way; 0 for none
+  // The I/O thread writes `oldest_`, and the watchdog reads it. Only the watchdog uses the next two.
+  std::atomic<uint64_t> oldest_{0};  // sequence number of the oldest job in flight; 0: none is in flight
   uint64_t seen_oldest_ = 0;
   int32_t quiet_looks_ = 0;
 
-  // Only the I/O thread uses these.
-  std::vector<Job> jobs_;  // at most `depth` of them have I/Os; the others are in arrived_
+  // Only the I/O thread uses the members from here on.
+  std::vector<Job> jobs_;  // at most `depth` of them have I/Os; the others are free or in `arrived_`
   std::vector<size_t> free_jobs_;
-  std::deque<size_t> arrived_;  // jobs whose I/Os have ended
+  std::deque<size_t> arrived_;  // jobs whose I/Os have finished and whose pages are not reported yet
   std::vector<Io> ios_;
   std::vector<size_t> free_ios_;
   std::deque<size_t> unsubmitted_;
   uint64_t next_sequence_ = 1;
-  int32_t under_way_ = 0;     // I/Os
-  int32_t running_jobs_ = 0;  // jobs that have I/Os; the next two count only these
-  int32_t running_writes_ = 0;
-  int64_t running_bytes_ = 0;
+  int32_t under_way_ = 0;       // number of I/Os in flight
+  int32_t running_jobs_ = 0;    // number of jobs with unfinished I/Os
+  int32_t running_writes_ = 0;  // number of writes among the running jobs
+  int64_t running_bytes_ = 0;   // total size of the running jobs' I/Os
   std::optional<ZeroFill> zero_fill_;
-  int32_t reads_in_row_ = 0;  // reads that have overtaken a waiting write
+  int32_t reads_in_row_ = 0;  // number of consecutive reads that have overtaken a waiting write
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;
-  bool full_ = false;  // whether full_reason_ is set; read without the lock
-  // Whether a write to a slot with space of its own found the disk full. This happens on file systems that
-  // write every update to a new place.
+  bool full_ = false;  // whether full_reason_ is set; the I/O thread reads this without taking the lock
+  // Whether even a write to an allocated slot found the disk full. This happens on file systems that write
+  // every update to a new place.
   bool full_with_space_ = false;
-  Clock::time_point full_until_{};  // no write that needs space is tried before this time
-  std::string pending_out_;         // why to take the disk out; set while a job ends
+  Clock::time_point full_until_{};  // until then, writes to slots without allocated space fail at once
+  std::string pending_out_;         // why the I/O thread is about to take the disk out; empty: it is not
 };
 
 }  // namespace flexkv

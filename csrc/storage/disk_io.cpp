@@ -1,4 +1,4 @@
-// A disk's I/O thread: which page it begins next, and when it checks the pages that have arrived.
+// A disk's I/O thread. It decides which page to begin next, and when to verify the pages that were read.
 #include <chrono>
 #include <exception>
 #include <unordered_set>
@@ -13,19 +13,21 @@ namespace {
 
 // Unit: I/Os. When this many reads in a row have overtaken a waiting write, the write goes next.
 constexpr int32_t kReadsBeforeWrite = 16;
-// Unit: bytes. The most under way on one disk, in total and as writes. 16 pages of 2 MiB keep an NVMe drive
-// at its full speed (32 are no faster on the drive measured), and at 3 GB/s a read behind that many bytes of
-// writes waits about 10 ms. Reads may have twice as much: waiting outside the disk's queue would not make a
-// page faster, and more pages in the queue keep the disk busy while this thread does not run.
+// Unit: bytes. The most bytes in flight on one disk: kMostBytesUnderWay if all are reads, kMostWritesUnderWay
+// if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (32 are no faster on the drive
+// measured), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s. Reads alone may have
+// twice as many: a page gains nothing by waiting outside the disk's queue, and more pages in the queue keep
+// the disk busy while this thread does not run.
 constexpr int64_t kMostBytesUnderWay = int64_t{64} << 20;
 constexpr int64_t kMostWritesUnderWay = int64_t{32} << 20;
-// Unit: bytes. How many bytes of sealed pages the queue may hold back before take() is called: 0.1 ms of
-// sealing, so one call per large page or per 16 pages of 64 KiB.
+// Unit: bytes. After sealing this many bytes, the thread calls IoQueue::take, so that the queue does not hold
+// back these pages while more are sealed. This is 0.1 ms of sealing: one call per large page, or per 16 pages
+// of 64 KiB.
 constexpr int64_t kSealedBytesHeldBack = int64_t{1} << 20;
-// Unit: bytes. How much the thread checks before it serves the queue again: 0.1 ms at 10 GB/s, a small part
-// of the bytes under way.
+// Unit: bytes. How many bytes the thread verifies before it serves the queue again: 0.1 ms at 10 GB/s, and
+// few compared with the bytes in flight.
 constexpr int64_t kCheckedBytesInRow = int64_t{1} << 20;
-// A disk counts as idle after this long without a task, because loads come in bursts.
+// How long a disk must be without a task to count as idle. Shorter gaps occur within a burst of loads.
 constexpr std::chrono::milliseconds kIdleBeforeZeroFill{50};
 
 }  // namespace
@@ -35,7 +37,7 @@ void Disk::note(const std::string& text) {
   backend_note_ += (backend_note_.empty() ? "" : "; ") + text;
 }
 
-// Returns the extents of every group's host pool.
+// Returns the memory of all host pools, one part per extent; empty if buffers are not to be registered.
 IoMemories Disk::host_memory() {
   IoMemories memories;
   if (!options_.register_buffers) return memories;
@@ -80,8 +82,8 @@ void Disk::run(const std::shared_ptr<WorkSource>& source) {
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;
   } catch (const std::exception& error) {
-    // I/Os under way may still move bytes, and no thread will see them end, so their slots stay pinned
-    // forever.
+    // I/Os in flight may still move bytes, and no thread will see them finish. So their pages are never
+    // reported, and their slots stay pinned forever.
     {
       const std::lock_guard lock(mutex_);
       queue_ = nullptr;
@@ -117,12 +119,12 @@ void Disk::work(IoQueue& queue, WorkSource& source) {
     if (arrived_.empty()) {
       {
         const std::lock_guard lock(mutex_);
-        if (pushes != pushes_) continue;  // a push of such tasks would not wake wait()
+        if (pushes != pushes_) continue;  // these tasks may have come before queue_ was set: none woke wait()
         queue_ = &queue;
       }
       queue.wait(done);
     } else {
-      // While the thread checks these pages, the disk works on the I/Os just submitted.
+      // While the thread verifies pages, the disk works on the I/Os just submitted.
       queue.take(done);
       ended.clear();
       end_arrived(ended);
@@ -141,7 +143,8 @@ void Disk::note_oldest() {
   oldest_.store(oldest, std::memory_order_relaxed);
 }
 
-// Waits for tasks while nothing is under way. Returns false if there will be no more.
+// Waits for tasks while nothing is in flight, and writes zeros while the disk is idle. Returns false if the
+// disk was stopped and no task is left.
 bool Disk::wait_for_tasks() {
   std::unique_lock lock(mutex_);
   queue_ = nullptr;
@@ -160,7 +163,8 @@ bool Disk::wait_for_tasks() {
       zero_filling_ = false;
       zero_filled_.notify_all();
     }
-    // Pages do not need the zeros, and their own I/O will show what is wrong with the disk.
+    // If a write of zeros failed, no more zeros are written. Pages do not need them, and errors of the disk
+    // will show in the pages' own I/O.
     if (written < 0) zero_fill_.reset();
     if (written == 0) break;
   }
@@ -187,7 +191,8 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
       continue;
     }
     submit_ios(queue);
-    // Sealing takes time, during which the disk can already work.
+    // Sealing more pages takes time. `take` passes the I/Os submitted so far on to the disk, so that it works
+    // meanwhile.
     held_back += write ? (*groups_)[static_cast<size_t>(task.move.group)].codec->image_bytes() : 0;
     if (held_back < kSealedBytesHeldBack) continue;
     held_back = 0;
@@ -198,12 +203,13 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
   if (picked) on_change_();
 }
 
-// Takes the next task that may begin now. Returns false if there is none.
+// Removes from the queue the next task that may begin now, and writes it to `task`. Returns false if there is
+// none.
 bool Disk::pick(PageTask& task) {
   if (running_jobs_ == options_.depth || free_jobs_.empty()) return false;
   const std::lock_guard lock(mutex_);
-  // If there are only writes, they get the whole depth; the limit on bytes under way still bounds how long a
-  // read that arrives waits.
+  // If there are only writes, they may use the full depth. The limit on bytes in flight still bounds how long
+  // a read that arrives later waits.
   const bool only_writes = reads_.empty() && running_writes_ == running_jobs_;
   const int32_t most_writes = only_writes ? options_.depth : (options_.depth + 1) / 2;
   const bool write_waits = !writes_.empty() && running_writes_ < most_writes;
@@ -247,8 +253,8 @@ void Disk::io_done(const IoDone& done) {
   arrived_.push_back(at);
 }
 
-// Ends the jobs that arrived first, but only as many as the thread can check while the disk works on the
-// others.
+// Finishes the jobs whose I/Os finished first, but stops after kCheckedBytesInRow bytes of pages that it had
+// to verify, so that the disk does not run out of I/Os meanwhile. Appends their pages to `ended`.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

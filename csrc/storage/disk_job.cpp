@@ -1,5 +1,5 @@
-// A disk's job for one page: begins the page's I/Os, and decides what their results mean for the page and the
-// disk.
+// A disk's work for one page. It begins the page's I/Os, and decides from their results whether the page
+// succeeded and whether the disk is full or must be taken out.
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -18,15 +18,16 @@
 namespace flexkv {
 namespace {
 
-// Unit: I/Os that failed in a row. With a bad sector one I/O fails; with a bad disk all do.
+// Unit: pages. After this many consecutive pages with an I/O error, the disk is taken out. A bad sector makes
+// a single page fail; a bad disk makes all pages fail.
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// How long to wait until a full disk is tried for space again. Its pages, and slots that have space, stay in
-// use meanwhile.
+// How long a full disk is left alone before a write that needs space is tried again. Meanwhile its pages can
+// be read, and slots with allocated space can be written.
 constexpr std::chrono::seconds kFullPause{2};
 
-// Whether every slot of the file system would meet this error, now and later.
+// Whether this error means that the disk cannot be used any more, whatever the slot.
 bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
@@ -45,14 +46,14 @@ const LayerReads& layers_of(const DiskGroup& group, const WorkItem& item) {
 
 void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int64_t image_offset) {
   const SlabFile& slab = *slabs_[static_cast<size_t>(jobs_[job].task.move.group)];
-  // No unaligned I/O may reach the kernel, whatever the geometry: ext4 would accept it, but slowly, through
-  // the page cache.
+  // No unaligned I/O may reach the kernel. ext4 would accept it, but perform it slowly through the page
+  // cache.
   if (reinterpret_cast<uintptr_t>(buffer) % kIoAlignBytes != 0 || bytes % kIoAlignBytes != 0 ||
       image_offset % kIoAlignBytes != 0) {
     throw ContractError("an I/O that is not on 4 KiB boundaries");
   }
   const int64_t offset = slab.offset(jobs_[job].task.slot) + image_offset;
-  if (free_ios_.empty()) {  // only a layerwise read has several I/Os, a few per rank
+  if (free_ios_.empty()) {  // the number of I/Os varies, because a layerwise read has a few per rank
     free_ios_.push_back(ios_.size());
     ios_.emplace_back();
   }
@@ -64,7 +65,8 @@ void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int6
   jobs_[job].bytes += bytes;
 }
 
-// Begins a page. If it throws, nothing was submitted.
+// Begins the job of a page: seals the page if it is written, and prepares the I/Os. Throws if memory is
+// missing or the op's layers are invalid.
 void Disk::begin(const PageTask& task) {
   const size_t at = free_jobs_.back();
   Job& job = jobs_[at];
@@ -94,7 +96,8 @@ void Disk::begin(const PageTask& task) {
   running_bytes_ += job.bytes;
 }
 
-// Writes only the trailer: other lanes have written the stripes, and the op carries their digests.
+// Begins a DISK_SEAL, which writes only the trailer: other lanes have written the stripes, and the op
+// contains the digests of their runs.
 void Disk::begin_seal(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -110,7 +113,8 @@ void Disk::begin_seal(size_t at) {
   add_io(at, true, trailer, codec.trailer_area_bytes(), codec.image().trailer_offset());
 }
 
-// Reads a range of layers. The first range includes the trailer, which the later ones then find in the slot.
+// Begins the read of a range of layers. The read of the first range also reads the trailer into the host
+// slot, where the reads of later ranges find it.
 void Disk::begin_layers(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -138,15 +142,15 @@ void Disk::begin_layers(size_t at) {
   }
 }
 
-// Whether the disk has already allocated every byte of the page's image.
+// Whether the file system has already allocated space for all bytes of the page's image.
 bool Disk::has_space(const PageTask& task) const {
   const auto group = static_cast<size_t>(task.move.group);
   const int64_t at = slabs_[group]->offset(task.slot);
   return slabs_[group]->next_unwritten(at).first >= at + (*groups_)[group].codec->image_bytes();
 }
 
-// Whether a write failed for lack of space. If a file system runs out of space in the middle of a write, it
-// reports that only for the next write.
+// Whether a write failed because the disk is full. If a file system runs out of space in the middle of a
+// write, it reports a short write and no error, so this checks how much space is left.
 bool Disk::is_full(const Job& job) const {
   if (job.error != 0) return job.error == ENOSPC || job.error == EDQUOT;
   struct statvfs space{};
@@ -172,7 +176,7 @@ MoveResult Disk::write_failed(const PageTask& task, const std::string& why) {
           FailureCause::kSource};
 }
 
-// Counts an I/O error, and decides whether the disk must be taken out.
+// Counts an I/O error, and sets `pending_out_` if the disk must be taken out.
 void Disk::disk_error(bool write, int32_t error) {
   int32_t& in_row = write ? write_errors_in_row_ : read_errors_in_row_;
   ++in_row;

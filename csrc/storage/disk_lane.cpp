@@ -16,13 +16,14 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. The most that all disks together queue while one hangs and the watchdog has not noticed yet: a
-// few MiB of memory.
+// Unit: pages. The most pages in the queues of all disks together, which take a few MiB of memory. The limit
+// matters if a disk hangs and the watchdog has not noticed yet.
 constexpr size_t kMostQueuedPages = 65536;
-// Unit: checks. Like the constant of the same name of the engine's watchdog, this counts checks, not seconds,
-// so that a process that was stopped finds no disk hung when it resumes.
+// Unit: checks. A disk counts as hung if its oldest job stays the same for this many checks. Checks are
+// counted rather than seconds, so that a process that was stopped finds no disk hung when it resumes. The
+// watchdog of the transfer engine has a constant of the same name and purpose.
 constexpr int32_t kLooksUntilStuck = 4;
-// Unit: seconds. The least time that a close waits for a write of zeros, however small `stuck_s` is.
+// Unit: seconds. The least time for which a close waits for a write of zeros, even if `stuck_s` is smaller.
 constexpr double kLeastStuckS = 1.0;
 
 // The slot size of a group's slabs: the largest image of the groups that share them.
@@ -43,8 +44,8 @@ struct DiskLane::Shared {
   std::shared_ptr<const std::vector<DiskGroup>> groups;
   DiskOptions options;
   std::vector<std::shared_ptr<Disk>> disks;
-  std::vector<int64_t> places;  // of each group
-  std::mutex mutex;             // guards what follows
+  std::vector<int64_t> places;  // number of places of each group
+  std::mutex mutex;             // guards the members that follow, except for the atomic one
   std::condition_variable changed;
   std::shared_ptr<WorkSource> source;  // set by start()
   uint64_t room_seen = 0;
@@ -52,9 +53,9 @@ struct DiskLane::Shared {
   bool files_closed = false;
   std::atomic<bool> waits_for_room{false};
 
-  // Called when a disk has begun pages or was lost. The dispatcher sets `waits_for_room` before it checks for
-  // room, and a disk changes before this function reads the flag, so at least one of the two sees the other's
-  // change.
+  // A disk calls this after it has begun pages or was lost. The dispatcher sets `waits_for_room` before it
+  // calls has_room(), and a disk changes before this function reads the flag. So either the dispatcher sees
+  // the disk's change, or this function sees the flag.
   void on_change() {
     if (!waits_for_room || !has_room()) return;
     {
@@ -63,7 +64,8 @@ struct DiskLane::Shared {
     }
     changed.notify_all();
   }
-  // Whether the dispatcher may take more work: a live disk has room, or no disk is alive.
+  // Whether the dispatcher may take more work: some working disk has space in its queue, or all disks are
+  // lost, so that pages fail at once.
   bool has_room() const {
     size_t total = 0;
     bool some = false;
@@ -234,14 +236,16 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
     bodies.emplace_back("flexkv-dwatch", [shared = shared_, source] { watch(shared, source); });
   }
   bodies.emplace_back("flexkv-dtake", [shared = shared_, source, lane] { dispatch(shared, source, lane); });
-  while (threads_.size() < bodies.size()) {  // continues where an earlier start ran out of threads
+  // If an earlier call failed because no more threads could be started, this starts the missing ones.
+  while (threads_.size() < bodies.size()) {
     auto& [name, body] = bodies[threads_.size()];
     threads_.emplace_back(std::move(body));
     pthread_setname_np(threads_.back().native_handle(), name);
   }
 }
 
-// Records the read's end in the slot: loads of this and other processes may wait for the page.
+// Records in the host slot that the read has finished, because loads in this and other processes may wait for
+// the page.
 void DiskLane::read_ended(const OpSpec& op, int32_t page, bool verified) {
   const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
   pool.slot_arrivals().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
@@ -254,16 +258,16 @@ void DiskLane::read_advanced(const OpSpec& op, int32_t page, int32_t layers) {
 
 void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
-  // Joins the dispatcher first, because it stops the others.
+  // Joins the dispatcher first, because it tells the other threads to stop.
   for (size_t i = threads_.size(); i > disks; --i) threads_[i - 1].join();
-  // One deadline for all disks, because those that hang do so at the same time.
+  // All disks have the same deadline, so that the waits for several hung disks do not add up.
   const auto until = deadline_in(std::max(shared_->options.stuck_s, kLeastStuckS));
   bool all_ended = true;
   for (size_t d = 0; d < disks; ++d) {
     if (shared_->disks[d]->will_end(until)) {
       threads_[d].join();
     } else {
-      threads_[d].detach();  // it keeps its slabs open, and so the folder locked
+      threads_[d].detach();  // the thread keeps its slab files open, and so the folder locked
       all_ended = false;
     }
   }

@@ -1,5 +1,5 @@
-// DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit: spreads pages over its disks, which work at the
-// same time and fail independently.
+// The lane that executes DISK_READ, DISK_WRITE and DISK_SEAL for one ownership unit. It spreads pages over
+// the unit's disks, which work at the same time and fail independently of each other.
 #pragma once
 #include <memory>
 #include <string>
@@ -13,17 +13,18 @@ namespace flexkv {
 
 struct DiskState {
   bool lost = false;
-  std::string reason = {};   // why the disk was taken out
-  std::string backend = {};  // "io_uring" or "threads"; empty before first use
-  std::string note = {};     // how the backend differs from the requested one
+  std::string reason = {};   // why the disk was taken out; empty if it was not
+  std::string backend = {};  // "io_uring" or "threads"; empty before the disk's I/O thread has started
+  std::string note = {};     // how the backend differs from the requested one; empty if it does not
 };
 
 class DiskLane : public Lane {
  public:
-  // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk p %
-  // disks. Groups that share slabs name the same slab on each disk and share its places. A disk without slabs
-  // counts as lost from the start. Throws GeometryError if the slot size of a pool or slab differs from the
-  // largest image stored in it, and DiskError if io_uring is requested and refused.
+  // `slabs[d][g]`: the slab of group g on disk d. Place p of a group is slot p / disks of disk p % disks.
+  // Groups that share places have the same slab on each disk. If `slabs[d]` is empty, disk d counts as lost
+  // from the start. Throws GeometryError if the slot size of a pool or slab differs from the largest image
+  // stored in it, DiskError if io_uring is requested and refused, ConfigError if the depth is out of range,
+  // and ContractError if a group or a slab is missing.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
            const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }
@@ -41,17 +42,17 @@ class DiskLane : public Lane {
   void join() override;
   void abandon() override;
 
-  // Takes a disk out of service: its places are misses from now on. Throws BlockRangeError for a disk that
-  // does not exist.
+  // Takes a disk out of service: from now on, ops fail for the pages at its places. Throws BlockRangeError if
+  // there is no such disk.
   void take_out(int32_t disk, const std::string& reason);
   std::vector<DiskState> states() const;
-  // Returns Disk::full_reason() of each disk.
+  // For each disk, the result of Disk::full_reason().
   std::vector<std::string> full_reasons() const;
   const DiskCounts& counts(int32_t disk) const;
   int32_t disks() const;
-  // Whether idle disks write zeros ahead of pages.
+  // Whether idle disks write zeros to slots that will be written next (DiskOptions::zero_fill).
   bool zero_fill() const;
-  // Whether join() has closed all files.
+  // Whether join() has closed all files. False if the I/O thread of a disk hung.
   bool files_closed() const;
 
  private:
@@ -61,7 +62,7 @@ class DiskLane : public Lane {
                        int32_t lane);
   static void watch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source);
 
-  std::shared_ptr<Shared> shared_;  // shared with threads that may outlive this
+  std::shared_ptr<Shared> shared_;  // shared with threads that may outlive the lane
   std::vector<std::thread> threads_;
 };
 

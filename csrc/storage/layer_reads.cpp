@@ -7,9 +7,9 @@
 namespace flexkv {
 namespace {
 
-// The first range has 1/kFirstOfLayers of the layers. 32 layers make ranges of 2, 4, 8 and 18. In a 2 MiB
-// page these are reads of 128 KiB and more, while reads of single layers would have 64 KiB (1.5 GB/s instead
-// of 3.3 on the drive measured).
+// The first range has 1/kFirstOfLayers of the layers. For example, 32 layers are read in ranges of 2, 4, 8
+// and 18. If a page has 2 MiB, these are reads of 128 KiB and more. Reads of single layers would have 64 KiB;
+// the drive measured reaches only 1.5 GB/s with them instead of 3.3.
 constexpr int32_t kFirstOfLayers = 16;
 
 LayerReads plan_range(const PageCodec& codec, int32_t lo, int32_t hi) {
@@ -44,7 +44,7 @@ std::vector<int32_t> layer_stages(const PageCodec& codec) {
   std::vector<int32_t> starts;
   int32_t width = (codec.layers() + kFirstOfLayers - 1) / kFirstOfLayers;
   for (int32_t at = 0; at < codec.layers(); width *= 2) {
-    // If fewer layers are left than the previous range has, they join that range.
+    // If fewer layers are left than the previous range has, they are added to that range.
     if (at > 0 && codec.layers() - at < width / 2) break;
     starts.push_back(at);
     at += width;

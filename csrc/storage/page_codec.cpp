@@ -10,7 +10,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: layers. A larger number is a mistake.
+// Unit: layers. A run with this layer number or a higher one is refused as a mistake.
 constexpr int32_t kMostLayers = 1 << 16;
 
 int64_t trailer_bytes(const std::vector<std::vector<PageRun>>& runs) {

@@ -1,5 +1,5 @@
-// The slot image of one KV group on disk: where its runs lie, and the trailer that identifies and verifies
-// them. docs/disk-format.md specifies it.
+// The slot image of one KV group on disk: the positions of its runs, and the trailer that identifies the page
+// and verifies the runs. docs/disk-format.md specifies the format.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,46 +16,55 @@ namespace flexkv {
 inline constexpr uint64_t kPageMagic = 0x3145474150564B46;  // "FKVPAGE1"
 inline constexpr uint32_t kPageVersion = 1;
 
-// In the image, one 64-bit digest per run follows it, those of rank 0 first. If its fields change, raise
-// kPageVersion (folders of other versions are left alone) and VALUE_VERSION in flexkv/remote/values.py
-// (values in a store have this trailer too); a test in tests/unit/storage/test_pages.py holds both versions.
-// Change HEAD in flexkv/cli/remote/stored_value.py, which also parses it, the table in docs/disk-format.md,
-// and, if the size changes, the 96 bytes there, in docs/remote.md and in tests that damage a trailer. A field
-// that a reader compares with what it wants belongs in PageTag; one that Python reads, also in trailer() of
-// csrc/bindings/bind_storage.cpp. flexkv/storage/scan.py finds pages by the magic.
+// The fixed part of the trailer. In the image it is followed by one 64-bit digest per run, those of rank 0
+// first.
+//
+// If the fields change:
+// - Raise kPageVersion; folders of other versions are left alone. Raise VALUE_VERSION in
+//   flexkv/remote/values.py, because values in a store have the same trailer. A test in
+//   tests/unit/storage/test_pages.py contains both versions.
+// - Change HEAD in flexkv/cli/remote/stored_value.py, which also parses the trailer, and the table in
+//   docs/disk-format.md.
+// - If the size changes, change the 96 bytes there, in docs/remote.md and in tests that damage a trailer.
+// - Add a field that a reader compares with an expected value to PageTag. Add a field that Python reads also
+//   to trailer() of csrc/bindings/bind_storage.cpp.
+//
+// flexkv/storage/scan.py finds pages by `magic`.
 struct PageTrailer {
   uint64_t magic = kPageMagic;
   uint32_t version = kPageVersion;
   uint32_t runs = 0;
   uint64_t slab_id = 0;
-  uint64_t slot = 0;  // of its slab
+  uint64_t slot = 0;  // number of the slot in its slab
   PageTag tag = {};
-  uint64_t written = 0;  // unix seconds
+  uint64_t written = 0;  // time of the write, in Unix seconds
   uint32_t group = 0;    // number of the KV group
   uint32_t reserved = 0;
-  uint64_t digest = 0;  // of the trailer and the run digests, with this field 0
+  uint64_t digest = 0;  // digest of this struct, with this field 0, and of the run digests
 };
 inline constexpr int64_t kTrailerHeadBytes = 96;
 static_assert(sizeof(PageTrailer) == kTrailerHeadBytes);
 
+// The bytes of one layer, or a contiguous part of them, in one rank's stripe of a page.
 struct PageRun {
-  int64_t offset = 0;  // counted in the stripe, but in PageCodec::runs() in the image
+  int64_t offset = 0;  // from the start of the stripe; in PageCodec::runs(), from the start of the image
   int64_t bytes = 0;
   int32_t layer = 0;
 };
 
-// A slot and its slab.
+// The slab and the slot in which a page is stored.
 struct PagePlace {
   uint64_t slab_id = 0;
   uint64_t slot = 0;
 };
 
-// Immutable.
+// Writes and checks the trailers of one KV group's pages. A codec does not change after construction.
 class PageCodec {
  public:
-  // `stripe_bytes`, `runs`: each rank's stripe size and its runs, ascending by offset. `host_digests`:
-  // whether device lanes write the run digests into the slot. `group`: the KV group's number, which its
-  // trailers record. Throws GeometryError unless the runs fill the stripes and every layer has a run.
+  // `stripe_bytes`, `runs`: for each rank, the size of its stripe, and its runs, ascending by offset.
+  // `host_digests`: whether device lanes write the run digests into the host slot. `group`: the number of the
+  // KV group, which the trailers record. Throws GeometryError if the runs do not fill the stripes or a layer
+  // has no run.
   PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
             bool host_digests, uint32_t group = 0);
 
@@ -68,33 +77,37 @@ class PageCodec {
   // The offset in the image of a rank's first run digest.
   int64_t digest_offset(int32_t rank) const;
 
-  // The bytes from the trailer to the image's end: whole sectors, which hold nothing else.
+  // The number of bytes from the trailer to the end of the image: a multiple of 4 KiB. They contain only the
+  // trailer and padding.
   int64_t trailer_area_bytes() const { return image_.total_bytes() - image_.trailer_offset(); }
   size_t num_runs() const { return runs_.size(); }
 
-  // Writes the trailer into `image`, which has image_bytes() bytes. With host_digests() it leaves the run
-  // digests as they are.
+  // Writes the trailer into `image`, which has image_bytes() bytes. Computes the run digests or, with
+  // host_digests(), uses those already in the image. `written`: Unix seconds.
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // Seals a trailer in a separate buffer that already has its run digests.
+  // Completes a trailer in a separate buffer that already contains the run digests.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // Seals a trailer of image().trailer_bytes() in a buffer apart from the stripes in `image`: computes the
-  // run digests from the stripes or, with host_digests(), copies those in the image.
+  // Writes the trailer of the page in `image` to a separate buffer of image().trailer_bytes() bytes. Computes
+  // the run digests from the stripes or, with host_digests(), copies those in the image.
   void seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place, const PageTag& tag,
                   uint64_t written) const;
-  // Whether the trailer is undamaged, not expired, and names this place, this group and the tag `wanted`
-  // (whose expiry is not compared). Without `wanted` any tag will do. `now`: Unix seconds.
+  // Checks that the trailer in `image` is undamaged and not expired, and that it records this place, this
+  // group and the tag `wanted`, whose expiry is not compared. If `wanted` is not set, any tag is accepted.
+  // `now`: Unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
                           const std::optional<PageTag>& wanted, uint64_t now) const;
+  // Checks a trailer in a separate buffer in the same way.
   PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
                                 const std::optional<PageTag>& wanted, uint64_t now) const;
-  // Whether `bytes`, the content of run `run`, match the digest in the trailer in `image`.
+  // Checks that `bytes`, the content of run `run`, match the run's digest in the trailer in `image`.
   PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const {
     return check_digest(image + image_.trailer_offset(), run, bytes);
   }
+  // Checks all runs in `image`. Returns the first miss found.
   PageCheck check_runs(const std::byte* image) const;
 
-  // Whether check_trailer_alone() accepts a trailer that seal_apart() wrote, and the stripes in `image` match
-  // its run digests. With host_digests() it then copies these digests into the image.
+  // Checks a trailer that seal_apart() wrote, and that the stripes in `image` match its run digests. If all
+  // is well and host_digests() is set, copies the run digests into the image.
   PageCheck check_apart(std::byte* image, const std::byte* trailer, const PagePlace& place,
                         const std::optional<PageTag>& wanted, uint64_t now) const;
 
@@ -107,7 +120,7 @@ class PageCodec {
 
   SlotImage image_;
   std::vector<PageRun> runs_;
-  std::vector<int64_t> first_run_;  // of each rank
+  std::vector<int64_t> first_run_;  // for each rank, the number of its first run
   int32_t layers_ = 0;
   bool host_digests_;
   uint32_t group_;

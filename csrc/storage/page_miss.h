@@ -1,4 +1,4 @@
-// Why a requested page is not served.
+// The reasons why a lane does not deliver a page that an op asked for.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -9,20 +9,20 @@
 namespace flexkv {
 
 enum class PageMiss : int32_t {
-  kNone = 0,    // it is served
-  kTrailer,     // the trailer is damaged, or was never written
-  kVersion,     // written by another version of the format
-  kElsewhere,   // the image of another slot or slab
-  kGroup,       // a page of another KV group that shares the slab
-  kKey,         // another block
-  kGeneration,  // the same block, but from another write than the index names
-  kEpoch,       // written under other weights
-  kTokens,      // another number of valid tokens
-  kExpired,     // past its time to live
-  kData,        // the trailer is good, but the bytes of a run are not
-  kShort,       // the file ended, or the disk moved fewer bytes than requested
-  kIo,          // the disk reported an error
-  kDiskLost,    // its disk was taken out
+  kNone = 0,    // no miss: the page is delivered
+  kTrailer,     // the trailer is damaged or was never written
+  kVersion,     // the trailer has a different format version
+  kElsewhere,   // the trailer records a different slot or slab
+  kGroup,       // the slot holds a page of a different KV group that shares the slab
+  kKey,         // the slot holds a page with a different key
+  kGeneration,  // the page has the right key, but comes from a different write than the index recorded
+  kEpoch,       // the page was written in a different epoch, that is, with different weights
+  kTokens,      // the page has a different number of valid tokens
+  kExpired,     // the page has expired
+  kData,        // the trailer is undamaged, but the bytes of a run do not match their digest
+  kShort,       // the read returned fewer bytes than requested
+  kIo,          // the read failed with an error
+  kDiskLost,    // the disk was taken out before the page was read or written
 };
 inline constexpr int kPageMisses = 14;
 
@@ -43,9 +43,10 @@ constexpr FailureCause failure_cause_of(PageMiss miss) {
   }
 }
 
+// The result of checking a page.
 struct PageCheck {
   PageMiss miss = PageMiss::kNone;
-  std::string reason = {};  // for people; empty for kNone
+  std::string reason = {};  // explanation for log messages; empty for kNone
 };
 
 }  // namespace flexkv

@@ -1,5 +1,5 @@
-// Identifies the page that a slot holds or must hold. flexkv/storage/tags.py has the Python form.
-// Little-endian, as in the trailer.
+// The tag that identifies the page in a slot, or the page that a read expects there. Its bytes are the same
+// in memory and in the trailer on disk, little-endian. flexkv/storage/tags.py has the Python form.
 #pragma once
 #include <array>
 #include <bit>
@@ -15,7 +15,7 @@ static_assert(std::endian::native == std::endian::little, "the disk format is re
 struct PageTag {
   std::array<uint8_t, 16> key{};
   uint64_t generation = 0;
-  uint64_t expiry = 0;  // unix seconds; 0: never
+  uint64_t expiry = 0;  // time at which the page expires, in Unix seconds; 0: never
   uint32_t epoch = 0;
   uint32_t tokens = 0;
 

@@ -17,7 +17,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A larger number is a mistake; offsets stay far from overflow.
+// Unit: bytes. A larger slab is refused as a mistake. Offsets below this are far from overflow.
 constexpr int64_t kMostSlabBytes = int64_t{1} << 60;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One open slab file: a header, then slot images, numbered from 0.
+// An open slab file. It has a header, followed by slots numbered from 0, each for one slot image.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -13,12 +13,13 @@ struct SlabShape {
   uint64_t id = 0;
 };
 
-// Stays open while a reference to it exists: an I/O that hangs keeps the file open, and its folder locked.
+// The file stays open for the object's lifetime. So an I/O that hangs, whose thread holds a reference to the
+// object, keeps the file open and its folder locked.
 class SlabFile {
  public:
-  // Opens the file for reading and writing, with direct I/O if the file system allows it and 4 KiB alignment
-  // is enough for the disk. `lock_fd`: the folder's lock, which the file duplicates, or -1. Throws DiskError,
-  // and GeometryError for an impossible shape.
+  // Opens the file for reading and writing. Uses direct I/O if the file system allows it and the disk needs
+  // no alignment above 4 KiB. `lock_fd`: descriptor of the folder's lock, which is duplicated; -1: no lock.
+  // Throws DiskError if the file cannot be opened, and GeometryError if the shape is invalid.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;
@@ -32,13 +33,13 @@ class SlabFile {
   // Why I/O goes through the page cache; empty if it does not.
   const std::string& buffered_because() const { return buffered_because_; }
   int64_t offset(int64_t slot) const { return shape_.header_bytes + slot * shape_.slot_bytes; }
-  // Waits until all earlier writes are on the disk. Returns 0, or -errno.
+  // Waits until all earlier writes are durable (fdatasync). Returns 0, or -errno after an error.
   int sync() const;
-  // Returns the first range [begin, end) from `from` on that has no data yet: it was never written, or is a
-  // hole. Returns an empty range at the end of the file if there is none, or if the file system does not
-  // report it.
+  // Returns the first range [begin, end) from offset `from` on that has no data, because it was never
+  // written. Returns an empty range at the end of the slab if there is none, or if the file system does not
+  // report such ranges.
   std::pair<int64_t, int64_t> next_unwritten(int64_t from) const;
-  // Whether the path still names this file.
+  // Whether the path still leads to this file, which was not deleted, moved or replaced.
   bool in_place() const;
 
  private:

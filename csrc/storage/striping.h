@@ -1,6 +1,8 @@
-// Maps a place of the disk tier to a disk and a slot on it: consecutive places go to consecutive disks.
+// Maps a place of the disk tier to a disk and a slot on that disk. Consecutive places are on consecutive
+// disks.
 //
-// This is the rule of raw files (gds/raw/raw_file.h) with one block per turn; a test compares the two.
+// Raw files (gds/raw/raw_file.h) use the same rule if each file gets one block per turn. A test compares the
+// two.
 #pragma once
 #include <cstdint>
 

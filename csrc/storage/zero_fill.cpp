@@ -36,7 +36,8 @@ int64_t ZeroFill::step() {
         slab.at = slab.allowed;
         break;
       }
-      // Writes only whole sectors that were never written, so that the bytes beside them stay as they are.
+      // Zeros only complete 4 KiB sectors that were never written, so that the bytes beside them do not
+      // change.
       const int64_t from = round_up(begin, kIoAlignBytes);
       const int64_t to = std::min({end, slab.allowed, from + kZeroFillBytes}) / kIoAlignBytes * kIoAlignBytes;
       if (to <= from) {

@@ -1,5 +1,6 @@
-// Writes zeros to the slots that will be written next. If a file system has reserved space without clearing
-// it (fallocate), it must record the first write to each part, and such first writes run at half speed.
+// Writes zeros to the slots that pages will be written to next. After fallocate, a file system has reserved
+// space that it has not cleared. It must record the first write to each piece of that space, which makes
+// first writes half as fast. With zeros written in advance, the writes of pages are not first writes.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,31 +10,31 @@
 
 namespace flexkv {
 
-// Unit: bytes. The size of one write of zeros, which a page that arrives meanwhile has to wait for: about 1
-// ms at 4 GB/s.
+// Unit: bytes. The size of one write of zeros. A page that arrives during the write has to wait for it, about
+// 1 ms at 4 GB/s.
 inline constexpr int64_t kZeroFillBytes = int64_t{4} << 20;
-// Unit: bytes. How far zeros go beyond the last slot ever written, so that a large slab that is never filled
-// is not written throughout.
+// Unit: bytes. How far zeros are written beyond the last slot that a page was written to. The limit prevents
+// that a large slab is filled with zeros although its pages never fill it.
 inline constexpr int64_t kZeroFillAheadBytes = int64_t{1} << 30;
 
-// Only the thread that owns the disk's I/O uses it, while no I/O is under way, because nothing else may write
-// to the slabs meanwhile.
+// Only the disk's I/O thread uses this, and only while no other I/O is in flight, because nothing else may
+// write to the slabs during a write of zeros.
 class ZeroFill {
  public:
-  // `slabs`: one per group, the same one for groups that share it.
+  // `slabs`: the slab of each group; the same slab for groups that share it.
   explicit ZeroFill(const std::vector<std::shared_ptr<SlabFile>>& slabs);
 
   // Records that a page was written to this slot of the group's slab.
   void wrote(size_t group, int64_t slot);
-  // Writes zeros to the next part that was never written, at most kZeroFillBytes of it, and waits for the
-  // write. Returns the bytes written, 0 if there is nothing to do until more pages are written, or -errno.
+  // Writes zeros to the next range that was never written, at most kZeroFillBytes, and waits for the write.
+  // Returns the number of bytes written; 0 if there is nothing to do until more pages are written; or -errno.
   int64_t step();
 
  private:
   struct Slab {
     std::shared_ptr<SlabFile> file;
-    int64_t at = 0;       // everything before this offset was written
-    int64_t allowed = 0;  // zeros go no further than this
+    int64_t at = 0;       // offset before which no zeros need to be written any more
+    int64_t allowed = 0;  // offset at which zeros end for now
   };
   struct Free {
     void operator()(void* memory) const;
