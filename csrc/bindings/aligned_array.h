@@ -1,4 +1,4 @@
-// Checks the alignment of NumPy arrays: one over foreign memory may be unaligned, and pybind11's types do not
+// Checks the alignment of NumPy arrays. An array over foreign memory may be unaligned, and pybind11 does not
 // check that.
 #pragma once
 #include <pybind11/numpy.h>
@@ -8,7 +8,7 @@
 
 namespace flexkv {
 
-// Throws E, which names the array, unless its data is aligned for T.
+// Throws E unless the array's data is aligned for T. The message calls the array `name`.
 template <typename E, typename T, int Flags>
 void require_aligned(const pybind11::array_t<T, Flags>& array, const char* name) {
   if (reinterpret_cast<uintptr_t>(array.data()) % alignof(T) == 0 || array.size() == 0) return;

@@ -32,7 +32,7 @@ std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kern
                       " bytes: must not be negative");
   }
   auto digests =
-      std::make_unique<DigestCrew>(digest_threads);  // made first, because its error names the bad argument
+      std::make_unique<DigestCrew>(digest_threads);  // made first: its error message names the bad argument
   return released_without_gil(std::make_shared<cuda::CudaLane>(
       cuda::Device::open(device), cuda::copy_kernels(),
       cuda::CopySwitches{batch, kernel, {load_kernel_below, store_kernel_below}}, std::move(digests)));

@@ -29,8 +29,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Iterates over a copy of the mapping's items, because converting an item may run Python code that changes
-// the mapping.
+// Converts the argument `ssd_files`. Iterates over a copy of the mapping's items, because converting an item
+// may run Python code that changes the mapping.
 std::map<int32_t, List<std::string>> files_of(const py::object& mapping) {
   if (PyMapping_Check(mapping.ptr()) == 0 || !py::hasattr(mapping, "items")) {
     throw py::type_error("ssd_files must map device numbers to lists of paths");
@@ -110,7 +110,7 @@ GTensorHandler to_handler(const TensorArgument& pointers, int32_t gpu_block_type
 
 enum class RawCall { kDirect, kStaged, kReserve };
 
-// The common body of the raw-file functions. `staging_buffer` is None unless the staged function passes a
+// The common body of the functions on raw files. `staging_buffer` is None unless the staged function passes a
 // buffer.
 void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, const py::object& gpu_layer_ptrs,
                   const py::object& gds_block_ids, const py::object& gpu_block_ids, int64_t gpu_kv_stride,
@@ -172,7 +172,7 @@ std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, in
   return times;
 }
 
-// Binds a transfer between a pool and raw files; `more` are its further arguments.
+// Binds a function on raw files with the arguments that all such functions have, and then `more`.
 template <typename Function, typename... More>
 void def_raw_transfer(py::module_& m, const char* name, Function&& function, More&&... more) {
   m.def(name, std::forward<Function>(function), py::arg("gds_manager"), py::arg("gpu_layer_id_list"),

@@ -46,13 +46,14 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
     for (size_t g = 0; g < groups.size(); ++g) {
       const auto& [path, header_bytes, slot_bytes, slots, id] = slabs[disk][g];
       const auto at = std::find(names.begin(), names.end(), path) - names.begin();
-      if (at == static_cast<ptrdiff_t>(names.size())) names.push_back(path);  // groups may share it
+      if (at == static_cast<ptrdiff_t>(names.size())) names.push_back(path);  // groups may share a path
       groups[g].slabs[disk] = {static_cast<int32_t>(paths.size()) - 1,
                                {header_bytes, slot_bytes, slots, id},
                                static_cast<int32_t>(at)};
     }
   }
-  // The engine's watchdog finds transfers that hang, and keeps their blocks and places until they end.
+  // The manager needs no deadlines: the transfer engine's watchdog finds transfers that hang, and keeps their
+  // blocks and disk slots until they end.
   const GdsOptions options{.threads_per_device = threads_per_device,
                            .use_staged_transfer = use_staged_transfer,
                            .max_staging_blocks = max_staging_blocks,
@@ -70,7 +71,8 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }
 
-// Returns libcufile's path, how it was found and its version, or why it was not found.
+// Returns libcufile's path, how it was found, its version, and an empty string. If it was not found, returns
+// three empty strings and the reason.
 py::tuple find_cufile() {
   std::string why;
   std::optional<CufileLibrary> library;

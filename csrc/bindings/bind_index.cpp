@@ -1,5 +1,5 @@
-// Bindings of csrc/index: the block index. The GIL stays held: calls take microseconds, and it keeps a
-// statistics thread from seeing a half-made change.
+// Binds the block index of csrc/index. Calls keep the GIL, because they take microseconds, and because a
+// statistics thread must not see a half-made change.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -39,8 +39,8 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
   return rows;
 }
 
-// Returns an array over the vector's own memory, or over a copy if the vector's capacity is much larger than
-// its size, because the array may live long.
+// Returns an array over the vector's own memory. If the vector's capacity is much larger than its size,
+// copies the values instead, because the array may be kept for long.
 template <class T>
 py::array_t<T> array_over(std::vector<T>&& values) {
   if (values.capacity() > 2 * values.size()) return array_of(values);

@@ -1,4 +1,4 @@
-// Bindings of csrc/index: hashes and key chains.
+// Binds the hashes and key chains of csrc/index.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -23,7 +23,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Unit: tokens. The most that one call of tail_keys hashes with the GIL held, which takes some seconds. A
+// Unit: tokens. The most that one call of tail_keys hashes; this takes some seconds, with the GIL held. A
 // tail is shorter than a block, and all tails of one 4096-token block have 2**23 tokens together.
 constexpr size_t kMostTailTokens = size_t{1} << 30;
 
@@ -46,7 +46,7 @@ KeyHasher hasher_of(const py::bytes& name_space, uint32_t group) {
   return {digest, group, mark};
 }
 
-// Returns a read-only array [rows, row_bytes] over the buffer's memory, which it keeps alive.
+// Returns a read-only array [rows, row_bytes] over the buffer's memory. The array keeps the memory alive.
 py::array view_of_rows(const RowBuffer& rows) {
   const auto count = static_cast<py::ssize_t>(rows.rows());
   const auto bytes = static_cast<py::ssize_t>(rows.row_bytes());
@@ -60,8 +60,8 @@ py::array view_of_rows(const RowBuffer& rows) {
   return view;
 }
 
-// The index of the first new item in a list that starts at block (or token) `start`, if `done` items already
-// exist. Throws ContractError for a gap.
+// Returns the index of the first new item in a list whose first item is block (or token) `start` of a chain.
+// The chain already has the first `done` items. Throws ContractError if the list begins after them.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
   throw ContractError("extend: the list starts at " + std::to_string(start) + " and the chain ends at " +

@@ -1,4 +1,4 @@
-// Binds views and slot images. Arrays in, arrays out; no logic.
+// Binds views, slot images, copies in host memory, digests and page conversions.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -70,7 +70,7 @@ std::string describe(const KvView& view) {
 }
 
 void bind_view(py::module_& m) {
-  // shared_ptr: the transfer engine keeps a view for as long as an op may use it.
+  // A shared_ptr holds the view, because the transfer engine keeps it for as long as an op may use it.
   NativeBinding<KvView, std::shared_ptr<KvView>>(m, "KvView")
       .def(py::init([](const RunArray& runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block) {
              std::vector<Segment> segments = to_segments(runs);
@@ -102,7 +102,7 @@ void bind_slot_image(py::module_& m) {
       .def_property_readonly("trailer_offset", &SlotImage::trailer_offset)
       .def_property_readonly("trailer_bytes", &SlotImage::trailer_bytes)
       .def_property_readonly("total_bytes", &SlotImage::total_bytes)
-      // For any other object, the result is NotImplemented and not an error.
+      // For an object of a different class, the result is NotImplemented instead of an error.
       .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; }, py::is_operator());
 }
 
@@ -175,8 +175,8 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-// A tuple instead of a std::array: for an array, pybind11 accepts a sequence that yields fewer items than its
-// length claims.
+// A tuple and not a std::array, because for an array pybind11 accepts a sequence that yields fewer items than
+// its length claims.
 using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
 

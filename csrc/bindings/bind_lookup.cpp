@@ -1,4 +1,4 @@
-// Bindings of lookups over all tiers. The GIL stays held, as for the block index. Arrays of the pages found
+// Binds lookups over all tiers. Calls keep the GIL, as those of the block index do. Arrays of the pages found
 // are made on demand, over the result's own memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -24,10 +24,11 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Room is negative if more is reserved than allowed; it then counts as 0.
+// Converts a number of pages that a lookup may fetch. It is negative if more pages are reserved than allowed,
+// and then counts as 0.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
-// Unit: tokens. For longer requests, products would overflow.
+// Unit: tokens. With longer requests, products could overflow.
 constexpr int64_t kMostRequestTokens = int64_t{1} << 40;
 
 RuleKind rule_kind(const std::string& name) {
@@ -88,7 +89,7 @@ py::object look(TierLookup& lookup, const List<py::array>& keys, int64_t start_b
     const auto all = keys_of(of_group);
     offered.push_back(all.subspan(std::min(all.size(), static_cast<size_t>(start_block))));
   }
-  // The object is made first: if that fails, nothing is leased yet.
+  // The Python object is made before the lookup, so that nothing is leased yet if this fails.
   auto made = std::make_unique<Found>();
   Found& found = *made;
   py::object object = py::cast(std::move(made));
@@ -112,7 +113,7 @@ const FoundGroup& group_at(const FoundPages& found, int64_t group) {
                         std::to_string(static_cast<int64_t>(found.groups.size()) - 1));
 }
 
-// A read-only array over memory that lives as long as `owner`.
+// Returns a read-only array over memory that belongs to `owner`. The array keeps `owner` alive.
 template <class T>
 py::array_t<T> view_of(const T* data, size_t count, const py::object& owner) {
   py::array_t<T> view(static_cast<py::ssize_t>(count), data, owner);
@@ -129,7 +130,7 @@ Slots runs_of(const FoundGroup& group) {
   return rows;
 }
 
-// Returns (tier, group, entries) for each tier and group that has expired entries.
+// Returns (tier, group, entries) for each tier and group that have expired entries.
 py::list expired_of(const FoundPages& found) {
   py::list parts;
   for (size_t at = 0; at < found.expired.size();) {
@@ -146,7 +147,7 @@ py::list expired_of(const FoundPages& found) {
   return parts;
 }
 
-// Binds the members that both kinds of results have.
+// Binds the members that Found and FoundLengths have in common.
 template <class Pages>
 auto bind_found(py::module_& m, const char* name) {
   const auto view = [](const py::object& self, int64_t group, auto array) {

@@ -46,7 +46,8 @@ std::shared_ptr<HostPool> attach(int pid, int fd, const std::string& token, int6
   return released_without_gil(HostPool::attach(address));
 }
 
-// Waits for `slots` slots, and stops early if the pool will get no more.
+// Waits until `slots` slots can be used, and stops early if the pool will get no more slots. Returns whether
+// that many can be used.
 bool wait_ready(const HostPool& pool, int64_t slots, double deadline_s) {
   bool ready = false;
   wait_interruptibly(deadline_s, [&](double slice_s) {
@@ -81,17 +82,18 @@ py::list report(const HostPool& pool) {
   return extents;
 }
 
-// The array keeps the pool alive, and with it the memory.
+// Returns a slot's memory as an array. The array keeps the pool, and thus the memory, alive.
 py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
   const auto& pool = self.cast<const HostPool&>();
   return py::array_t<uint8_t>({pool.geometry().slot_bytes}, {1}, reinterpret_cast<uint8_t*>(pool.slot(slot)),
                               self);
 }
 
-// The memory from `slot` to the end of its extent, which is mapped as a whole.
+// Returns the memory from the start of `slot` to the end of the slot's extent, which is one contiguous
+// mapping.
 py::array_t<uint8_t> extent_array(const py::object& self, int64_t slot) {
   const auto& pool = self.cast<const HostPool&>();
-  auto* start = reinterpret_cast<uint8_t*>(pool.slot(slot));  // throws where there is none
+  auto* start = reinterpret_cast<uint8_t*>(pool.slot(slot));  // throws if there is no such slot
   const ExtentTable& table = pool.extents();
   const int64_t extent = table.extent_of(slot);
   const int64_t slots = extent * table.slots_per_extent + table.slots_of(extent) - slot;
@@ -107,7 +109,7 @@ void settle(const HostPool& pool, const py::array_t<int32_t, py::array::c_style>
                         std::to_string(kMostReads) + ")");
   }
   const std::vector<int32_t> chosen(slots.data(), slots.data() + slots.size());
-  for (const int32_t slot : chosen) pool.slot(slot);  // throws where there is none
+  for (const int32_t slot : chosen) pool.slot(slot);  // throws if there is no such slot
   for (const int32_t slot : chosen) pool.slot_arrivals().settle(slot, read, verified);
 }
 

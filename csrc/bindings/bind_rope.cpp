@@ -1,4 +1,4 @@
-// Binds rotations of keys. Tensors in; no logic.
+// Binds the rotation of keys, and its checks.
 #include <pybind11/pybind11.h>
 
 #include <string>

@@ -1,5 +1,5 @@
-// Bindings of csrc/share: boards, and the directory of other units' pages. Calls that copy or follow run
-// without the GIL.
+// Binds csrc/share: boards, and the directory of other units' pages. Calls that copy pages or follow boards
+// run without the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -81,7 +81,7 @@ void show(SlotBoard& board, const Slots& slots, uint32_t group, const py::array&
   for (size_t i = 0; i < of.size(); ++i) board.publish(static_cast<uint32_t>(of[i]), group, named[i]);
 }
 
-// Checks a peer's facts about its pool for impossible sizes.
+// Maps a peer's pool. Throws ClosedError if the layout that the peer states is impossible.
 PeerPool map_peer_pool(const PoolFile& told) {
   const auto [fd, bytes, offset, slot_bytes, per_extent, stride] = told;
   const bool right = offset >= 0 && offset < bytes && slot_bytes > 0 && slot_bytes % 4096 == 0 &&
@@ -149,7 +149,7 @@ std::optional<py::tuple> take_of(PeerDirectory& directory, uint32_t group, const
   return arrays_of(news);
 }
 
-// Checks that every page's own part of a slot lies inside it.
+// Throws ContractError if copies in this format would write outside a slot of `slot_bytes` bytes.
 void require_room(const PeerFormat& format, int64_t slot_bytes) {
   for (const PagePiece& piece : format.pieces) {
     if (piece.to > slot_bytes - piece.bytes) throw ContractError("a piece lies outside this unit's slot");
@@ -170,7 +170,7 @@ py::tuple bring(PeerDirectory& directory, const HostPool& pool, uint32_t group, 
   require_length(valid.size(), wanted.size(), "tokens");
   require_length(until.size(), wanted.size(), "expiries");
   require_length(targets.size(), wanted.size(), "slots");
-  for (const int32_t slot : targets) pool.slot(slot);  // throws if there is none
+  for (const int32_t slot : targets) pool.slot(slot);  // throws if there is no such slot
   const auto count = static_cast<py::ssize_t>(wanted.size());
   Bytes ends(count);
   Slots peers(count);

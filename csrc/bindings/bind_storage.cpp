@@ -1,4 +1,4 @@
-// Binds the disk tier: page formats, open slabs, the lane. No logic.
+// Binds the disk tier: page codecs, open slabs and the disk lane. No logic.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -44,11 +44,11 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   return runs;
 }
 
-// Closes a slab whose last owner may be Python: a server that does not answer delays the close of a file, and
-// must not delay all threads of the interpreter.
+// Deletes a slab whose last owner may be Python. Closing the slab's file waits for a server that does not
+// answer, and this must not delay all threads of the interpreter.
 struct CloseWithoutGil {
   void operator()(SlabFile* slab) const {
-    // Lanes close slabs on threads of their own, and an interpreter that ends has no other thread to run.
+    // There is no GIL to release on a lane's own thread, or after the interpreter has ended.
     if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
       delete slab;
       return;
@@ -90,7 +90,8 @@ void seal(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uin
   codec.seal(bytes.data(), {slab_id, slot}, fields, written);
 }
 
-// Throws GeometryError unless the buffer has room for a page without its trailer.
+// Throws GeometryError if the buffer is too small for a page's stripes or, with host digests, for its whole
+// image.
 void require_stripes(const PageCodec& codec, const ByteBuffer& buffer) {
   const int64_t needed = codec.host_digests() ? codec.image_bytes() : codec.image().trailer_offset();
   if (static_cast<int64_t>(buffer.size()) >= needed) return;
@@ -236,13 +237,13 @@ void bind_storage(py::module_& m) {
                                return py::make_tuple(to_path(f.path()), s.header_bytes, s.slot_bytes, s.slots,
                                                      s.id);
                              })
-      // A server that does not answer delays the check of the path.
+      // Runs without the GIL, because a server that does not answer delays this check of the path.
       .def_property_readonly("in_place",
                              py::cpp_function(&SlabFile::in_place, py::call_guard<py::gil_scoped_release>()))
       .def(
           "offset",
           [](const SlabFile& f, int64_t slot) {
-            if (slot >= 0 && slot <= f.shape().slots) return f.offset(slot);  // the last is the slab's end
+            if (slot >= 0 && slot <= f.shape().slots) return f.offset(slot);  // `slots` gives the slab's end
             throw BlockRangeError("slot " + std::to_string(slot) + " of " + f.path() + ": allowed are [0, " +
                                   std::to_string(f.shape().slots) + "]");
           },

@@ -25,7 +25,7 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// A recorded point in a stream; Python can only pass it back.
+// A recorded point in a stream. All that Python can do with it is to pass it to submit().
 struct StreamPoint {
   std::shared_ptr<StreamEvent> event;
 };
@@ -38,13 +38,13 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-// Returns an array [pages, runs], with no pages if the op computed no digests.
+// Returns an op's digests as an array [pages, runs], which has no pages if the op computed no digests.
 py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t runs) {
   const auto pages = static_cast<py::ssize_t>(runs == 0 ? 0 : digests.size() / runs);
   return py::array_t<uint64_t>({pages, static_cast<py::ssize_t>(runs)}, digests.data());
 }
 
-// Returns one cause for each failed page.
+// Returns the failure causes as an array with one for each failed page.
 py::array_t<uint8_t> from_causes(const std::vector<FailureCause>& causes) {
   static_assert(sizeof(FailureCause) == 1);
   const auto count = static_cast<py::ssize_t>(causes.size());
@@ -62,8 +62,9 @@ std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, c
 }
 
 std::vector<OpResult> poll(TransferEngine& engine, size_t max_results) {
-  // The engine polls in each step, and usually no op has ended. Checking this without the lock saves the step
-  // a wait for a lane's thread or for another Python thread.
+  // The inference engine polls in each of its steps, and usually no op has finished. Checking this first,
+  // without a lock and with the GIL held, saves the step from waiting for a lane's thread or another Python
+  // thread.
   if (!engine.has_results()) return {};
   const py::gil_scoped_release release;
   return engine.poll(max_results);
@@ -108,7 +109,7 @@ py::list lanes(const TransferEngine& engine) {
   return list;
 }
 
-// Destroying an engine waits for its threads, so that happens without the GIL.
+// Makes an engine that is destroyed without the GIL, because its destructor waits for its threads.
 std::shared_ptr<TransferEngine> make_engine(std::optional<std::shared_ptr<PageMover>> mover,
                                             int32_t queue_ops, int32_t copy_threads, double op_stuck_s,
                                             List<std::shared_ptr<Lane>> lanes) {

@@ -1,4 +1,5 @@
-// One function per area, each in its own bind_<area>.cpp; module.cpp calls them.
+// One function per area, each in its own bind_<area>.cpp. module.cpp calls them in an order that the comments
+// below require.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -6,14 +7,14 @@ namespace flexkv {
 
 void bind_cuda(pybind11::module_& m);
 void bind_gds(pybind11::module_& m);
-void bind_gds_lane(pybind11::module_& m);  // after bind_transfer and bind_storage
+void bind_gds_lane(pybind11::module_& m);  // after bind_transfer (Lane) and bind_storage (PageCodec)
 void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_lookup(pybind11::module_& m);  // after bind_index: it takes block indexes
 void bind_pool(pybind11::module_& m);
 void bind_rope(pybind11::module_& m);
-void bind_share(pybind11::module_& m);    // after bind_index and bind_pool
+void bind_share(pybind11::module_& m);    // after bind_index and bind_pool, whose classes it uses
 void bind_storage(pybind11::module_& m);  // after bind_transfer: DiskLane derives from Lane
 void bind_transfer(pybind11::module_& m);
 

@@ -1,4 +1,5 @@
-// A C-contiguous Python buffer of any item type, as bytes, held for as long as this object lives.
+// The bytes of a C-contiguous Python buffer of any item type. The object holds the buffer until it is
+// destroyed.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -12,8 +13,8 @@ class ByteBuffer {
  public:
   enum Access { kReadable = 0, kWritable = PyBUF_WRITABLE };
 
-  // Throws GeometryError if the object has no contiguous buffer, or has only a read-only one and kWritable is
-  // requested. Make and destroy it with the GIL held; data() may be used without it.
+  // Throws GeometryError if `object` has no contiguous buffer, or if `access` is kWritable and the buffer is
+  // read-only. Construct and destroy a ByteBuffer with the GIL held; data() may be used without the GIL.
   ByteBuffer(const pybind11::buffer& object, Access access) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS | access) != 0) {
       PyErr_Clear();

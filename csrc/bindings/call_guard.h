@@ -1,12 +1,12 @@
-// A guard between Python and pybind11's own dispatcher.
+// Puts a guard between Python and pybind11's dispatcher, the C++ code that receives every call.
 #pragma once
 #include <pybind11/pybind11.h>
 
 namespace flexkv {
 
-// After this call, no C++ exception leaves a function or member of `m`: one that escapes pybind11 becomes a
-// Python error. pybind11's dispatcher puts the names of keywords into the message of a TypeError outside of
-// any try block, so a name that is not UTF-8 (`**{"\ud800": 1}`) would end the process. Call it once
+// Guards all functions and members of `m`: a C++ exception that escapes pybind11 becomes a Python error. The
+// guard is needed because pybind11's dispatcher puts keyword names into the message of a TypeError outside of
+// any try block, so a name that is not UTF-8 (`**{"\ud800": 1}`) would end the process. Must be called after
 // everything is bound.
 void guard_calls(pybind11::module_& m);
 

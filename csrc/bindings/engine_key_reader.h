@@ -8,13 +8,15 @@
 
 namespace flexkv {
 
-// The keys [begin, end) of a sequence, borrowed: valid while the GIL is held and no Python code runs.
+// The keys [begin, end) of a sequence. It borrows them, so it is valid only while the GIL is held and no
+// Python code runs.
 class EngineKeyReader {
  public:
-  // Throws KeySchemeError for an item that is not a bytes object, or whose length no cryptographic hash has.
+  // Throws KeySchemeError if an item is not a bytes object, or has a length that no cryptographic hash has.
   EngineKeyReader(pybind11::handle keys, size_t begin, size_t end);
 
-  // Number of keys in `keys`. Throws KeySchemeError when it is neither a list or tuple nor such an array.
+  // Returns the number of keys in `keys`. Throws KeySchemeError if `keys` is neither a list, a tuple nor a
+  // two-dimensional C-contiguous uint8 array.
   static size_t count(pybind11::handle keys);
 
   std::span<const std::span<const uint8_t>> keys() const { return keys_; }

@@ -13,8 +13,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// References that are never released: flexkv.errors is never unloaded, and a translator may run during
-// shutdown.
+// References to the Python classes. They are never released, because flexkv.errors is never unloaded and a
+// translator may run during shutdown.
 struct Classes {
   PyObject* base;
   PyObject* config;
@@ -32,7 +32,7 @@ struct Classes {
 Classes* classes = nullptr;
 
 void set_error(PyObject* type, const std::string& message) {
-  // A message may quote bytes in any encoding, which must not turn it into another error.
+  // A message may quote bytes in any encoding, and must not cause a UnicodeDecodeError.
   PyObject* text = decode_text(message);
   if (text == nullptr) return;
   PyErr_SetObject(type, text);
@@ -66,7 +66,7 @@ void translate(std::exception_ptr pending) {
   } catch (const Error& e) {
     set(classes->base, e);
   } catch (const py::cast_error& e) {
-    set(PyExc_TypeError, e);  // pybind11 would raise its own RuntimeError
+    set(PyExc_TypeError, e);  // pybind11 itself would raise RuntimeError
   } catch (const std::bad_alloc&) {
     set_error(classes->capacity, "the native core has no memory for what this call asks for");
   } catch (const std::length_error& e) {

@@ -21,7 +21,8 @@ using IdArray = py::array_t<int32_t, py::array::c_style>;
 template <typename T>
 std::vector<T> copy_of(const py::array_t<T, py::array::c_style>& array) {
   std::vector<T> copy(static_cast<size_t>(array.size()));
-  if (!copy.empty()) std::memcpy(copy.data(), array.data(), copy.size() * sizeof(T));  // may be unaligned
+  // By memcpy, because the array may be unaligned.
+  if (!copy.empty()) std::memcpy(copy.data(), array.data(), copy.size() * sizeof(T));
   return copy;
 }
 
@@ -37,7 +38,8 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
   return copy_of(py::reinterpret_borrow<IdArray>(object));
 }
 
-// Checks an array of an op. pybind11's casters would convert or copy it first.
+// Returns an array of an op. Throws ContractError unless it has this dtype and number of dimensions and is
+// contiguous; pybind11's casters would convert such an array instead.
 template <typename T>
 py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
                                             int dimensions, const std::string& needed) {
@@ -67,7 +69,7 @@ std::vector<int64_t> to_reads(const py::handle& object, int64_t op_id) {
       op_array<int64_t>(object, op_id, "reads", 1, "an int64 C-contiguous array of shape [pages]"));
 }
 
-// `what` is "op" or "edge".
+// Returns the field `name` of an op or edge. Throws ContractError if there is none. `what` is "op" or "edge".
 py::object field(const py::object& of, const char* what, const char* name) {
   PyObject* value = PyObject_GetAttrString(of.ptr(), name);
   if (value != nullptr) return py::reinterpret_steal<py::object>(value);

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Throws ContractError, naming the field and the op, for a field that is missing or has the wrong type.
+// Throws ContractError if a field is missing or has the wrong type; the message names the field.
 GraphSpec read_graph(const pybind11::sequence& ops, const pybind11::sequence& edges);
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// The arrays that calls of the block index and of lookups take and return, with their checks.
+// The types of the arrays that the block index and lookups take and return, and the checks of such arguments.
 #pragma once
 #include <pybind11/numpy.h>
 
@@ -24,7 +24,7 @@ inline std::span<const BlockKey> keys_of(const pybind11::array& keys) {
                          std::to_string(keys.ndim()) +
                          " dimensions; needed is a C-contiguous uint8 array of shape [blocks, 16]");
   }
-  // Views of key chains and fresh arrays are aligned; a slice of foreign memory may not be.
+  // Views of key chains and arrays made by NumPy are aligned; a slice of foreign memory may not be.
   if (reinterpret_cast<uintptr_t>(keys.data()) % alignof(BlockKey) != 0) {
     throw KeySchemeError("block keys do not lie on an 8-byte boundary");
   }

@@ -12,7 +12,8 @@ namespace flexkv {
 inline constexpr double kSignalLookS = 0.1;
 
 // Calls `wait(seconds)` without the GIL, in slices of at most kSignalLookS, until it returns true or
-// `deadline_s` has passed. Throws what a signal handler raised. Precondition: the GIL is held.
+// `deadline_s` has passed. Returns whether `wait` returned true. Throws what a signal handler raised.
+// Precondition: the GIL is held.
 template <typename Wait>
 bool wait_interruptibly(double deadline_s, Wait wait) {
   const auto deadline = deadline_in(deadline_s);
@@ -27,15 +28,16 @@ bool wait_interruptibly(double deadline_s, Wait wait) {
   }
 }
 
-// Calls `work` without the GIL and returns its result: `work` may wait for a lock whose holder needs the GIL,
-// and other Python threads run meanwhile. Precondition: the GIL is held.
+// Calls `work` without the GIL and returns its result. So other Python threads can run meanwhile, and `work`
+// may wait for a lock whose holder needs the GIL. Precondition: the GIL is held.
 template <typename Work>
 auto without_gil(Work work) {
   const pybind11::gil_scoped_release release;
   return work();
 }
 
-// A holder that releases its object without the GIL: destroying the object may have to join threads.
+// Returns a shared_ptr that releases `inner` without the GIL, because destroying the object may have to join
+// threads.
 template <typename T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> inner) {
   T* object = inner.get();

@@ -1,4 +1,4 @@
-// Converts the name of an I/O backend in the settings.
+// Converts the name that an I/O backend has in the settings.
 #pragma once
 #include <string>
 
@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Throws ConfigError for an unknown name.
+// Throws ConfigError if the name is unknown.
 inline IoBackend to_io_backend(const std::string& name) {
   if (name == "auto") return IoBackend::kAuto;
   if (name == "uring") return IoBackend::kUring;

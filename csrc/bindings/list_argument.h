@@ -1,6 +1,6 @@
-// Reads any Python sequence safely: it holds a reference to each item while converting it, bounds the length,
-// and treats a sequence that shrinks meanwhile as an error. pybind11's own caster reserves memory for as many
-// items as `__len__` claims.
+// Reads any Python sequence safely: holds a reference to each item while converting it, limits the length,
+// and reports an error if the sequence shrinks meanwhile. pybind11's own caster would reserve memory for as
+// many items as `__len__` claims.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,7 +13,7 @@
 
 namespace flexkv {
 
-// Unit: items. A longer sequence is a mistake or endless; converting it would only use up memory.
+// Unit: items. A longer sequence is a mistake, perhaps endless, and converting it would only use up memory.
 inline constexpr size_t kMostListItems = size_t{1} << 20;
 
 template <typename T>
@@ -25,8 +25,9 @@ inline bool is_list(pybind11::handle object) {
          PyBytes_Check(object.ptr()) == 0;
 }
 
-// Calls `visit(item)` for each item of a sequence until it returns false. Returns whether all were visited.
-// Throws ContractError if the sequence is too long or shrinks meanwhile, and whatever its own methods raise.
+// Calls `visit(item)` for each item of a sequence until `visit` returns false. Returns whether it visited all
+// items. Throws ContractError if the sequence is too long or shrinks meanwhile, and whatever the sequence's
+// own methods raise.
 template <typename Visit>
 bool visit_items(pybind11::handle sequence, Visit visit) {
   const Py_ssize_t length = PySequence_Size(sequence.ptr());

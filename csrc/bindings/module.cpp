@@ -49,7 +49,7 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_lookup(m);  // after bind_index: it takes block indexes
   flexkv::bind_pool(m);
   flexkv::bind_rope(m);
-  flexkv::bind_share(m);  // after bind_index and bind_pool
+  flexkv::bind_share(m);  // after bind_index and bind_pool, whose classes it uses
   flexkv::bind_transfer(m);
   flexkv::bind_cuda(m);  // after bind_transfer: its lane is a Lane
   flexkv::bind_storage(m);

@@ -1,6 +1,7 @@
-// Checks arguments of bound classes. None, and an object whose __init__ has not run (made by
-// `cls.__new__(cls)`, or still under construction in another thread), raise TypeError before any function
-// sees them. pybind11 alone would pass a null pointer for the first and uninitialised memory for the second.
+// Checks arguments that are objects of bound classes. A call raises TypeError before the function runs if
+// such an argument is None, or an object whose __init__ has not run (made by `cls.__new__(cls)`, or still
+// under construction in another thread). pybind11 alone would pass a null pointer for None and uninitialised
+// memory for such an object.
 //
 // Every file that binds such a class or takes one as an argument must include this header. An argument that
 // may be None is a std::optional.
@@ -48,7 +49,8 @@ struct StreamPoint;
 template <typename T, typename... List>
 concept OneOf = (std::same_as<T, List> || ...);
 
-// The header of another module adds its own classes by specialisations.
+// Whether T is a bound class that is checked. The header of a different module adds its own classes by
+// specialising this variable.
 template <typename T>
 inline constexpr bool kIsNativeClass =
     OneOf<T, BlockIndex, BoundaryLookup, DiskLane, EngineKeyChain, Found, FoundLengths, GDSManager, GdsLane,
@@ -63,8 +65,8 @@ concept NativeClass = kIsNativeClass<T>;
 template <NativeClass T, typename... More>
 using NativeBinding = pybind11::class_<T, More...>;
 
-// Whether `object` is an instance of `type`: false for None and other classes. Throws TypeError for an
-// instance that was never initialised.
+// Whether `object` is an instance of `type`; false for None and for objects of different classes. Throws
+// TypeError if its __init__ has not run.
 inline bool is_whole(pybind11::handle object, const pybind11::detail::type_info* type) {
   if (type == nullptr || object.is_none()) return false;
   if (PyObject_TypeCheck(object.ptr(), type->type) == 0) return false;

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Throws ConfigError for an unknown name.
+// Throws ConfigError if the name is unknown.
 inline RegisterPool to_register_pool(const std::string& name) {
   if (name == "off") return RegisterPool::kOff;
   if (name == "auto") return RegisterPool::kAuto;

@@ -1,4 +1,4 @@
-// Reads and checks a rotation's arguments from Python, ready for rope/rotate.h.
+// Reads a rotation's arguments from Python, checks them, and converts them to those of rope/rotate.h.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -34,7 +34,7 @@ const T* table(const TensorArgument& argument, int64_t rows) {
   return static_cast<const T*>(argument.data());
 }
 
-// The arguments of a rotation, and the tensors that they lie in.
+// The arguments of a rotation, and the tensors that hold them.
 struct Rotation {
   TensorArgument from, to, from_at, to_at, which, turns;
   RotationRows rows;
@@ -72,7 +72,8 @@ struct Rotation {
     if (to.on_host() != from.on_host()) differ(to, from);
   }
 
-  // Throws GeometryError unless all tables lie in host memory (`on_host`) or all on the GPU, as `like` does.
+  // Throws GeometryError unless all tables are in host memory (`on_host`) or all are on the GPU. The message
+  // says that the wrong table must be where `like` is.
   void require_tables(bool on_host, const TensorArgument& like) const {
     for (const TensorArgument* argument : {&turns, &from_at, &to_at, &which}) {
       if (argument->on_host() != on_host) differ(*argument, like);

@@ -31,8 +31,9 @@ constexpr Py_ssize_t kShownErrorCharacters = 200;
 // Unit: bytes. No machine has more memory.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// Reports a BufferError as an error of this argument: NumPy raises it for a read-only array, other libraries
-// for tensors that they cannot share.
+// Returns the tensor's DLPack capsule. Throws GeometryError, which names the argument, where the library
+// raises BufferError: NumPy does so for a read-only array, other libraries for tensors that they cannot
+// share.
 py::object capsule_of(const py::object& tensor, const std::string& name) {
   try {
     return tensor.attr("__dlpack__")();
@@ -42,7 +43,7 @@ py::object capsule_of(const py::object& tensor, const std::string& name) {
   }
 }
 
-// Extracts "int64" from torch.int64, numpy's dtype('int64') and the like.
+// Returns the part of a dtype's text after the last dot: "int64" for "torch.int64" and for "int64".
 std::string last_word(const std::string& dtype) {
   const size_t dot = dtype.rfind('.');
   return dot == std::string::npos ? dtype : dtype.substr(dot + 1);
@@ -96,7 +97,7 @@ void TensorArgument::take_dlpack() {
   }
   const std::span<const int64_t> shape(tensor->shape, static_cast<size_t>(tensor->ndim));
   const bool empty =
-      std::find(shape.begin(), shape.end(), 0) != shape.end();  // an empty tensor's strides mean nothing
+      std::find(shape.begin(), shape.end(), 0) != shape.end();  // an empty tensor's strides have no meaning
   count_ = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     if (!empty && tensor->strides != nullptr && shape[i] != 1 && tensor->strides[i] != count_) {
@@ -109,7 +110,7 @@ void TensorArgument::take_dlpack() {
   dtype_ = (tensor->type_code == kDlInt && tensor->type_lanes == 1 ? "int" : "not an int of ") +
            std::to_string(tensor->type_bits);
   on_host_ = tensor->device_type == kDlCpu || tensor->device_type == kDlCudaHost;
-  object_ = py::make_tuple(object_, capsule);  // an unused capsule frees its tensor when it is destroyed
+  object_ = py::make_tuple(object_, capsule);  // the capsule frees its tensor when it is destroyed
 }
 
 void TensorArgument::require_aligned(size_t bytes) const {

@@ -1,4 +1,5 @@
-// An argument that is a tensor of any library: something with data_ptr() (torch), or with DLPack.
+// A function argument that is a tensor of any library: an object with data_ptr(), as in torch, or with
+// DLPack.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -9,11 +10,11 @@
 
 namespace flexkv {
 
-// Keeps the object alive, and with it the memory. Make and destroy it with the GIL held.
+// Keeps the object, and thus its memory, alive. Construct and destroy a TensorArgument with the GIL held.
 class TensorArgument {
  public:
-  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor. Trusts the address
-  // that the object reports.
+  // Throws GeometryError, which names the argument, unless `object` is a contiguous tensor. Does not check
+  // the address that the object reports.
   TensorArgument(pybind11::object object, std::string name);
 
   void* data() const { return data_; }
@@ -23,7 +24,8 @@ class TensorArgument {
   // Throws GeometryError unless the address is a multiple of `bytes`.
   void require_aligned(size_t bytes) const;
 
-  // The elements of a tensor in host memory. Throws GeometryError if it has another dtype or lies on a GPU.
+  // Return the elements of a tensor in host memory. Throw GeometryError if the tensor has a different dtype,
+  // is in device memory or is not aligned.
   std::span<const int32_t> int32s() const { return elements<int32_t>("int32"); }
   std::span<const int64_t> int64s() const { return elements<int64_t>("int64"); }
 

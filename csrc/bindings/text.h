@@ -1,5 +1,5 @@
-// Decodes text from the native core for Python, whatever its encoding: an odd byte in a file name or a reason
-// must not turn a result into a UnicodeDecodeError.
+// Decodes text from the native core for Python, whatever its encoding. A byte that is not UTF-8 in a file
+// name or a reason must not cause a UnicodeDecodeError.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -25,7 +25,7 @@ inline pybind11::str to_path(const std::string& path) {
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// The repr of a Python object for an error message, cut to `most` characters.
+// Returns the repr of a Python object for an error message, cut to `most` characters.
 inline std::string shown(pybind11::handle object, Py_ssize_t most) {
   const pybind11::str whole = pybind11::repr(object);
   const Py_ssize_t length = PyUnicode_GetLength(whole.ptr());
