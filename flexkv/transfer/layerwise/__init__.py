@@ -1,1 +1,1 @@
-"""Layerwise pipelines: one layer loads while the one before is transformed and the one before that is scattered."""
+"""Layerwise pipelines: while layer i is loaded, layer i-1 is transformed and layer i-2 is written to paged memory."""

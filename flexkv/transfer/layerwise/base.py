@@ -1,7 +1,8 @@
 """The contract of the layerwise pipelines: devices, streams, events, and the sources and transforms of rows.
 
-A *row* is one token's K (or V) of one layer, shape [heads, head_width]. An *array* here is a NumPy array on the host
-device, and the device's own tensor type elsewhere; the pipelines only index arrays, with int64 arrays and slices.
+A *row* is one token's K (or V) of one layer, shape [heads, head_width]. A *plane* is K or V. An *array* is a NumPy
+array on the host device, and the device's own tensor type elsewhere. The pipelines do nothing with arrays but index
+them, with int64 arrays and slices.
 """
 
 from __future__ import annotations
@@ -17,30 +18,31 @@ from numpy.typing import NDArray
 from flexkv.errors import TransferError
 
 Array: TypeAlias = Any
-"""An array of the device: `numpy.ndarray`, or anything that indexes like it (`torch.Tensor`)."""
+"""An array of the device: `numpy.ndarray`, or another type that is indexed like it, such as `torch.Tensor`."""
 
 RowNumbers: TypeAlias = NDArray[np.int64]
-"""Positions of tokens, row numbers or slots, int64, shape [rows]."""
+"""One number per row: a token's position, a row number or a slot. int64, shape [rows]."""
 
 PREFETCH_LAYERS = 2
-"""How many layers a pipeline holds at once, each in its own buffer."""
+"""By default, how many layers a pipeline holds at the same time, each in its own buffer."""
 
 
 class LostRows(TransferError):
-    """A row source or target has lost its rows; the text says why. Only its chunk fails."""
+    """A row source cannot deliver a chunk's rows, or a row target cannot take them. The message says why. Only this
+    chunk fails."""
 
 
 class PipelineError(TransferError):
-    """A pipeline could not continue, or was still moving at its deadline; none of the bytes it moved may be used."""
+    """A pipeline failed, or had not finished at its deadline. None of the bytes that it moved may be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPositions:
-    """Where in a sequence each row of a buffer was computed, and where it is to be used.
+    """For each row of a buffer, at which position of a sequence it was computed and at which it will be used.
 
     Attributes:
-        old: int64 [rows], 0 for rows that no chunk covers.
-        new: int64 [rows].
+        old: the positions at which the rows were computed, int64 [rows]; 0 for rows that no chunk covers.
+        new: the positions at which the rows will be used, int64 [rows].
     """
 
     old: RowNumbers
@@ -53,21 +55,21 @@ class LayerTransform(Protocol):
     def __call__(self, layer: int, keys: Array, positions: RowPositions) -> None:
         """Changes `keys`, shape [rows, heads, head_width], in the pool's dtype. Values are never passed.
 
-        Called once per layer, in ascending order, in the device's compute stream: on a host device in a thread of that
-        stream; on a GPU with that stream current, where it enqueues its work and returns. Rows that no chunk covers
-        contain old data, and are zeroed afterwards if paged memory takes them (`takes_gaps`). An exception ends the
-        pipeline with every row failed.
+        The pipeline calls this once per layer, in ascending order, as work of the compute stream. On the host device
+        the call runs in that stream's thread. On a GPU that stream is current, and the call enqueues its work and
+        returns. Rows that no chunk covers contain old data; if they will be written to paged memory (`takes_gaps`), the
+        pipeline zeros them afterwards. If the call raises, the pipeline ends, and all chunks fail.
         """
 
 
 class LayerScatter(Protocol):
-    """Writes one layer to paged memory in its own way, usually turning keys while it writes them."""
+    """Writes one layer to paged memory in place of the pipeline, usually to rotate keys in the same pass."""
 
     def __call__(self, layer: int, rows: Array, gaps: Array) -> None:
-        """Writes `rows`, shape [planes, rows, heads, head_width], to their slots, but zeros for the rows in `gaps`.
+        """Writes `rows`, shape [planes, rows, heads, head_width], to their slots. Writes zeros for the rows in `gaps`.
 
-        Called once per layer, in ascending order, in the device's store stream. An exception ends the pipeline with
-        every row failed.
+        The pipeline calls this once per layer, in ascending order, as work of the store stream. If the call raises, the
+        pipeline ends, and all chunks fail.
 
         Args:
             gaps: numbers of the rows that no chunk covers, from `LayerDevice.index`; their content is undefined.
@@ -78,10 +80,12 @@ class RowSource(Protocol):
     """The source of one chunk's rows of one layer."""
 
     def copy_to(self, rows: Array) -> None:
-        """Fills `rows`, shape [planes, tokens, heads, head_width], plane 0 the keys. Called once, in the load stream.
+        """Fills `rows`, shape [planes, tokens, heads, head_width]; plane 0 has the keys. The pipeline calls this once,
+        as work of the load stream.
 
         Raises:
-            LostRows: the rows will not come. Those written so far are rows that no chunk covers.
+            LostRows: the source cannot deliver the rows. The pipeline then treats them as rows that no chunk covers,
+                even those that were written already.
         """
 
 
@@ -89,55 +93,59 @@ class RowTarget(Protocol):
     """The target of one chunk's rows of one layer."""
 
     def copy_from(self, rows: Array) -> None:
-        """Takes `rows`, shape [planes, tokens, heads, head_width]. Called once, in the store stream.
+        """Copies `rows`, shape [planes, tokens, heads, head_width], to the target. The pipeline calls this once, as
+        work of the store stream.
 
         Raises:
-            LostRows: the rows could not be taken.
+            LostRows: the target could not take the rows.
         """
 
 
 class Event(ABC):
-    """A point in a stream's work. It is always reached, even if work before it failed."""
+    """A point in a stream's work. Every event is reached, even if work before it failed."""
 
     @abstractmethod
     def wait(self, deadline_s: float) -> bool:
-        """Blocks the caller until the point is reached; False when `deadline_s` seconds passed first."""
+        """Blocks the caller until the event is reached. Returns False if `deadline_s` seconds passed first."""
 
     @property
     @abstractmethod
     def error(self) -> str:
-        """The failure before the point, in its stream or in one that its stream waited for; empty if there was none.
+        """The first failure of work before the event, in its stream or in streams that this one waited for; empty if
+        there was none.
 
-        Read it after `wait` has returned True.
+        Call order:
+            After `wait` has returned True.
         """
 
 
 class Stream(ABC):
-    """Does work in the order in which it was queued, concurrently with the caller."""
+    """Executes work in the order in which it was queued, concurrently with the caller."""
 
     @abstractmethod
     def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
-        """Queues `work`. After a failure in this stream, or in one that it waited for, `work` is skipped.
+        """Queues `work`. It is skipped if earlier work in this stream, or in a stream that this one waited for, failed.
 
         Args:
-            stage: for traces: "load", "transform", "scatter", "gather", "store".
+            stage: the pipeline's stage, for traces and errors: "load", "transform", "scatter", "gather" or "store".
+            layer: the layer that `work` processes, for errors.
         """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Makes work queued from now on start after `event` is reached."""
+        """Makes work that is queued from now on start after `event` is reached."""
 
     @abstractmethod
     def record(self) -> Event:
-        """The point after all work queued so far."""
+        """Returns an event that is reached after all work queued so far."""
 
 
 class LayerDevice(ABC):
-    """A device that pipelines run on, several at once if need be."""
+    """A device on which pipelines run. Several pipelines may run at the same time."""
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
-        """A new stream for one pipeline; failures in it affect no other pipeline. `name` is "load", "compute" or
+        """Makes a stream for one pipeline. Failures in it affect no other pipeline. `name` is "load", "compute" or
         "store".
 
         Raises:
@@ -146,25 +154,28 @@ class LayerDevice(ABC):
 
     @abstractmethod
     def buffer(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Memory of the device; its content is undefined."""
+        """Returns an array in the device's memory. Its content is undefined."""
 
     @abstractmethod
     def index(self, numbers: NDArray[Any]) -> Array:
-        """Row numbers in the form with which the device indexes, or another table in the form that its kernels read."""
+        """Converts row numbers to an array with which the device's arrays can be indexed. Also converts other tables
+        that the device's kernels read."""
 
     def current_stream(self) -> int:
-        """The stream on which work is currently enqueued, as kernels take it (a `cudaStream_t`); 0 if the device has no
-        streams.
+        """Returns the stream on which the calling thread currently enqueues work, as a `cudaStream_t`; 0 if the device
+        has no streams.
         """
         return 0
 
     @abstractmethod
     def caller_event(self) -> Event | None:
-        """A point after the caller's work so far on its own stream; None if callers' work is synchronous."""
+        """Returns an event that is reached after the work that the caller has enqueued on its own stream so far.
+        Returns None if the device has no streams, so that the caller's work is already done."""
 
     @abstractmethod
     def caller_waits(self, event: Event, deadline_s: float) -> bool:
-        """Makes the caller's next work run after `event`: blocks on a host device, enqueues a wait on a GPU.
+        """Makes the caller's next work run after `event`. On the host device the call blocks; on a GPU it makes the
+        caller's stream wait, and returns.
 
         Returns False if the deadline passed first.
         """

@@ -1,4 +1,4 @@
-"""Which rows of a range of tokens are covered by cached chunks, and which are gaps."""
+"""Divides a range of tokens into rows that cached chunks cover and rows that are gaps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from flexkv.transfer.layerwise.base import RowNumbers, RowPositions
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Cached tokens [start, end) of a sequence. A chunk arrives as a whole or fails as a whole.
+    """The cached tokens [start, end) of a sequence. Either all rows of a chunk arrive, or the chunk fails.
 
     Attributes:
-        old_start: the position at which its first token was computed. None: at `start`.
+        start, end: the tokens' positions in the sequence.
+        old_start: the position at which the first token's KV was computed; None if it was computed at `start`.
     """
 
     start: int
@@ -29,15 +30,17 @@ class Chunk:
 
 
 class ChunkSet:
-    """Chunks of one sequence, ascending, with gaps between them; row 0 is the first chunk's start.
+    """The chunks of one sequence in ascending order, with or without gaps between them. Row 0 is the first token of the
+    first chunk.
 
     Attributes:
-        first: position of row 0.
-        rows: number of rows from the first chunk's start to the last one's end, gaps included.
-        gaps: rows that no chunk covers, int64 ascending.
+        chunks: the chunks.
+        first: the position of row 0 in the sequence.
+        rows: number of rows from the first chunk's start to the last chunk's end, including the gaps.
+        gaps: numbers of the rows that no chunk covers, int64 ascending.
 
     Raises:
-        ContractError: no chunks, an empty one, or two that overlap or do not ascend.
+        ContractError: there are no chunks, a chunk is empty, or two chunks overlap or do not ascend.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -67,5 +70,5 @@ class ChunkSet:
         return slice(chunk.start - self.first, chunk.end - self.first)
 
     def positions(self) -> RowPositions:
-        """Old and new position of every row."""
+        """Returns for every row the position at which it was computed and the one at which it will be used."""
         return RowPositions(self._old, np.arange(self.first, self.first + self.rows, dtype=np.int64))

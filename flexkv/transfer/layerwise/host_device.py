@@ -1,4 +1,4 @@
-"""The host device: NumPy arrays, and threads as streams."""
+"""The device for plain host memory. Its arrays are NumPy's, and its streams are threads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 ONE_THREAD = "layers"
-"""The name of all streams if they share a thread."""
+"""The name of the one thread, if all streams share it."""
 
 
 class HostEvent(Event):
-    """Reached when a stream's thread calls `reach`."""
+    """An event of a `HostStream`. It is reached when the stream's thread calls `reach`."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -42,10 +42,10 @@ class HostEvent(Event):
 
 
 class HostStream(Stream):
-    """One pipeline's work in a thread that other streams share.
+    """Runs one pipeline's work in a thread that it shares with streams of other pipelines.
 
-    Work waits only for work that was queued before it, on any thread, so there is no deadlock. Only a pipeline's steps
-    and its prefetch queue work, so the queue holds at most eight entries per layer and pipeline.
+    There is no deadlock, because work only waits for work that was queued earlier, in any thread. The queue is bounded:
+    only a pipeline's steps and its `prefetch` queue work, at most eight entries per layer.
     """
 
     def __init__(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -71,23 +71,24 @@ class HostStream(Stream):
                 work()
         except (
             Exception
-        ) as error:  # any exception of a transform or a source is the reason why its layer failed
+        ) as error:  # whatever a transform or source raises, the layer has failed for this reason
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def _await(self, event: Event) -> None:
-        # Needs no deadline: the wait ends with the work before the event, and whoever waits for this stream
-        # has a deadline.
+        # Needs no deadline. The event is reached after the work before it, and a caller that waits for this stream
+        # has its own deadline.
         event.wait(threading.TIMEOUT_MAX)
         self._error = self._error or event.error
 
 
 class HostDevice(LayerDevice):
-    """Streams are threads, `flexkv-<name>`, started with the first stream and ended by `close`.
+    """The host device. All streams of one name share a thread, `flexkv-<name>`, which the first of them starts and
+    `close` ends.
 
     Args:
-        one_thread: whether all streams share one thread, which does their work in the order in which it was queued.
-            Copies then use one CPU and leave the others to the computation; with one thread per name, they end sooner
-            if CPUs are idle. None: one thread on at most SMALL_MACHINE_CPUS CPUs.
+        one_thread: whether the streams of all names share one thread, which executes their work in the order in which
+            it was queued. Copies then use one CPU and leave the others to the computation. With one thread per name,
+            copies finish sooner if CPUs are idle. None: one thread if at most SMALL_MACHINE_CPUS CPUs are available.
     """
 
     def __init__(self, one_thread: bool | None = None) -> None:
@@ -125,8 +126,8 @@ class HostDevice(LayerDevice):
         return event.wait(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """Refuses new streams, and ends the threads when their work is done. Returns False if one still works after
-        `deadline_s`.
+        """Refuses new streams, and ends the threads after their queued work. Returns False if a thread is still running
+        after `deadline_s` seconds.
         """
         with self._lock:
             if not self._closed:

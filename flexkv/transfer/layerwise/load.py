@@ -1,4 +1,4 @@
-"""The load pipeline: loads layer i, transforms i-1 and scatters i-2 at the same time, in two or more buffers."""
+"""The load pipeline: loads layer i, transforms layer i-1 and scatters layer i-2 at the same time."""
 
 from __future__ import annotations
 
@@ -25,38 +25,43 @@ from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 
 
 class LoadPipeline(Pipeline):
-    """Brings the layers of some chunks into paged memory, as a generator of three overlapping stages.
+    """Copies the layers of some chunks into paged memory, in three stages: load, transform and scatter.
 
-    `run()` expects one `next`, a `send` for each layer in turn (one row source per chunk), and a final `next`, which
-    yields the `PipelineReport`. Step i of layers + 2 scatters layer i-2, transforms layer i-1 and starts the load of
-    layer i. So when `send` for layer i returns, `get_kv` returns that layer, and layer i-1 is on its way to paged
-    memory and may not be changed any more. The schedule is CacheBlend's (LMCache's `batched_to_gpu`), but here the
-    stages wait for each other by events and never for the whole device:
+    The caller drives the generator `run()`: one `next`, then per layer one `send` with a row source for each chunk, and
+    a final `next`, which yields the `PipelineReport`. There are two steps more than layers. Step i starts the load of
+    layer i, transforms layer i-1 and scatters layer i-2. After the `send` for layer i has returned, `get_kv` returns
+    layer i, and the caller may no longer change layer i-1, which is being written to paged memory. The schedule is that
+    of CacheBlend (LMCache's `batched_to_gpu`), but here the stages wait for each other's events, and never for the
+    complete device:
 
-        loaded(i) -> transform(i) -> scatter(i) -> load(i + buffers), which uses the same buffer
+        load(i) -> transform(i) -> scatter(i) -> load(i + buffers), which uses the same buffer
         the caller's work on its own stream before a step -> scatter of that step
 
-    `prefetch` begins the next layers ahead of their steps, as many as there are free buffers.
+    `prefetch` starts layers ahead of their steps, as many as there are free buffers.
 
-    All rows from the first chunk to the last are written; rows in gaps are zeros unless the caller edits them. The rows
-    of a failed chunk are gaps from that layer on; other chunks continue. Any other failure ends the pipeline: later
-    stages are skipped, and every chunk fails. Closing the generator early waits for work that has begun; with
-    `CallerLayers` on a GPU, the caller's stream does.
+    All rows from the first chunk to the last are written. Rows in gaps are zeros, unless the caller edits them. If a
+    source raises `LostRows`, only its chunk fails, and from that layer on the chunk's rows are treated as gaps. Any
+    other failure ends the pipeline: later stages are skipped, and all chunks fail. If the generator is closed early,
+    the close waits for work that has begun; with `CallerLayers` on a GPU, the caller's stream waits instead.
 
-    A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
-    nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
+    With `scatter`, keys are changed in the pass that writes them to paged memory. `get_kv` is not available then: the
+    caller reads and edits a layer in paged memory, after `wait_scattered`.
 
-    With `CallerLayers` nothing is scattered: before the next step, the caller has written the parts of a layer that it
-    wants. Rows in gaps and of failed chunks are then undefined: the caller takes only the rows of chunks that are not
-    in `failed`.
+    With `CallerLayers`, the pipeline writes nothing to paged memory. The caller itself copies what it needs of a layer
+    before it takes the next step. The content of gaps and of failed chunks is undefined, so the caller copies only
+    chunks that are not in `failed`.
 
     Args:
-        transform: None leaves keys as they are.
-        deadline_s: the longest wait of `get_kv`, `wait_scattered`, the end, and `close`, in seconds.
-        prefetch_layers: layers held at once, the current one included, from 2 to 16; each has a buffer.
-        scatter: replaces the plain scatter; not allowed together with a transform.
+        transform: changes the keys of each layer; None leaves them as they are.
+        deadline_s: the longest wait of `get_kv`, of `wait_scattered`, for the report, and of an early close, in
+            seconds.
+        prefetch_layers: how many layers the pipeline holds at the same time, each in its own buffer, including the
+            current layer; 2 to 16.
+        scatter: writes each layer to paged memory in place of the pipeline; None for the pipeline's own scatter. Not
+            allowed together with `transform`.
 
-    Raises: see `Pipeline`; ContractError also for a transform and a scatter.
+    Raises:
+        ContractError, BlockRangeError: as `Pipeline`. ContractError also if both `transform` and `scatter` are given.
     """
 
     def __init__(
@@ -83,13 +88,13 @@ class LoadPipeline(Pipeline):
         self._current: int | None = None
         self._gaps: dict[int, Array] = {}
         self._gaps_of_lost = 0, device.index(chunks.gaps)
-        """Number of lost chunks, and the gaps with their rows."""
+        """The number of failed chunks, and the numbers of all rows that are in gaps or in these chunks."""
         self._positions = chunks.positions()
 
     # --- the generator ---
 
     def run(self) -> Generator[PipelineReport | None, Sequence[RowSource], None]:
-        """See the class. May be run once."""
+        """Returns the generator that the class describes. May be called once."""
         self._start()
         layers = self.num_layers
         reported = False
@@ -103,7 +108,7 @@ class LoadPipeline(Pipeline):
                     self._take_step(step, (yield None))
                 elif step == layers:
                     yield None
-            # The last scatter waited for everything before it, so it carries every failure.
+            # The last scatter waited for all earlier work, so its event has the error of any failure.
             report = self._report(self._scattered[layers - 1])
             reported = True
             yield report
@@ -114,29 +119,34 @@ class LoadPipeline(Pipeline):
 
     @property
     def begun_layers(self) -> int:
-        """Layers whose load has begun, in their steps or ahead of them."""
+        """How many layers' loads have begun, whether in their steps or ahead of them."""
         return len(self._loaded)
 
     def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:
-        """Begins to load and transform the next layers, as many as there are free buffers. Call it between two steps.
+        """Begins to load and transform the next layers, as many as there are free buffers.
 
-        The current layer stays as it is. A layer begun here takes an empty `send` in its step.
+        The current layer stays the one that `get_kv` returns. The caller later sends an empty sequence in the step of a
+        layer that was begun here.
+
+        Call order:
+            Between two steps.
 
         Args:
-            take: returns the row sources of a layer, one per chunk.
+            take: takes a layer's number, and returns its row sources, one per chunk.
         """
         while (layer := self.begun_layers) < self.num_layers and self._buffer_is_leaving(layer):
             self._begin_load(layer, take(layer))
             self._begin_transform(layer)
 
     def get_kv(self, layer: int) -> Array:
-        """The layer transformed last, which may be read and edited until the next step.
+        """Returns the current layer, which was transformed in the last step. The caller may read and edit it until the
+        next step.
 
         Returns:
-            Array [planes, rows, heads, head_width], plane 0 the keys.
+            Array [planes, rows, heads, head_width]; plane 0 has the keys.
 
         Raises:
-            ContractError: another layer is current, or none, or the pipeline has its own scatter.
+            ContractError: `layer` is not the current layer, or the pipeline was given a `scatter`.
             PipelineError: the layer failed, or did not arrive before the deadline.
         """
         if self._own_scatter is not None:
@@ -151,11 +161,12 @@ class LoadPipeline(Pipeline):
         return self._buffer_of(layer)
 
     def wait_scattered(self, layer: int) -> bool:
-        """Makes the caller's next work see layer `layer` in paged memory. Returns False if the deadline passed first.
+        """Makes the caller's next work run after layer `layer` was written to paged memory. Returns False if the
+        deadline passed first.
 
         Raises:
             ContractError: the step that scatters the layer has not been taken yet.
-            PipelineError: it, or what it waited for, failed.
+            PipelineError: the layer's scatter, or work that it waited for, failed.
         """
         if layer not in self._scattered:
             raise ContractError(f"layer {layer} is scattered two steps after its load")
@@ -170,9 +181,11 @@ class LoadPipeline(Pipeline):
         return [*self._loaded.values(), *self._transformed.values(), *self._scattered.values()]
 
     def _end_early(self) -> None:
-        """With `CallerLayers`, a device whose streams wait for each other makes the caller's stream wait, too, and the
-        host continues: the last stages may wait for the caller's own work on the device, whose duration is not bounded.
-        The caller's next work on its stream comes after all work that was begun, so it may reuse the buffers.
+        """Waits until all work that was begun has ended. With `CallerLayers`, only the caller's next work waits.
+
+        With `CallerLayers` on a GPU, the caller's stream waits and the host continues. The host must not wait, because
+        the last stages may wait for the caller's own work on the GPU, whose duration is not bounded. The caller may
+        reuse the buffers for later work on its stream, because that runs after all work that was begun.
         """
         if not isinstance(self._paged, CallerLayers):
             super()._end_early()
@@ -180,7 +193,7 @@ class LoadPipeline(Pipeline):
             raise PipelineError(f"a pipeline that was closed still moves bytes after {self.deadline_s:g} s")
 
     def precede_caller(self, deadline_s: float) -> bool:
-        """Makes the caller's next work run after all work that has begun, as `LayerDevice.caller_waits` does. Returns
+        """Makes the caller's next work run after all work that has begun, through `LayerDevice.caller_waits`. Returns
         False if the deadline passed first."""
         ends_s = time.monotonic() + deadline_s
         return all(
@@ -198,7 +211,8 @@ class LoadPipeline(Pipeline):
             )
 
     def _buffer_is_leaving(self, layer: int) -> bool:
-        """Whether the layer's buffer is free, or the scatter of the buffer's previous layer has been queued."""
+        """Whether the load of `layer` may be queued: its buffer is free, or the scatter of the buffer's previous layer
+        was queued, for which the load then waits."""
         return layer < self.prefetch_layers or layer - self.prefetch_layers in self._scattered
 
     def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
@@ -211,7 +225,7 @@ class LoadPipeline(Pipeline):
         self._loaded[layer] = self._load.record()
 
     def _after_scatter(self, layer: int) -> None:
-        """Makes the load wait until the buffer's previous layer `layer` has been scattered."""
+        """Makes the next load wait until `layer`, the previous layer in its buffer, has been scattered."""
         self._load.wait(self._scattered[layer])
 
     def _fill(self, layer: int, buffer: Array, sources: Sequence[RowSource]) -> None:
@@ -221,7 +235,7 @@ class LoadPipeline(Pipeline):
     def _gap_rows(self) -> Array:
         lost, gaps = self._gaps_of_lost
         if lost == len(self._failed):
-            return gaps  # a GPU's copy of a table would delay the caller in each layer
+            return gaps  # reused, because copying the table to a GPU for each layer would delay the caller
         rows = [self._chunks.gaps]
         for number in self._failed:
             at = self._chunks.rows_of(self._chunks.chunks[number])
@@ -249,8 +263,8 @@ class LoadPipeline(Pipeline):
     def _change(self, layer: int, buffer: Array) -> None:
         if self._transform is not None:
             self._transform(layer, buffer[0], self._positions)
-        # Comes after the transform, which may have turned old content of these rows.
-        gaps = self._gaps[layer]  # kept alive: a GPU reads it later
+        # Zeros the gaps after the transform, which may have rotated old data in them.
+        gaps = self._gaps[layer]  # stays in `_gaps`, because a GPU reads it later
         if len(gaps) and self._paged.takes_gaps:
             buffer[:, gaps] = 0
 

@@ -1,4 +1,4 @@
-"""An engine's paged KV memory by token slot, layer by layer."""
+"""Reads and writes an engine's paged KV memory, one layer at a time, by token slots."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from flexkv.transfer.layerwise.base import Array, RowNumbers
 
 
 class PagedLayers:
-    """Slot s is token `s % block_tokens` of block `s // block_tokens`.
+    """An engine's paged KV memory. Slot s is token `s % block_tokens` of block `s // block_tokens`.
 
     Args:
-        layers: each layer's planes, K first (MLA has one), each an array [blocks, block_tokens, heads, head_width] with
-            any strides: views of the engine's own memory, which the caller keeps valid until the pipeline is over. A
-            strided view gives any engine's pool this shape.
+        layers: for each layer its planes: K and V, or the single plane of MLA. Each is an array [blocks, block_tokens,
+            heads, head_width] with any strides, so that a view of any engine's pool has this shape. The caller keeps
+            the pool's memory valid until the pipeline is over.
 
     Attributes:
-        planes, blocks, block_tokens, heads, head_width: the same for every layer.
-        takes_gaps: whether rows that no chunk covers are written, too, as zeros.
+        layers: the planes of each layer.
+        planes, blocks, block_tokens, heads, head_width, dtype: the geometry, which is the same for every layer.
+        takes_gaps: whether a load writes rows that no chunk covers, as zeros.
 
     Raises:
-        GeometryError: no layers, or planes of different shape or dtype.
+        GeometryError: there are no layers, or planes differ in shape or dtype.
     """
 
     takes_gaps: ClassVar[bool] = True
@@ -53,7 +54,7 @@ class PagedLayers:
         return len(self.layers)
 
     def split(self, slots: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
-        """The block of each slot, and the slot's token in that block.
+        """Returns each slot's block, and the number of its token in that block.
 
         Raises:
             BlockRangeError: a slot lies outside the pool.
@@ -66,13 +67,13 @@ class PagedLayers:
         return numbers // self.block_tokens, numbers % self.block_tokens
 
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """Writes `rows` [planes, rows, heads, head_width] to slots of the layer, all different."""
+        """Writes `rows`, shape [planes, rows, heads, head_width], to slots of the layer, which must all differ."""
         for number, plane in enumerate(self.layers[layer]):
             to, of = _as_items(plane, rows[number])
             to[blocks, tokens] = of
 
     def read(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """Reads slots of the layer into `rows` [planes, rows, heads, head_width]."""
+        """Reads slots of the layer into `rows`, shape [planes, rows, heads, head_width]."""
         for number, plane in enumerate(self.layers[layer]):
             of, to = _as_items(plane, rows[number])
             to[:] = of[blocks, tokens]
@@ -80,13 +81,14 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True)
 class CallerLayers:
-    """Layers that a caller takes out of a load's buffers (`LoadPipeline.get_kv`) and writes itself, because only the
-    caller knows the order of its memory. A row's slot is the row's number. The next step implies that the layer is
-    written.
+    """Stands in for paged memory if the caller itself copies each layer from the load's buffers
+    (`LoadPipeline.get_kv`), because only the caller knows the order of its memory. The slot of a row is the row's
+    number. When the caller takes the next step, it has finished with the layer.
 
     Attributes:
-        dtype: the device's.
-        takes_gaps: no: the caller reads no row that no chunk covers.
+        num_layers, planes, heads, head_width: the geometry of the layers.
+        dtype: the rows' dtype, in the device's own type.
+        takes_gaps: False: the caller reads no rows that no chunk covers, so the pipeline does not zero them.
     """
 
     takes_gaps: ClassVar[bool] = False
@@ -98,17 +100,18 @@ class CallerLayers:
     dtype: Any
 
     def split(self, slots: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
-        """See `PagedLayers`: blocks of one token."""
+        """Like `PagedLayers.split`, with blocks of one token."""
         return slots, np.zeros_like(slots)
 
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """Writes nothing: the caller has already written the rows."""
+        """Does nothing: the caller has already copied the rows."""
 
 
 def _as_items(plane: Array, rows: Array) -> tuple[Array, Array]:
-    """Views both arrays with each row as one item, if both are NumPy arrays with contiguous rows.
+    """Returns views of both arrays in which each row is a single item, if both are NumPy arrays with contiguous rows.
+    Otherwise returns the arrays.
 
-    NumPy moves an item by one memcpy, three times as fast as a row of [heads, head_width] elements.
+    NumPy copies an item with one memcpy, which is three times as fast as copying [heads, head_width] elements.
     """
     if not all(isinstance(array, np.ndarray) for array in (plane, rows)):
         return plane, rows

@@ -1,4 +1,4 @@
-"""The base of load and store pipelines: rows, slots, buffers, and how a pipeline ends."""
+"""The base class of load and store pipelines: their rows, slots and buffers, and how they end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class PipelineReport:
     """How a pipeline ended.
 
     Attributes:
-        failed: number of a chunk -> why its rows must not be used, in paged memory after a load and in their target
-            after a store. In paged memory they are zeros, or the caller's edits of those.
-        quiet: whether all movement has stopped. While this is False, neither the engine's blocks nor the other side's
-            memory may be reused; `Pipeline.quiet` waits for it.
+        failed: the failed chunks by number, each with the reason. A failed chunk's rows must not be used, neither in
+            paged memory after a load nor in their target after a store.
+        quiet: whether all copies have ended. While this is False, neither the engine's blocks nor the memory of row
+            sources and targets may be reused; `Pipeline.quiet` waits for the copies.
     """
 
     failed: dict[int, str] = field(default_factory=dict)
@@ -40,19 +40,20 @@ class PipelineReport:
 
 
 class Pipeline(ABC):
-    """One run over all layers of some chunks.
+    """Copies all layers of some chunks once, from or to paged memory.
 
     Args:
-        slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
-        buffers: layer n is in buffer n mod `buffers`. With two, one is filled while the other is emptied.
-        deadline_s: the longest wait of the caller, in seconds.
+        slots: the slot in paged memory of every row, including rows in gaps; int64 [rows], without duplicates.
+        buffers: number of buffers. Layer n uses buffer n mod `buffers`, so that with two buffers one is filled while
+            the other is emptied.
+        deadline_s: the longest that a call makes its caller wait, in seconds.
 
     Attributes:
-        deadline_s: a caller may change it between two calls.
+        deadline_s: as in the arguments; a caller may change it between two calls.
 
     Raises:
-        ContractError: the numbers of slots and rows differ, a slot comes twice, or `buffers` is not allowed.
-        BlockRangeError: a slot outside the pool.
+        ContractError: the numbers of slots and rows differ, a slot appears twice, or `buffers` is not allowed.
+        BlockRangeError: a slot lies outside the pool.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def _events(self) -> list[Event]:
-        """The events of all work that was begun."""
+        """Returns the events of all work that was begun."""
 
     @property
     def num_layers(self) -> int:
@@ -94,20 +95,20 @@ class Pipeline(ABC):
 
     @property
     def prefetch_layers(self) -> int:
-        """Layers that the pipeline holds at once."""
+        """How many layers the pipeline holds at the same time, which is the number of its buffers."""
         return len(self._buffers)
 
     def _buffer_of(self, layer: int) -> Array:
         return self._buffers[layer % len(self._buffers)]
 
     def quiet(self, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until all work that has begun has ended; returns False if some has not."""
+        """Waits up to `deadline_s` seconds until all work that was begun has ended. Returns False if some has not."""
         ends_s = time.monotonic() + deadline_s
         return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in self._events())
 
     @property
     def failed(self) -> dict[int, str]:
-        """Chunks known to have failed so far, and why."""
+        """The numbers of the chunks that have failed so far, each with the reason."""
         return dict(self._failed)
 
     def _start(self) -> None:
@@ -120,8 +121,8 @@ class Pipeline(ABC):
             raise ContractError(f"layer {layer}: {count} {what} for {len(self._chunks.chunks)} chunks")
 
     def _copy_chunks(self, layer: int, buffer: Array, copies: Sequence[Callable[[Array], None]]) -> None:
-        """Calls each chunk's copy with its rows of the buffer. If a copy loses its rows, its chunk
-        fails from then on.
+        """Calls each chunk's copy function with the chunk's rows in the buffer. If a copy raises `LostRows`, its chunk
+        fails, and is skipped in later layers.
         """
         for number, (chunk, copy) in enumerate(zip(self._chunks.chunks, copies, strict=True)):
             if number in self._failed:
@@ -136,11 +137,13 @@ class Pipeline(ABC):
             raise PipelineError(f"a pipeline that was closed still moves bytes after {self.deadline_s:g} s")
 
     def _report(self, last: Event) -> PipelineReport:
-        """`last`: the event that carries every failure."""
+        """Waits for all work, and makes the report. `last` is the event after all other work, so that its error covers
+        every failure but those of single chunks.
+        """
         quiet = self.quiet(self.deadline_s)
         error = last.error if quiet else f"did not end within {self.deadline_s:g} s"
         failed = dict(self._failed)
         if error:
-            # A copy, because stages that still run use the original.
+            # Makes a new dict, because stages that are still running use `_failed`.
             failed = {number: failed.get(number, error) for number in range(len(self._chunks.chunks))}
         return PipelineReport(failed, quiet)

@@ -1,4 +1,4 @@
-"""Row sources and targets over arrays."""
+"""Row sources and targets that are arrays in memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from flexkv.transfer.layerwise.base import Array, LostRows
 
 
 class PageRows:
-    """A chunk's rows, which fill one page after another; the last page may be partly used.
+    """The source or target of a chunk whose rows lie in consecutive pages; only the start of the last page may be used.
 
     Args:
-        pages: each page's planes, each [block_tokens, heads, head_width] with any strides. One array [planes, tokens,
-            heads, head_width] counts as one page.
+        pages: for each page its planes, each of shape [block_tokens, heads, head_width] with any strides. A page may
+            also be one array [planes, tokens, heads, head_width].
     """
 
     def __init__(self, pages: Sequence[Array]) -> None:
@@ -36,7 +36,7 @@ class PageRows:
 
 
 class NoRows:
-    """The source or target of rows that will not arrive, or cannot be taken."""
+    """The source of rows that cannot be delivered, or the target of rows that cannot be taken."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -1,4 +1,4 @@
-"""Supplies a load with rows from pages in host memory, layer by layer."""
+"""Row sources of a load whose pages are in host memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from flexkv.transfer.layerwise.rows import PageRows
 
 @dataclass(frozen=True, slots=True)
 class PageInterior:
-    """How one block's rows lie in its stripe, if that is known (it is not for an engine's opaque order).
+    """Where the rows of one block lie in a host slot. Not available for pages whose order only the engine knows.
 
     Attributes:
-        offsets: where the first row of each plane (K first) of each layer lies, bytes from the slot's start.
-        shape: (block_tokens, heads, head_width).
-        strides: bytes from token to token, head to head, element to element.
+        offsets: for each layer and each of its planes, K first, the offset of the plane's first row from the slot's
+            start, in bytes.
+        shape: the shape of a plane: (block_tokens, heads, head_width).
+        strides: bytes from one token, head or element to the next.
+        dtype: the dtype of the elements.
     """
 
     offsets: tuple[tuple[int, ...], ...]
@@ -32,7 +34,7 @@ class PageInterior:
     dtype: np.dtype[Any]
 
     def planes(self, slot: NDArray[np.uint8], layer: int) -> list[NDArray[Any]]:
-        """Views of one layer's planes in a slot's bytes, each [block_tokens, heads, head_width]."""
+        """Returns views of one layer's planes in a slot's bytes, each of shape [block_tokens, heads, head_width]."""
         return [
             np.ndarray(self.shape, self.dtype, slot.data, offset, self.strides)
             for offset in self.offsets[layer]
@@ -40,11 +42,11 @@ class PageInterior:
 
 
 class HostPages:
-    """Pages in slots of the host pool.
+    """Makes the row sources of chunks whose pages are in slots of the host pool.
 
     Args:
-        slots: each chunk's slots, in the order of its pages. A chunk starts with a page's first token; its last page
-            may be partly used. The caller keeps the slots pinned until the pipeline is over.
+        slots: for each chunk the slots of its pages, in the order of the pages. A chunk starts with the first token of
+            a page, and may end within its last page. The caller keeps the slots pinned until the pipeline is over.
     """
 
     def __init__(self, pool: HostPool, interior: PageInterior, slots: Sequence[Sequence[int]]) -> None:
@@ -52,15 +54,16 @@ class HostPages:
         self._slots = [[pool.slot(slot) for slot in chunk] for chunk in slots]
 
     def take(self, layer: int) -> list[RowSource]:
-        """One row source per chunk."""
+        """Returns a layer's row sources, one per chunk."""
         return [PageRows([self._interior.planes(slot, layer) for slot in chunk]) for chunk in self._slots]
 
 
 def load_layers(pipeline: LoadPipeline, take: Callable[[int], Sequence[RowSource]]) -> PipelineReport:
-    """Runs a pipeline to its end.
+    """Runs a load pipeline to its end, and returns its report.
 
     Args:
-        take: returns a layer's row sources, one per chunk; `NoRows` for rows that will not arrive.
+        take: takes a layer's number, and returns its row sources, one per chunk; `NoRows` for rows that cannot be
+            delivered.
     """
     steps = pipeline.run()
     try:

@@ -1,4 +1,4 @@
-"""The store pipeline: gathers layer i from paged memory while layer i-1 is being stored, in two buffers."""
+"""The store pipeline: gathers layer i from paged memory while layer i-1 is copied to its target."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 
 
 class StorePipeline(Pipeline):
-    """Copies the layers of some chunks out of paged memory, as a generator.
+    """Copies the layers of some chunks out of paged memory, in two stages: gather and store.
 
-    `run()` expects one `next`; a `send` for each layer in turn once its rows are computed (one row target per chunk);
-    and a final `next`, which waits for the last layer and yields the `PipelineReport`. No `send` waits. Edges:
+    The caller drives the generator `run()`: one `next`; per layer one `send` with a row target for each chunk, after
+    the layer's rows were computed or, on a GPU, enqueued; and a final `next`, which waits for the last layer and yields
+    the `PipelineReport`. No `send` waits. The stages wait for each other in this order:
 
         the caller's work on its own stream before a send -> gather(i) -> store(i) -> gather(i+2), in the same buffer
 
-    A target that raises `LostRows` fails only its chunk; any other failure ends the pipeline with every chunk failed.
+    If a target raises `LostRows`, only its chunk fails. Any other failure ends the pipeline, and all chunks fail.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class StorePipeline(Pipeline):
         self._stored: dict[int, Event] = {}
 
     def run(self) -> Generator[PipelineReport | None, Sequence[RowTarget], None]:
-        """See the class. May be run once."""
+        """Returns the generator that the class describes. May be called once."""
         self._start()
         reported = False
         try:
