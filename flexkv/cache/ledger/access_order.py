@@ -1,9 +1,9 @@
-"""The blocks each live request has used, so that they can be marked as used together.
+"""The blocks that each live request has used, so that they can be marked as used together.
 
-A request stores its blocks chunk by chunk. By age alone its first chunk would be evicted first, and the rest would be
-useless without it. All of them are therefore marked in order whenever their number has doubled, and once at the end,
-which costs O(1) per block. Entry numbers here are hints without a lease: if one was reused meanwhile, another block
-gets marked, and nothing worse happens.
+A request stores its blocks chunk by chunk. If only age counted, its first chunk would be evicted first, and its other
+blocks would be useless without that chunk. So all its blocks are marked as used, in order, whenever their number has
+doubled and once at the request's end. This costs O(1) per block. The entries recorded here are not pinned. If an entry
+was reused meanwhile, another block is marked as used, which does no harm.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from flexkv.cache.base import NO_ENTRIES, EntryIds
 from flexkv.cache.ledger.leases import GroupLease
 
 MAX_REQUESTS = 16_384
-"""Requests tracked at once; beyond it the oldest is dropped. Far above what an engine runs: it bounds the ids that
-leak."""
+"""Maximum number of tracked requests; beyond it the oldest is dropped. Engines run far fewer requests. The limit bounds
+the memory for requests whose end is never reported."""
 
 
 MOST_STORED = 4
-"""Entries from stores that an order keeps per block at most: an engine offers a failed store again and again."""
+"""Maximum number of entries from stores that are kept per block before they are joined. Without it, a block whose store
+fails and is offered again and again would add entries without end."""
 
 Part = tuple[int, NDArray[np.integer] | None, EntryIds]
-"""First block, positions relative to it (None: consecutive), and the entry at each position."""
+"""First block number, the blocks' positions relative to it (None if consecutive), and the entry of each block."""
 
 
 class AccessOrder:
-    """Entries of one request in one group, by block number. Parts are kept as they arrive and joined when they are
-    read.
+    """The index entries of one request in one group, by block number. Added arrays are kept as they are, and joined
+    when `entries` is called.
 
-    Entries from lookups are kept apart from those of stores, because an engine without free blocks looks a request up
-    at every step, and each lookup replaces the entries of the one before. If both have a block, the store's entry takes
-    precedence.
+    Entries from lookups are separate from entries from stores: an engine without free blocks looks a request up at
+    every step, and each lookup replaces the entries of the previous lookup. If a block has an entry from each, the
+    store's entry counts.
 
     Attributes:
-        blocks: number of blocks up to the last one with a known entry.
-        found: number of blocks up to the last one that the latest lookup found.
+        blocks: number of leading blocks of the request up to the last block with an entry.
+        found: number of leading blocks of the request up to the last block that the latest lookup found.
     """
 
     __slots__ = ("_looked_up", "_marked_blocks", "_parts", "_stored", "blocks", "found")
@@ -47,19 +48,19 @@ class AccessOrder:
         self._looked_up: tuple[Part, ...] = ()
         self._parts: list[Part] = []
         self._stored = 0
-        """Entries in the parts that came from stores."""
+        """Number of entries that came from stores since the parts were last joined."""
         self.blocks = 0
         self.found = 0
         self._marked_blocks = 0
 
     def put_lookup(self, before: EntryIds, first_block: int, promised: EntryIds) -> None:
-        """Replaces the entries of the last lookup: `before` for the blocks from 0 on, `promised` for those from
-        `first_block` on. The caller must not change either array later."""
+        """Replaces the entries of the previous lookup. `before` are the entries of the blocks from block 0 on,
+        `promised` those of the blocks from `first_block` on. The caller must not change the arrays afterwards."""
         parts: tuple[Part, ...] = ((0, None, before),) if len(before) else ()
         found = len(before)
         if len(promised):
             parts += ((first_block, None, promised),)
-            # Comparisons here and below, because `max` takes longer than the rest of this method.
+            # A comparison here and below, because calling `max` takes longer than the rest of this method.
             if (end := first_block + len(promised)) > found:
                 found = end
         if found > self.blocks:
@@ -69,14 +70,17 @@ class AccessOrder:
 
     @property
     def parts(self) -> int:
-        """Number of arrays kept."""
+        """Number of arrays that are not joined yet."""
         return len(self._looked_up) + len(self._parts)
 
     def put_at(self, first_block: int, positions: NDArray[np.integer], entries: EntryIds) -> None:
-        """Adds entries from a store: entry i is that of block `first_block + positions[i]`. `positions` ascend; there
-        is at least one."""
+        """Adds entries from a store: `entries[i]` is the entry of block `first_block + positions[i]`.
+
+        Args:
+            positions: ascending, at least one.
+        """
         last = int(positions[-1])
-        # `blocks` grows before the part is added: if this method is interrupted, the parts still fit.
+        # `blocks` grows first, so that no part extends beyond it if this method is interrupted.
         self.blocks = max(self.blocks, first_block + last + 1)
         self._stored += len(entries)
         self._parts.append((first_block, None if last < len(positions) else positions, entries))
@@ -84,8 +88,8 @@ class AccessOrder:
             self.entries()
 
     def entries(self) -> EntryIds:
-        """Entry of each block, uint32 [blocks]; NO_ENTRY for blocks without one. Keeps the joined array in place of the
-        parts."""
+        """Returns the entry of each block, uint32 [blocks]; NO_ENTRY for a block without one. The joined array replaces
+        the arrays from which it was made."""
         parts = [*self._looked_up, *self._parts]
         if len(parts) == 1:
             first_block, positions, entries = parts[0]
@@ -101,7 +105,7 @@ class AccessOrder:
         return joined
 
     def mark_doubled(self) -> bool:
-        """Records the number of blocks if it has doubled since it was last recorded, and returns whether it had."""
+        """Returns whether the number of blocks has at least doubled since it was last recorded; if so, records it."""
         if self.blocks < 2 * self._marked_blocks or self.blocks == self._marked_blocks:
             return False
         self._marked_blocks = self.blocks
@@ -109,7 +113,7 @@ class AccessOrder:
 
 
 class AccessOrders:
-    """AccessOrders by request and group."""
+    """The access orders of all requests, by request and group."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
@@ -125,8 +129,12 @@ class AccessOrders:
         return access_orders
 
     def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:
-        """Replaces what the request's last lookup found. Per group, `before` are the blocks that the engine has itself,
-        and `promised` those that the lookup promised."""
+        """Replaces the entries of the request's previous lookup.
+
+        Args:
+            before: per group, entries of the blocks that the engine has itself; empty for no blocks.
+            promised: per group, the share that the lookup promised; empty for none.
+        """
         if not before and not promised and request_id not in self._access_orders:
             return
         for group, order in enumerate(self.orders_of(request_id)):

@@ -1,4 +1,4 @@
-"""How long it recently took to fetch pages from each tier, to load them, and to compute them instead."""
+"""Recent times of fetching pages from each tier, of loading them, and of computing them instead."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from numpy.typing import NDArray
 from flexkv.cache.base import TierId
 
 MEMORY_SAMPLES = 32
-"""A sample this many samples old counts a third of the latest one: long enough to even out one busy step, short enough
-to follow a tier that another program has begun to use."""
+"""A sample that is this many samples old weighs about a third of the latest one. That is long enough to even out one
+busy step, and short enough to follow a tier that another program has begun to use."""
 
 MIN_SAMPLES = 4
-"""Fewer samples are not relied on: the first steps of an engine compile, the first fetches fill caches."""
+"""A fit of fewer samples is not reliable: an engine's first steps include compilation, and the first fetches run with
+cold caches."""
 
 RELIABLE_S = 60.0
-"""A fit without a new sample for this long is not relied on. A manager that never fetches never learns that a tier has
-become faster, so once in a while it fetches to measure."""
+"""A fit without a new sample for this long is not reliable. The manager then fetches again, so it notices if a tier has
+become faster."""
 
 
 class LinearFit:
-    """seconds = latency + rate * units, by least squares over samples that fade (recursive least squares with a
-    forgetting factor; Ljung, System Identification, 1987). Units are pages or tokens.
+    """Fits seconds = latency + rate * units to samples whose weight decreases with age: recursive least squares with a
+    forgetting factor (Ljung, System Identification, 1987). Units are pages or tokens.
 
-    If all samples have the same size, the line goes through the origin.
+    If all samples have the same size, the latency is 0.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class LinearFit:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def see(self, units: float, seconds: float, now_s: float) -> None:
-        """Adds a sample: `units` took `seconds`. `now_s` is a clock that never runs backwards."""
+        """Adds a sample: `units` took `seconds` seconds. `now_s` is the time on a clock that never runs backwards."""
         fade = 1.0 - 1.0 / MEMORY_SAMPLES
         self._n = self._n * fade + 1.0
         self._x = self._x * fade + units
@@ -49,7 +50,8 @@ class LinearFit:
         return self.samples >= MIN_SAMPLES and now_s - self._last_s <= RELIABLE_S
 
     def line(self) -> tuple[float, float]:
-        """Latency in seconds and rate in seconds per unit, neither negative; zeros before the first sample."""
+        """Returns the latency in seconds and the rate in seconds per unit. Neither is negative; both are 0 before the
+        first sample."""
         if not self._x:
             return 0.0, 0.0
         spread = self._n * self._xx - self._x * self._x
@@ -60,18 +62,18 @@ class LinearFit:
         return (latency, rate) if latency >= 0 else (0.0, self._y / self._x)
 
     def seconds(self, units: int) -> float:
-        """Seconds that `units` take if they are moved together."""
+        """Returns the seconds that one op of `units` is expected to take."""
         latency_s, unit_s = self.line()
         return latency_s + unit_s * units
 
 
 class CostModel:
-    """The measurements by which one ownership unit chooses between fetching and computing.
+    """The measurements by which one ownership unit chooses between fetching pages and computing them.
 
     Attributes:
-        load: loads from host memory to the engine. Units are the pages in flight when a load was planned, its own
-            included, so that its time behind other loads is part of the fit.
-        compute: the engine's prefill steps; units are tokens.
+        load: the fit of loads from host memory to the engine. Units are the pages in flight when a load was planned,
+            including its own pages, so that its time behind other loads is part of the fit.
+        compute: the fit of the engine's prefill steps; units are tokens.
     """
 
     def __init__(self) -> None:
@@ -81,27 +83,33 @@ class CostModel:
         self._straight: dict[TierId, LinearFit] = {}
 
     def fetch(self, tier: TierId) -> LinearFit:
-        """The fit of fetches from a tier to host memory; units as for `load`."""
+        """Returns the fit of fetches from a tier to host memory; units as for `load`."""
         return self._fetch.setdefault(tier, LinearFit())
 
     def straight(self, tier: TierId) -> LinearFit:
-        """The fit of straight loads from a tier to the engine; units as for `load`."""
+        """Returns the fit of straight loads from a tier to the engine; units as for `load`."""
         return self._straight.setdefault(tier, LinearFit())
 
     def load_s(self, pages: int) -> float:
-        """Seconds that `pages` add to a load."""
+        """Returns the seconds that `pages` pages add to a load."""
         return self.load.line()[1] * pages
 
     def compute_s(self, tokens: int) -> float:
-        """Seconds that `tokens` add to the engine's steps."""
+        """Returns the seconds that `tokens` tokens add to the engine's steps."""
         return self.compute.line()[1] * tokens
 
     def straight_is_faster(
         self, tier: TierId, pages: int, queued_straight: int, queued_fetches: int, now_s: float
     ) -> bool:
-        """Whether `pages` of a tier reach the engine sooner by a straight load, behind `queued_straight` pages, than by
-        a fetch, behind `queued_fetches` pages, and a load. A way without a reliable measurement is preferred, so that
-        it is measured; straight loads first."""
+        """Whether `pages` pages of a tier reach the engine sooner by a straight load than by a fetch and a load from
+        host memory.
+
+        A route without a reliable measurement is chosen, so that it is measured. If both have none, this is True.
+
+        Args:
+            queued_straight: pages in flight in straight loads from the tier, behind which a straight load would wait.
+            queued_fetches: pages in flight in fetches from the tier, behind which a fetch would wait.
+        """
         straight, fetch = self.straight(tier), self.fetch(tier)
         if not straight.reliable(now_s):
             return True
@@ -113,10 +121,13 @@ class CostModel:
     def straight_is_worth(
         self, tier: TierId, pages: int, tokens: int, queued_pages: int, now_s: float
     ) -> bool:
-        """Whether loading `pages` straight from the tier is quicker than computing their `tokens`; True unless both are
-        known.
+        """Whether loading `pages` pages straight from the tier is faster than computing their `tokens` tokens. True if
+        either time is unknown.
 
-        A prefix of the pages saves and costs in proportion, so the answer holds for all of them.
+        Savings and costs of a prefix of the pages are in proportion to its length, so no prefix is checked separately.
+
+        Args:
+            queued_pages: pages in flight in straight loads from the tier, behind which this one would wait.
         """
         line = self.straight(tier)
         if not (line.reliable(now_s) and self.compute.reliable(now_s)):
@@ -124,7 +135,7 @@ class CostModel:
         return self.compute_s(tokens) > line.seconds(queued_pages + pages)
 
     def fetch_is_known(self, tiers: Iterable[TierId], now_s: float) -> bool:
-        """Whether the times to compute and to fetch from every one of `tiers` are reliable."""
+        """Whether there are reliable measurements of computing and of fetching from each of `tiers`."""
         return self.compute.reliable(now_s) and all(self.fetch(tier).reliable(now_s) for tier in tiers)
 
     def worth(
@@ -134,20 +145,20 @@ class CostModel:
         waiting: NDArray[np.bool_],
         tokens: NDArray[np.int64],
     ) -> int:
-        """How many of the leading blocks arrive sooner than the engine computes them.
+        """Returns how many leading blocks should be fetched because they arrive sooner than the engine computes them.
 
-        Weighs each prefix of the blocks: the time to compute it, less the time to fetch its missing pages behind those
-        queued and to load it. Tiers fetch in parallel, so the slowest one counts. Chooses the prefix that saves the
-        most time, the longest of several; the engine computes the rest.
+        For each prefix of the blocks, the saved time is the time to compute it minus the time to fetch its missing
+        pages, behind those already queued, and to load it. Tiers fetch in parallel, so the slowest tier counts. The
+        prefix that saves the most time is chosen, the longest one if several save the same.
 
         Args:
-            missing: per tier, the pages that a prefix of i + 1 blocks needs from it, int64 [blocks], ascending.
-            queued: per tier, the pages that fetches in flight bring from it.
-            waiting: whether a prefix of i + 1 blocks must wait for a fetch, bool [blocks].
-            tokens: tokens that the engine need not compute with that prefix, int64 [blocks].
+            missing: per tier, the number of pages that the first i + 1 blocks need from it, int64 [blocks], ascending.
+            queued: per tier, the number of pages in flight in fetches from it.
+            waiting: whether the first i + 1 blocks include one that must be fetched, bool [blocks].
+            tokens: number of tokens in the first i + 1 blocks, which the engine need not compute, int64 [blocks].
 
         Returns:
-            0 to len(tokens).
+            A number of blocks from 0 to len(tokens).
         """
         wait_s = np.zeros(len(tokens))
         pages = np.zeros(len(tokens), np.int64)

@@ -1,5 +1,5 @@
-"""The pages in host memory: which keys are in which slots, which are being fetched, and which listeners are
-notified.
+"""The pages in host memory: the slot of each key, the pages that are being fetched, and the listeners that are notified
+of changes.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from flexkv.transfer.graph import NEVER, OpId, ReadIds, SlotIds
 NO_WORDS = np.zeros(0, np.uint64)
 
 RESERVE_FROM_SLOTS = 4096
-"""Smaller pools keep no reserve: every slot counts there, and evictions are few."""
+"""Pools with fewer slots keep no reserve of free slots: every slot counts there, and evictions are few."""
 
 RESERVE_SHARE = 64
 """One slot in this many is kept free."""
 
 RESERVE_MAX_PAGES = 16_384
-"""Most slots kept free: two prompts of 128k tokens at 16 tokens per block."""
+"""Maximum number of slots kept free: enough for two prompts of 128k tokens with 16 tokens per block."""
 
 REFILL_PAGES = 512
-"""Most pages evicted when an op ends (or the op's own number of pages, if larger): some 20 us beyond the op's share."""
+"""Maximum number of pages evicted when an op ends (or the op's number of pages, if that is larger), which takes about
+20 us."""
 
 
 def reserve_pages(up_slots: int) -> int:
-    """Number of slots to keep free in a pool with `up_slots` usable ones, so that planning a store rarely has to evict.
+    """Returns the number of slots to keep free in a pool with `up_slots` usable slots, so that planning a store rarely
+    has to evict.
 
-    The engine's step waits for a store's plan, and evicting costs more than the rest of the plan. Nothing waits for the
-    end of an op, so the slots for the next store are freed then. The price is that this share of the pool holds no
-    blocks.
+    The engine's step waits while a store is planned, and evicting takes longer than the rest of planning. The step does
+    not wait when an op ends, so slots for the next store are freed then. The price is that these slots hold no blocks.
     """
     return 0 if up_slots < RESERVE_FROM_SLOTS else min(up_slots // RESERVE_SHARE, RESERVE_MAX_PAGES)
 
 
 class PageIndex(Protocol):
-    """The part of `c_ext.BlockIndex` that looks up and pins. Changes to which pages are visible go through the hub,
-    which notifies the listeners."""
+    """The part of `c_ext.BlockIndex` that looks up and pins pages. Calls that change which pages are visible go through
+    the hub, which notifies the listeners."""
 
     def match_prefix(self, group: int, keys: Keys) -> EntryIds: ...
     def match_and_pin(self, group: int, keys: Keys) -> tuple[EntryIds, SlotIds]: ...
@@ -71,11 +72,13 @@ class PageIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """Pages that a fetch will bring; `positions` are their indices in the offered keys.
+    """Pages that got a slot and that a fetch will bring.
 
     Attributes:
-        entries: pending; pinned once for the fetch and once for the request that waits for it.
-        whole: every key got a slot.
+        positions: positions of the pages in the offered keys.
+        entries: index entries of the pages, pending; pinned once for the fetch and once for the waiting request.
+        slots: host slots of the pages.
+        whole: whether every offered key got a slot.
     """
 
     positions: NDArray[np.uint32]
@@ -85,29 +88,29 @@ class Inserted:
 
 
 class Hub:
-    """The host slots of one unit. Every page that becomes visible or leaves does so through this class, which notifies
-    the listeners.
+    """The host slots of one unit. All pages become visible, and are removed, through this class, which notifies the
+    listeners.
 
     Args:
-        policy: decides which pages are evicted first; one of `c_ext.eviction_policies()`.
-        counts: the manager's totals; the hub counts evictions there.
-        reactions: the manager's; the hub reports evictions there before it notifies the listeners.
+        policy: the eviction policy; one of `c_ext.eviction_policies()`.
+        counts: the manager's totals, in which the hub counts evicted and expired blocks.
+        reactions: the manager's callbacks, which the hub calls for evictions before it notifies the listeners.
 
     Attributes:
-        presence: maps keys to slots; for lookups over all tiers.
-        index: the same object, for all other callers.
-        tokens: per group, valid tokens of the page in each slot, int32 [slots]. Groups that share slots share the
-            array. Correct only if `tracks_tokens`.
-        tracks_tokens: other tiers need the number of valid tokens per page.
-        any_partial: some page may have another number of tokens than `tokens` had initially.
-        times: when pages expire.
-        expired: keys that expired lately in any tier.
-        owners: the groups with slots of their own.
-        listeners: notified, in this order, of the pages that become visible or leave.
-        board: shows other units what the slots hold; None if no unit reads it.
+        presence: the index of the pages, with all its methods.
+        index: the same object, but only the methods that do not change which pages are visible.
+        tokens: per group, the number of valid tokens of the page in each slot, int32 [slots]. Groups that share slots
+            share the array. Correct only if `tracks_tokens`.
+        tracks_tokens: whether the numbers of valid tokens are recorded, because other tiers need them.
+        any_partial: whether a page may have another number of valid tokens than `tokens` had initially.
+        times: the expiry times of the pages.
+        expired: keys of pages that expired recently in any tier.
+        owners: the groups with slots of their own, ascending.
+        listeners: objects that are notified of pages that become visible or are removed, in this order.
+        board: memory in which peers see the pages in the slots; None if there are no peers.
 
     Raises:
-        ConfigError: no such policy.
+        ConfigError: there is no such policy.
     """
 
     def __init__(
@@ -135,29 +138,29 @@ class Hub:
         self._counts = counts
         self._reactions = reactions
         self._reserve = [0] * len(specs)
-        """Slots to keep free, by the group that owns them."""
+        """Number of slots to keep free, by the number of the group that owns them."""
         self.listeners: list[CacheListener] = []
         self.board: SlotBoard | None = None
 
     def grow(self, group: int, slots: int) -> None:
-        """Makes the first `slots` slots of the group usable."""
+        """Makes the first `slots` slots of the group usable, and sets the reserve of free slots."""
         self.presence.grow(group, slots)
         self._reserve[self._owner[group]] = reserve_pages(self.index.up_slots(group))
 
-    # --- pages under way ---
+    # --- pages that are being stored or fetched ---
 
     def insert_for_store(
         self, group: int, keys: Keys, most: int, spare: bool
     ) -> tuple[NDArray[np.uint32], EntryIds, SlotIds, int, int]:
-        """Gives a slot to those of `keys` that have none, for at most `most` of them.
+        """Gives slots to at most `most` of the keys that have none, evicting other pages if necessary.
 
         Args:
             spare: see `CacheManager.begin_store`.
 
         Returns:
-            Positions in `keys` of those that got a slot, ascending; their entries, pending and pinned once; their
-            slots; how many keys were known already; how many were dropped, which are all from the first one without a
-            slot on.
+            For the keys that got a slot: their positions in `keys`, ascending, their entries, pending and pinned once,
+            and their slots. Then the number of keys that had a slot already, and the number of dropped keys. From the
+            first key that gets no slot on, all keys without a slot are dropped.
         """
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, spare=spare
@@ -167,7 +170,8 @@ class Hub:
         return positions, entries, slots, known, dropped
 
     def insert_coming(self, group: int, keys: Keys, most: int, fetch: OpId) -> Inserted:
-        """Gives a slot, which `fetch` will fill, to those of `keys` that have none, for at most `most` of them."""
+        """Gives slots, which `fetch` will fill, to at most `most` of the keys that have none, evicting other pages if
+        necessary."""
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, filler=fetch, leases=1
         )
@@ -178,8 +182,11 @@ class Hub:
     def filled_by_store(
         self, group: int, slots: SlotIds, keys: Keys, tokens: int, expiries: Expiries | int | None
     ) -> None:
-        """Records that a store got these slots, for pages of `tokens` valid tokens each, and when they expire, None if
-        none does.
+        """Records the pages with which a store will fill these slots.
+
+        Args:
+            tokens: number of valid tokens of each page.
+            expiries: when the pages expire; None if none does.
         """
         if self.tracks_tokens:
             self.tokens[group][slots] = tokens
@@ -187,15 +194,15 @@ class Hub:
         self.note_times(group, slots, keys, expiries)
 
     def filled_by_fetch(self, group: int, slots: SlotIds, tokens: NDArray[np.integer] | None) -> None:
-        """Records the valid tokens of each page that a fetch has brought; None if all are whole blocks."""
+        """Records the number of valid tokens of each page that a fetch has brought; None if all are whole blocks."""
         if tokens is not None:
             self.any_partial = True
         if self.any_partial:
             self.tokens[group][slots] = self._block_tokens[group] if tokens is None else tokens
 
     def note_times(self, group: int, slots: SlotIds, keys: Keys, expiries: Expiries | int | None) -> None:
-        """Records when the pages that will fill these slots expire, None if none does. Called once the op that fills
-        them is planned.
+        """Records when the pages that will fill these slots expire; None if none does. Called when the op that fills
+        the slots is planned.
         """
         if expiries is None:
             if not self.times.any:
@@ -205,7 +212,7 @@ class Hub:
         self.times.thin_out(self._slots_of)
 
     def _slots_of(self, group: int, keys: Keys) -> tuple[NDArray[np.bool_], SlotIds]:
-        """Which of the keys have a slot, bool [keys], and the slots of those."""
+        """Returns which of the keys have a slot, bool [keys], and the slots of those that have one."""
         entries = self.index.find(group, keys, ready_only=False)
         there: NDArray[np.bool_] = entries != NO_ENTRY
         return there, self.index.slots_of(entries[there])
@@ -213,27 +220,27 @@ class Hub:
     # --- visible pages ---
 
     def there(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are visible, bool [keys]."""
+        """Returns which of the keys are visible in host memory, bool [keys]."""
         found: NDArray[np.bool_] = self.index.find(group, keys) != NO_ENTRY
         return found
 
     def ready(self, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which entries are ready, so that a lookup may hit them, bool [entries]; False for NO_ENTRY."""
+        """Returns which entries are visible to lookups, bool [entries]; False for NO_ENTRY."""
         ready = np.zeros(len(entries), np.bool_)
         known = entries != NO_ENTRY
         ready[known] = self.index.ready(entries[known]).view(np.bool_)
         return ready
 
     def holds(self, group: int, keys: Keys, entries: EntryIds) -> bool:
-        """Whether all entries, one per key, still belong to the keys, and are ready and leased."""
+        """Whether each entry still belongs to the key at the same position, is visible and is pinned."""
         return self.index.count_ready(group, keys, entries) == len(entries)
 
     def finish(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Publishes the pending entries that `good` marks, unless they were removed meanwhile, and removes the others.
-        Ends the pin of the insert. Called when the op that filled the entries has ended.
+        """Ends the pending state of entries whose op has ended, and their pin. Makes the entries that `good` marks
+        visible, unless they were removed meanwhile, and removes the others.
 
         Returns:
-            Which became visible, bool [entries].
+            Which entries became visible, bool [entries].
         """
         if self.board is not None:
             self._note(group, entries)
@@ -245,9 +252,7 @@ class Hub:
         return published
 
     def _note(self, group: int, entries: EntryIds) -> None:
-        """Records on the board, for pages that are about to become visible, how many tokens they have and when they
-        expire.
-        """
+        """Writes to the board the number of tokens and the expiry time of pages that are about to become visible."""
         assert self.board is not None
         slots = self.index.slots_of(entries)
         tokens = self.tokens[group][slots].astype(np.uint32)
@@ -255,20 +260,20 @@ class Hub:
         self.board.note(slots, tokens, NO_WORDS, expiries, 0)
 
     def hide(self, slots: SlotIds) -> None:
-        """Withdraws visible pages from the board: peers do not find them. Precondition: there is a board."""
+        """Removes visible pages from the board, so that peers do not find them. Precondition: there is a board."""
         assert self.board is not None
         self.board.hide(slots)
 
     def show(self, group: int, entries: EntryIds) -> None:
-        """Shows peers ready pages that `hide` has withdrawn."""
+        """Shows visible pages on the board again that `hide` has removed from it."""
         assert self.board is not None
         self._note(group, entries)
         self.board.show(self.index.slots_of(entries), group, self.index.keys_of(entries))
 
-    # --- pages that leave ---
+    # --- pages that are removed ---
 
     def drop_expired(self, now_s: int) -> None:
-        """Makes expired pages misses. Promised pages keep their slots until their last lease ends.
+        """Makes expired pages misses. Pages with a lease keep their slots until their last lease ends.
 
         Call order:
             Before keys are looked up or stored, if `times.any`.
@@ -285,12 +290,12 @@ class Hub:
             self.times.end_first()
 
     def evict(self, group: int, most: int) -> None:
-        """Evicts up to `most` blocks of the group and of others that share its slots."""
+        """Evicts up to `most` blocks of the group and of groups that share its slots."""
         if len(keys := self.presence.evict(group, most)):
             self._gone(group, keys)
 
     def unpin_and_evict(self, group: int, entries: EntryIds) -> None:
-        """Ends one pin on each entry, and evicts entries without further pins."""
+        """Ends one pin of each entry, and evicts the entries that have no other pin."""
         alone = entries[self.index.pins_of(entries) == 1]
         keys = self.index.keys_of(alone)
         removed = self.presence.remove(alone).view(np.bool_)
@@ -299,15 +304,15 @@ class Hub:
             self._evicted(group, keys[removed])
 
     def _evicted(self, group: int, keys: Keys) -> None:
-        """Counts and reports blocks that left to make room."""
+        """Counts evicted blocks and reports them to the callbacks and the listeners."""
         self._counts.evicted_blocks += len(keys)
         self._reactions.evicted(group, keys)
         for listener in self.listeners:
             listener.on_evict(group, keys)
 
     def _gone(self, group: int, keys: Keys) -> None:
-        """Counts and reports, each in its own group, the blocks that the index has just evicted to make room in
-        `group`."""
+        """Counts and reports the blocks that the index has just evicted from the slots of `group`. Each is reported
+        with its own group."""
         if not self._shares:
             self._evicted(group, keys)
             return
@@ -316,16 +321,16 @@ class Hub:
             self._evicted(int(each), np.ascontiguousarray(keys[groups == each]))
 
     def give_up_coming(self, entries: EntryIds, fetch: OpId) -> None:
-        """Removes those of these entries that `fetch` should have filled and will not fill. Requests that wait for them
-        keep their pins; the pin of the fetch has ended before.
+        """Removes the entries among these that `fetch` should have filled and will not fill. Pins of requests that wait
+        for them stay. Precondition: the pin of the fetch has ended.
         """
         lost = entries[self.index.fillers(entries) == fetch]
         self.index.pin_coming(lost)
         self.presence.finish(lost, np.zeros(len(lost), np.uint8))
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Turns blocks into misses, whether they are visible or still being filled, and returns how many. A leased slot
-        is freed with its last lease."""
+        """Makes blocks misses, whether they are visible or still being filled, and returns how many it made so. The
+        slot of a pinned block is freed when its last pin ends."""
         was_ready = self.index.ready(entries) if self.listeners else None
         keys = self.index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
         removed = int(np.count_nonzero(self.presence.remove(entries)))
@@ -335,7 +340,7 @@ class Hub:
         return removed
 
     def refill_reserve(self, group: int, most: int) -> None:
-        """Evicts up to `most` blocks if fewer slots are free than `reserve_pages` asks for."""
+        """Evicts up to `most` blocks if fewer slots are free than `reserve_pages` returned for the pool."""
         missing = self._reserve[self._owner[group]] - self.index.free_slots(group)
         if missing > 0:
             self.evict(group, min(missing, most))
@@ -343,11 +348,11 @@ class Hub:
     # --- groups that share slots ---
 
     def owner(self, group: int) -> int:
-        """The group that owns this one's slots: itself, unless it shares another's."""
+        """Returns the number of the group that owns this group's slots: itself, unless it shares another group's."""
         return self._owner[group]
 
     def by_group(self, group: int, entries: EntryIds) -> list[tuple[int, EntryIds]]:
-        """Splits entries of the groups that share these slots by group, and keeps their order."""
+        """Splits entries by group, keeping their order. They belong to `group` and the groups that share its slots."""
         if not self._shares:
             return [(group, entries)]
         groups = self.index.groups_of(entries)

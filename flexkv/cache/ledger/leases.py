@@ -1,5 +1,5 @@
-"""Lookup leases: the pages that `match` promised to a request, and that are not evicted until it loads or releases
-them."""
+"""Lookup leases: the pages that `match` promised to a request. They are not evicted until the request loads or releases
+them, or the lease expires."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from flexkv.transfer.graph import PageTags, ReadIds, SlotIds
 
 @dataclass(frozen=True, slots=True)
 class StraightPages:
-    """Pages of one group that are loaded straight from their tier to engine blocks, each leased in that tier.
+    """Pages of one group that are promised for a load straight from their tier to engine blocks. Each is leased once.
 
     Attributes:
         tier: number of the tier.
-        entries: entries in the tier's index, uint32 [pages].
-        places: place of each entry, int32 [pages].
-        tags: the tags that the places must hold, uint8 [pages, TAG_BYTES].
+        entries: the pages' entries in the tier's index, uint32 [pages].
+        places: the pages' slots in the tier, int32 [pages].
+        tags: the tags that the slots must contain when they are read, uint8 [pages, TAG_BYTES].
     """
 
     tier: TierId
@@ -38,11 +38,12 @@ class StraightPages:
 
 
 class HeldPages(NamedTuple):
-    """Pages of one group that are in host memory or being fetched, each leased once for a request that waits.
+    """Pages of one group that are in host memory or being fetched to it, each pinned once for a waiting request.
 
     Attributes:
-        entries: uint32 [pages].
-        slots: int32 [pages].
+        group: number of the KV group.
+        entries: the pages' entries in the index of host memory, uint32 [pages].
+        slots: the pages' host slots, int32 [pages].
     """
 
     group: int
@@ -52,21 +53,23 @@ class HeldPages(NamedTuple):
 
 @dataclass(slots=True)
 class GroupLease:
-    """One group's share of a lease: whole blocks, followed (in the same arrays) by the partial tail if there is one.
+    """One group's share of a lease: whole blocks, then the partial tail if there is one.
 
     ```
     first_block                                    first_block + blocks
-    |  in host memory  |  coming: `fetches`                   |  tail  |    all of them: entries, slots
-    |  in host memory  |  where they lie: `straight`          |             the first part: entries, slots
+    |  in host memory  |  being fetched: `fetches`            |  tail  |    all in `entries` and `slots`
+    |  in host memory  |  loaded straight: `straight`         |             only the first part in `entries` and `slots`
     ```
 
     Attributes:
-        entries: entries of the pages in host memory or being fetched, uint32 [pages].
-        slots: int32 [pages].
+        entries: entries of the pages in host memory or being fetched to it, the tail last, uint32 [pages].
+        slots: host slots of these pages, int32 [pages].
         first_block: number of the first block within the request.
-        blocks: whole blocks; `pages` is one more when there is a tail.
-        fetches: int64 [pages], the op that brings each page to host memory, or 0; None if all are there.
-        straight: the blocks that follow and are loaded straight from another tier. With them there is no tail.
+        blocks: number of whole blocks; with a tail, `pages` is one more.
+        fetches: number of the op that fetches each page, 0 for a page that is in host memory, int64 [pages]; None if
+            all pages are in host memory.
+        straight: the last blocks, if they are loaded straight from another tier; None if there are none. A share with
+            such blocks has no tail.
     """
 
     entries: EntryIds
@@ -86,12 +89,12 @@ class GroupLease:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are only whole blocks that can all be loaded at once, because none is being fetched."""
+        """Whether the share has no tail, and none of its blocks is being fetched."""
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """A share with these whole blocks and the following blocks `held`. Precondition: all these blocks are in
-        host memory.
+        """Returns a share of these blocks and the blocks `held`, which follow them in the request. Precondition: all
+        blocks of both are in host memory.
         """
         return GroupLease(
             np.concatenate((self.entries, held.entries)),
@@ -103,20 +106,22 @@ class GroupLease:
 
 @dataclass(slots=True)
 class Lease:
-    """The pages that a lookup promised to one request and keeps for it.
+    """The pages that a lookup promised to one request. They are not evicted while the lease exists.
 
     The tokens of the request, from its first on, and where their KV comes from:
 
-        |  the engine's own  |  these pages, whole blocks  |  a partial tail  |  computed by the engine
-        0                start_tokens                  + tokens         + tail_tokens
+        |  the engine's own  |  whole blocks of the lease  |  its partial tail  |  computed by the engine
+        0                start_tokens                  + tokens           + tail_tokens
 
     Attributes:
-        since_s: the time at which it was made.
-        start_tokens: tokens that the engine had itself: whole blocks of every group.
-        tokens: tokens promised after those: whole blocks of every group.
-        tail_tokens: tokens of the partial tail; 0 for none.
-        cut: more than `tokens` were found, but there is no room to promise the rest.
-        by_tier, shared_tokens: see `MatchResult`.
+        groups: the share of each KV group.
+        since_s: clock time at which the lease was made.
+        start_tokens: number of tokens that the engine had itself: whole blocks of every group.
+        tokens: number of tokens promised after the start: whole blocks of every group.
+        tail_tokens: number of tokens in the partial tail; 0 without a tail.
+        cut: whether more tokens were found but not promised, because the limit of promised pages was reached.
+        by_tier: number of promised tokens that each tier supplied; see `MatchResult`.
+        shared_tokens: number of leading tokens that earlier requests had too; see `MatchResult`.
     """
 
     groups: tuple[GroupLease, ...]
@@ -142,7 +147,13 @@ def joined_shares(
     lease: Lease | None, held: Sequence[HeldPages], groups: int, start_tokens: int, start_block: int
 ) -> tuple[GroupLease, ...]:
     """Joins a request's lease and the pages held for it into one share per group, of whole blocks from `start_block`
-    on. Empty if there is neither, or if they do not form such shares."""
+    on. Returns an empty tuple if the request has neither, or if they do not fit together.
+
+    Args:
+        groups: number of KV groups.
+        start_tokens: number of tokens that the engine has itself now.
+        start_block: `start_tokens` in blocks.
+    """
     if lease is not None and (
         lease.start_tokens != start_tokens or not all(share.is_whole for share in lease.groups)
     ):

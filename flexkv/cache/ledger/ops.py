@@ -1,4 +1,5 @@
-"""Ops that were planned and have not ended yet, whether the ranks run them or the plane of their tier."""
+"""Ops that were planned and have not ended yet. Loads and stores run on the ranks, all other ops on the plane of their
+tier."""
 
 from __future__ import annotations
 
@@ -27,15 +28,17 @@ from flexkv.transfer.graph import (
 )
 
 WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
-"""Statuses under which no page of the op counts, whatever the result lists."""
+"""Statuses under which every page of the op counts as failed, even if the result lists only some pages as failed."""
 
 
 def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[np.bool_]:
-    """Which of the `pages` pages of an op ended successfully, bool [pages].
+    """Returns which of the `pages` pages of an op succeeded, bool [pages].
+
+    Args:
+        who: the sender of the result, for error messages.
 
     Raises:
-        ContractError: the result lists pages that the op does not have, or is OK but lists failed pages; the message
-            names `who` sent it.
+        ContractError: the result lists pages that the op does not have, or its status is OK but it lists failed pages.
     """
     listed = np.asarray(result.failed)
     if listed.size and (
@@ -49,7 +52,7 @@ def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[n
             raise ContractError(f"op {result.op_id}: {who} says OK and lists {listed.size} failed pages")
         return np.ones(pages, np.bool_)
     good = np.zeros(pages, np.bool_)
-    # A failure that names no page counts as a failure of all pages, so that no failed page is mistaken for a good one.
+    # If a failed result lists no page, all pages count as failed, so that no failed page is mistaken for a good one.
     if result.status not in WHOLE_OP_STATUSES and listed.size:
         good[:] = True
         good[listed] = False
@@ -62,14 +65,14 @@ class Op:
 
     Attributes:
         plan: the op as it was planned.
-        role: the op's purpose.
-        tier: the tier whose index `entries` belong to.
-        entries: index entries of its pages in that tier, each pinned once by the op.
-        epoch: the manager's epoch when it was planned.
+        role: purpose of the op.
+        tier: number of the tier whose index contains `entries`.
+        entries: entries of the op's pages in the index of `tier`, each pinned once by the op.
+        epoch: the manager's epoch when the op was planned.
         op_id, group: copied from the plan.
-        pages: number of pages that it moves.
-        begun_s: the time at which it was added to the table.
-        ahead: pages that were then in flight on the same route.
+        pages: number of pages that the op moves.
+        begun_s: clock time at which the op was added to the table.
+        ahead: number of pages that were in flight on the same route when the op was planned.
     """
 
     plan: TransferOp
@@ -93,10 +96,10 @@ class Op:
 
 @dataclass(slots=True, kw_only=True)
 class AwaitedOp(Op):
-    """An op for which requests wait.
+    """An op for which requests may wait.
 
     Attributes:
-        waiters: those requests.
+        waiters: ids of the requests that wait for the op.
     """
 
     waiters: set[str] = field(default_factory=set)
@@ -104,11 +107,11 @@ class AwaitedOp(Op):
 
 @dataclass(slots=True, kw_only=True)
 class FetchOp(AwaitedOp):
-    """Brings pages of a tier to host slots.
+    """Moves pages of a tier to host slots.
 
     Attributes:
-        host: the pages' entries in host memory, pending, each pinned once by the op.
-        prefetched: the fetch was begun before a lookup asked for its pages.
+        host: the pages' entries in the index of host memory, pending, each pinned once by the op.
+        prefetched: whether the fetch was begun before a lookup asked for its pages.
     """
 
     host: EntryIds
@@ -120,9 +123,9 @@ class ProbeOp(AwaitedOp):
     """Asks a tier which pages of a request it has. Moves no pages.
 
     Attributes:
-        keys: per group, the keys of the whole request.
-        start_tokens: tokens that the engine had itself.
-        settings: the settings that the caller gave with the request.
+        keys: per group, the keys of all whole blocks that may be promised to the request; for a tail, its candidates.
+        start_tokens: number of tokens that the engine has itself; for a tail, number of tokens before the tail.
+        settings: the caller's settings for the request.
     """
 
     keys: Sequence[Keys]
@@ -135,8 +138,8 @@ class WriteOp(Op):
     """Writes pages of host memory to a tier.
 
     Attributes:
-        host: the pages' entries in host memory, each pinned once by the op.
-        leaving: the pages leave host memory when the op has ended.
+        host: the pages' entries in the index of host memory, each pinned once by the op.
+        leaving: whether the pages are evicted from host memory when the op has ended.
     """
 
     host: EntryIds
@@ -144,7 +147,7 @@ class WriteOp(Op):
 
 
 class Mark(IntFlag):
-    """The meaning of a rank's failure for the page; `RankOp` has a field of each name."""
+    """What a failure on a rank says about the page. `RankOp` has a field for each flag, with the same name."""
 
     NONE = 0
     SUSPECT = 1
@@ -166,8 +169,8 @@ HOST_MARKS = _marks(
         FailureCause.NOT_EXECUTED: Mark.SUSPECT,
     }
 )
-"""Marks by cause, for pages in host memory. There is no other route from it to an engine, so a page that stayed would
-fail again, whatever the cause."""
+"""Marks by failure cause, for pages in host memory. Every cause makes such a page suspect, so that it is forgotten: a
+load from host memory has no other route, and would fail again."""
 
 STRAIGHT_MARKS = _marks(
     {
@@ -178,32 +181,35 @@ STRAIGHT_MARKS = _marks(
         FailureCause.NOT_EXECUTED: Mark.NONE,
     }
 )
-"""Marks by cause, for pages of another tier: unless their content is bad, they may be loaded through host memory the
-next time."""
+"""Marks by failure cause, for pages that are loaded straight from another tier. Unless its content is bad, such a page
+can be loaded through host memory the next time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankOp(Op):
-    """A load or a store: moves pages between engine blocks and a tier. Every rank reports its end.
+    """A load or a store: moves pages between engine blocks and a tier, and ends when every rank has reported it.
 
     Attributes:
-        first_block, positions: page i belongs to block `first_block + positions[i]` of the request; integers of any
-            dtype, ascending.
-        digests: for a store straight to a tier, by rank, the run digests of every page that the rank reported.
-        waits_for: loads of the same request that were in flight when this store was planned. If it ends before one of
-            them, it is not published.
-        reported: ranks that have reported their result. The op ends with the last of them. A rank that died never
-            reports, so the pages stay pinned until the unit ends, because its last copy may still run.
-        failed: pages that failed on a rank that has reported.
-        suspect: failed pages whose stored copy may be at fault. A cancelled load is no evidence against it.
-        damaged: failed pages whose content may be at fault, as reported by the ranks.
-        withheld: for a load straight from another tier, failed pages that the tier did not deliver. They are counted,
-            and the tier keeps them.
-        source_failed: for such a load, pages failed because of the tier or the route from it, not because of their
-            content.
-        revoked: pages that must not be published.
-        load: number of the load that this op is part of, which is the number of the load's first op.
-        abandoned: for a load, the request has ended or has taken the load back.
+        request_id: the request whose pages these are.
+        first_block: number within the request of the block at position 0.
+        positions: page i is block `first_block + positions[i]` of the request; integers of any dtype, ascending.
+        waits_for: numbers of the request's loads that were in flight when this store was planned. If one of them is
+            still in flight when the store ends, the store is not published.
+        digests: for a store straight to a tier, by rank, the run digests of every page.
+        reported: numbers of the ranks that have reported. A rank that died never reports. The op's pages then stay
+            pinned until the unit ends, because the rank's last copy may still run.
+        failed: which pages failed on a rank that has reported.
+        suspect: which pages failed and must be forgotten; none because of a cancelled load.
+        damaged: which pages failed, perhaps because their content is bad.
+        withheld: for a load straight from a tier, which pages failed because the tier did not deliver them. The tier
+            keeps them, and the failures are counted.
+        source_failed: for a load straight from a tier, whether pages failed because of the tier or the route from it,
+            not because of their content.
+        revoked: which pages must not be published.
+        load: number of the first op of the load that this op is part of; None until the whole load is planned.
+        abandoned: for a load, whether its request has ended or the engine has withdrawn the load.
+        reasons: what the ranks reported about failures.
+        loss: why a rank did not begin this store; None if no rank gave such a reason.
     """
 
     request_id: str
@@ -230,27 +236,27 @@ class RankOp(Op):
 
     @property
     def blocks(self) -> BlockIds:
-        """The engine blocks of its pages."""
+        """The engine block of each page."""
         return self.plan.blocks
 
     @property
     def straight(self) -> bool:
-        """Whether its pages have no host slot."""
+        """Whether the op moves pages straight between a tier and engine blocks, so that they have no host slot."""
         return self.tier != HUB
 
     @property
     def coming(self) -> NDArray[np.bool_] | None:
-        """Pages that were still being fetched to host memory when the op was planned, bool [pages]; None if there were
-        none."""
+        """Which pages were still being fetched to host memory when the op was planned, bool [pages]; None if no page
+        was."""
         return self.plan.reads != 0 if len(self.plan.reads) else None
 
     @property
     def block_numbers(self) -> NDArray[np.int64]:
-        """Number of each page's block in the request, int64 [pages]. Computed on each call; planning never calls it."""
+        """The number of each page's block within the request, int64 [pages]. Computed on each call."""
         return self.positions.astype(np.int64) + self.first_block
 
     def completion(self, failed: NDArray[np.bool_], published: NDArray[np.int32]) -> Completion:
-        """The op's `Completion`; `failed` marks the pages whose engine blocks it lists as failed."""
+        """Returns the op's `Completion`, which lists the engine blocks of the pages that `failed` marks as failed."""
         blocks = self.plan.blocks
         return Completion(
             op_id=self.op_id,
@@ -268,14 +274,14 @@ class RankOp(Op):
         """Records one rank's result.
 
         Raises:
-            ContractError: the list of failed pages or causes does not fit the op. Nothing has changed.
+            ContractError: the result's failed pages or causes do not fit the op. The op is then unchanged.
         """
         if result.status is not OpStatus.OK or len(result.failed):
             good = good_pages(result, self.pages, f"rank {rank}")
             self._take_failures(rank, result, ~good, result.page_causes(self.pages))
         if result.digests.size:
             self.digests[rank] = result.digests
-        # This comes last, because an interrupted report must not count as a good one.
+        # This line comes last, so that an interrupted report does not count as a report without failures.
         self.reported.add(rank)
 
     def _take_failures(
@@ -294,14 +300,14 @@ class RankOp(Op):
 
 
 class OpTable:
-    """Ops in flight by number and by request, and how many pages and ops each role and tier has in flight.
+    """The ops in flight, by number and by request, and the numbers of their pages and ops by role and tier.
 
     Args:
-        clock: seconds, never running backwards.
+        clock: returns seconds and never runs backwards.
 
     Attributes:
-        last_id: the last number assigned; 0 if none was.
-        of_ranks: number of ops in flight that the ranks have to report.
+        last_id: the op number that was assigned last; 0 before the first.
+        of_ranks: number of loads and stores in flight, which the ranks have to report.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -318,7 +324,7 @@ class OpTable:
         self.of_ranks = 0
 
     def next_id(self) -> OpId:
-        """Assigns and returns a number that no op of this manager has had."""
+        """Assigns and returns the number of a new op. No two ops of one manager have the same number."""
         self.last_id = OpId(self.last_id + 1)
         return self.last_id
 
@@ -332,19 +338,20 @@ class OpTable:
         return op_id in self._ops
 
     def pages(self, role: OpRole, tier: TierId | None = None) -> int:
-        """Pages in flight in ops of a role, for one tier or for all."""
+        """Returns the number of pages in flight in ops of a role, for one tier, or for all tiers if `tier` is None."""
         return self._all_pages[role] if tier is None else self._pages.get((role, tier), 0)
 
     def count(self, role: OpRole, tier: TierId) -> int:
-        """Number of ops of a role and tier in flight."""
+        """Returns the number of ops of a role and tier in flight."""
         return self._counts.get((role, tier), 0)
 
     def any_of(self, role: OpRole) -> bool:
-        """Whether ops of a role are in flight."""
+        """Whether ops of a role have pages in flight."""
         return self._all_pages[role] > 0
 
     def get(self, op_id: OpId) -> Op:
-        """
+        """Returns the op with this number.
+
         Raises:
             ContractError: no such op is in flight.
         """
@@ -354,23 +361,21 @@ class OpTable:
         return op
 
     def find(self, op_id: OpId) -> Op | None:
-        """The op of that number; None when it has ended."""
+        """Returns the op with this number; None if it is not in flight."""
         return self._ops.get(op_id)
 
     def fetch(self, op_id: OpId) -> FetchOp | None:
-        """The fetch of that number; None when it has ended, or if it is another op."""
+        """Returns the fetch with this number; None if it is not in flight or the op is not a fetch."""
         op = self._ops.get(op_id)
         return op if isinstance(op, FetchOp) else None
 
     def awaited(self, op_id: OpId) -> AwaitedOp | None:
-        """The op of that number if it is one that requests may wait for; None otherwise, or when it has ended."""
+        """Returns the fetch or question with this number; None if it is not in flight or the op is neither."""
         op = self._ops.get(op_id)
         return op if isinstance(op, AwaitedOp) else None
 
     def unawaited_prefetches(self) -> int:
-        """Pages in flight in fetches that were begun before a lookup asked for them and for which no request waits any
-        more.
-        """
+        """Number of pages in flight in prefetches for which no request waits any more."""
         fetches = (op for op in self if isinstance(op, FetchOp))
         return sum(op.pages for op in fetches if op.prefetched and not op.waiters)
 
@@ -378,12 +383,12 @@ class OpTable:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]
 
     def targets_of_loads(self, group: int) -> BlockIds:
-        """Engine blocks of a group to which loads in flight write."""
+        """Returns the engine blocks of a group to which loads in flight write."""
         targets = [op.plan.blocks for op in self if op.role is OpRole.LOAD and op.group == group]
         return np.concatenate(targets) if targets else NO_BLOCKS
 
     def entries_read(self, tier: TierId, group: int) -> EntryIds:
-        """Entries of a tier whose pages are read by loads and fetches in flight."""
+        """Returns the entries of a group in a tier whose pages loads and fetches in flight read."""
         reads = [
             op.entries
             for op in self
@@ -406,8 +411,8 @@ class OpTable:
             self.of_ranks += 1
 
     def drop_after(self, last: OpId, handed_out: set[OpId], ended: Op | None = None) -> None:
-        """Removes the ops numbered above `last` except those in `handed_out`, removes `ended`, and recounts all others.
-        For a call that was interrupted, perhaps within `add` or `remove`."""
+        """Undoes a call that was interrupted, perhaps within `add` or `remove`. Drops the ops with numbers above
+        `last`, except those in `handed_out`, drops the op `ended`, and recounts the others."""
         kept = [op for op in self if (op.op_id <= last or op.op_id in handed_out) and op is not ended]
         self._ops = {}
         self._clear_counts()
@@ -429,7 +434,8 @@ class OpTable:
             del self._by_request[op.request_id]
 
     def check_integrity(self) -> None:
-        """
+        """Checks the tables against each other.
+
         Raises:
             ContractError: the tables or page counts disagree.
         """

@@ -1,4 +1,4 @@
-"""Ops that were planned for the tiers' own planes and have not been submitted yet."""
+"""The queue of ops that tiers' planes will run and that were not submitted to them yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flexkv.transfer.graph import OpId, TransferGraph, TransferOp
 
 
 class Outbox:
-    """A queue of graphs in the order in which they were planned, which is the order to submit them in."""
+    """A queue of planned graphs. They are submitted in the order in which they were planned."""
 
     def __init__(self) -> None:
         self._graphs: list[tuple[TierId, TransferGraph]] = []
@@ -17,13 +17,13 @@ class Outbox:
 
     @property
     def op_ids(self) -> set[OpId]:
-        """The numbers of the waiting ops."""
+        """The numbers of all ops in the queue."""
         return {op.op_id for _, graph in self._graphs for op in graph.ops}
 
     def put(self, tier: TierId, op: TransferOp) -> None:
         self._graphs.append((tier, TransferGraph((op,))))
 
     def take(self) -> list[tuple[TierId, TransferGraph]]:
-        """Removes and returns all waiting graphs, with their tiers."""
+        """Removes and returns all graphs in the queue, with their tiers."""
         graphs, self._graphs = self._graphs, []
         return graphs

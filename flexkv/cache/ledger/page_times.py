@@ -1,7 +1,8 @@
-"""When pages in host memory expire (`flexkv.ttl_s` of the request that stored them), and which keys expired recently.
+"""The times at which pages in host memory expire, and the keys that expired recently. A page expires `flexkv.ttl_s`
+seconds after a request with this setting stored it.
 
-The index does not know these times. Instead, the hub drops expired pages before each lookup (`Hub.drop_expired`). That
-costs one comparison, and nothing in a cache without pages that expire.
+The index of host memory does not contain these times. Instead, the hub drops expired pages before each lookup
+(`Hub.drop_expired`). That costs one comparison if no page is due, and nothing if no page has a time to live.
 """
 
 from __future__ import annotations
@@ -16,48 +17,53 @@ from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.transfer.graph import NEVER, SlotIds
 
 Expiries = NDArray[np.uint64]
-"""Unix seconds from which on a page is a miss; NEVER for a page that does not expire."""
+"""Per page, the Unix time in seconds from which on the page is a miss; NEVER for a page that does not expire."""
 
 NOTED_PAGES = 4096
-"""Notes are thinned out once they name more pages than this and twice the slots: pages that left before their time
-leave their notes."""
+"""Records of expiry times are thinned out when there are more than this number plus twice the number of slots: the
+record of a page that was evicted before it expired stays until then."""
 
 REMEMBERED = 16_384
-"""Most expired keys that are remembered, so that a miss can be named: a comparison with all of them takes some 20
-us."""
+"""Maximum number of remembered expired keys, by which the reason of a miss is found. Comparing a key with all of them
+takes about 20 us."""
 
 
 def earlier(one: Expiries, other: Expiries | int) -> Expiries:
-    """The earlier of two times, element by element; NEVER is later than all others."""
+    """Returns the earlier of two times, element by element. NEVER is later than all other times."""
     is_later = (one == NEVER) | ((np.uint64(NEVER) != other) & (other < one))
     both: Expiries = np.where(is_later, np.asarray(other, np.uint64), one)
     return both
 
 
 class PageTimes:
-    """The expiry of the page in each host slot. Pages that expire in the same second are recorded together, by their
-    keys.
+    """The expiry time of the page in each host slot, and the keys of the pages that expire in each second.
 
     Args:
-        slots: host slots of each group.
-        owners: for each group, the group that owns its slots.
+        slots: number of host slots of each group.
+        owners: for each group, the number of the group that owns its slots.
 
     Attributes:
-        any: some page has had an expiry since this was made. While it is False, no other method need be called.
+        any: whether any page has ever had an expiry time. While it is False, no other method need be called.
     """
 
     def __init__(self, slots: Sequence[int], owners: Sequence[int]) -> None:
         self._slots, self._owners = slots, owners
         self._of_slot: dict[int, Expiries] = {}
         self._seconds: list[int] = []
-        """A heap of the keys of `_noted`."""
+        """The seconds in `_noted`, as a heap."""
         self._noted: dict[int, list[tuple[int, Keys]]] = {}
+        """By Unix second, the groups and keys of the pages that expire then."""
         self._pages = 0
-        """Pages in `_noted`."""
+        """Number of pages in `_noted`."""
         self.any = False
 
     def set(self, group: int, slots: SlotIds, keys: Keys, expiries: Expiries | int) -> None:
-        """Records when the pages expire with which `slots` are filled."""
+        """Records the expiry times of the pages with which `slots` are filled.
+
+        Args:
+            keys: the key of the page in each slot.
+            expiries: the expiry time of each page, or one time for all.
+        """
         of_slot = self._table(group)
         of_slot[slots] = expiries
         for second in np.unique(of_slot[slots]).tolist():
@@ -71,27 +77,27 @@ class PageTimes:
             self._pages += len(chosen)
 
     def of(self, group: int, slots: SlotIds) -> Expiries:
-        """When the pages in these slots expire."""
+        """Returns the expiry times of the pages in these slots."""
         times: Expiries = self._table(group)[slots]
         return times
 
     def first_due(self, now_s: int) -> Sequence[tuple[int, Keys]]:
-        """The pages, by group, that expire first, if their time has come; else none. Some may have left, or been stored
-        again with another expiry.
+        """Returns the groups and keys of the pages that expire first, or nothing if that time is after `now_s`. Some of
+        the pages may no longer be in host memory, or may have been stored again with another expiry time.
         """
         if not self._seconds or self._seconds[0] > now_s:
             return ()
         return self._noted[self._seconds[0]]
 
     def end_first(self) -> None:
-        """Drops the records of the pages that `first_due` returns: they have left."""
+        """Drops the records of the pages that `first_due` returned, which the caller has removed from host memory."""
         self._pages -= sum(len(keys) for _, keys in self._noted.pop(heappop(self._seconds)))
 
     def thin_out(self, slots_of: Callable[[int, Keys], tuple[NDArray[np.bool_], SlotIds]]) -> None:
-        """Drops records of pages that left before their time, if there are many.
+        """If there are many records, drops those of pages that left host memory before they expired.
 
         Args:
-            slots_of: tells which of a group's keys are in host memory, and the slots of these.
+            slots_of: returns, for a group and keys, which of the keys are in host memory and the slots of those.
         """
         if self._pages <= NOTED_PAGES + 2 * sum(self._slots):
             return
@@ -104,7 +110,7 @@ class PageTimes:
                     self.set(group, slots[kept], np.unique(keys[there][kept], axis=0), second)
 
     def clear(self) -> None:
-        """Called when every page has left."""
+        """Drops all records. Called when host memory has no page any more."""
         self._noted.clear()
         self._seconds.clear()
         self._pages = 0
@@ -117,7 +123,7 @@ class PageTimes:
 
 
 class ExpiredKeys:
-    """Keys of pages that expired recently, the last REMEMBERED of all tiers."""
+    """The keys of the last REMEMBERED pages that expired in any tier."""
 
     def __init__(self) -> None:
         self._keys: NDArray[np.uint64] | None = None
@@ -131,7 +137,7 @@ class ExpiredKeys:
         self._next = (self._next + len(new)) % REMEMBERED
 
     def holds(self, key: Keys) -> bool:
-        """Whether a key, shape [1, KEY_BYTES], is among them."""
+        """Whether a page with this key, shape [1, KEY_BYTES], expired recently."""
         if self._keys is None:
             return False
         return bool((self._keys == np.ascontiguousarray(key).view(np.uint64)).all(axis=1).any())

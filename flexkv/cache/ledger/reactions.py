@@ -1,6 +1,4 @@
-"""Callbacks for pages that leave, or turn out not to be where the tables say. They are the only late binding in a
-manager.
-"""
+"""Callbacks by which records and tiers report events, such as evictions, to the parts of a manager that plan."""
 
 from __future__ import annotations
 
@@ -13,20 +11,22 @@ from flexkv.facts.request_settings import RequestSettings
 
 
 def _nothing(*_: object) -> None:
-    """A placeholder until the manager is fully constructed."""
+    """The value of each callback until the manager sets it."""
 
 
 @dataclass(slots=True)
 class Reactions:
-    """Callbacks for the ledger and the tiers, which are constructed before the packages that act. The manager sets all
-    of them once, at the end of its constructor.
+    """The callbacks of one manager. The ledger and the tiers call them, and are made before the objects that provide
+    them. The manager sets all of them at the end of its constructor.
 
     Attributes:
-        evicted: (group, keys) these blocks left host memory to make room.
-        forgotten: (tier, group, keys) the tier forgot these pages, because it did not have them.
-        reused: (tier, group, keys) these pages of host memory were used again, and the tier writes reused pages.
-        answered: (request, keys, start in tokens, settings) a tier has answered a question that the request waited for.
-        undone: () an interrupted plan was undone; objects that keep their own counts must recount.
+        evicted: called with (group, keys) when blocks were evicted from host memory to free slots.
+        forgotten: called with (tier, group, keys) when the tier forgot pages that it turned out not to have.
+        reused: called with (tier, group, keys) when pages of host memory were used again, for a tier that writes such
+            pages.
+        answered: called with (request, keys, start in tokens, settings) when a tier has answered a question for which
+            the request waited.
+        undone: called without arguments when an interrupted plan was undone; objects recount what they count.
     """
 
     evicted: Callable[[int, Keys], object] = _nothing

@@ -14,19 +14,19 @@ from flexkv.transfer.graph import OpId
 
 @dataclass(slots=True)
 class Wait:
-    """The wait of a request whose lookup found further pages in tiers behind host memory.
+    """A request's wait for fetches and for answers of tiers behind host memory, and its results.
 
     Attributes:
-        since_s: by tier, the time at which the request began to wait for it.
-        ends_s: the clock at which the wait ends at the latest.
-        ops: fetches and questions that have not ended, with their tiers.
-        held: pages that are fetched for the request, with those that its fetches found there; kept until its next
-            lookup has leased them.
-        skipped: tiers without which the request continues, and why.
-        probed: number of the question by tier and whether it was for the tail; each tier is asked once for blocks and
-            once for a tail.
-        ready_end: block of the request at which the pages in host memory ended when it began to wait.
-        fetched: number of pages that were brought to host memory for it, by the tier that they came from.
+        since_s: by tier, the clock time at which the request began to wait for the tier.
+        ends_s: clock time at which the wait ends at the latest.
+        ops: by op number, the tier of each fetch or question that has not ended yet.
+        held: pages that are pinned for the request until its next lookup has leased them: those that its fetches
+            bring, and those among them that were already in host memory.
+        skipped: by tier, why the request continues without the tier's pages.
+        probed: number of the question that the tier was asked for the request, by tier and by whether it was for the
+            tail. Each tier is asked once for whole blocks and once for a tail.
+        ready_end: number of leading blocks of the request that were in host memory when the wait began; None before.
+        fetched: number of pages that were fetched to host memory for the request, by tier.
     """
 
     since_s: dict[TierId, float] = field(default_factory=dict)
@@ -40,20 +40,20 @@ class Wait:
 
 
 MOST_MISSES = 16_384
-"""Misses noted at once; beyond it the oldest is dropped. Far above what an engine queues: it bounds the ids that
-leak."""
+"""Maximum number of recorded misses; beyond it the oldest is dropped. Engines queue far fewer requests. The limit
+bounds the memory for requests whose end is never reported."""
 
 
 class RequestLedger:
-    """The lookup leases by request, oldest first, the pages that they reserve, and the waits.
+    """The lookup leases (oldest first), the waits and the misses of all requests, and the pages that plugins keep.
 
     Attributes:
-        waits: the waits by request.
-        prefetched: requests with a wait that no lookup has asked for yet.
-        reserved_pages: pages of all leases.
-        misses: by request, why its last lookup promised no more, and how many whole blocks it did not promise. Contains
-            only lookups that the engine has not acted on yet.
-        kept: pages that plugins keep, each pinned once, by the name of the pin.
+        waits: each request's wait, by request id.
+        prefetched: ids of requests whose pages are being fetched before their first lookup; each has a wait.
+        reserved_pages: number of pages in all leases.
+        misses: by request id, why the last lookup promised no more, and the number of whole blocks that it did not
+            promise. An element is removed when the engine acts on the lookup.
+        kept: pages that plugins keep in host memory, by the name that the plugin gave; each is pinned once.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class RequestLedger:
     # --- misses ---
 
     def note_miss(self, request_id: str, reason: MissReason, blocks: int) -> None:
-        """Records why the request's last lookup did not promise `blocks` whole blocks, in place of an earlier
-        record.
+        """Records why the request's last lookup did not promise `blocks` whole blocks. Replaces the record of an
+        earlier lookup.
         """
         if len(self.misses) >= MOST_MISSES and request_id not in self.misses:
             del self.misses[next(iter(self.misses))]
@@ -87,7 +87,7 @@ class RequestLedger:
         return self._leases.get(request_id)
 
     def add_lease(self, request_id: str, lease: Lease) -> None:
-        """Adds a lease, unless it has no pages. Precondition: the request has no lease."""
+        """Adds the request's lease. Does nothing if the lease has no pages. Precondition: the request has no lease."""
         assert request_id not in self._leases
         if pages := lease.pages:
             self._leases[request_id] = lease
@@ -100,7 +100,8 @@ class RequestLedger:
         return lease
 
     def leased_before(self, since_s: float) -> list[str]:
-        """Requests whose lease was made before `since_s`. Leases are kept in order, so it visits only those."""
+        """Returns the requests whose lease was made before `since_s`. O(these requests), because leases are kept in the
+        order in which they were made."""
         expired = []
         for request_id, lease in self._leases.items():
             if lease.since_s >= since_s:
@@ -109,16 +110,19 @@ class RequestLedger:
         return expired
 
     def leased(self) -> list[str]:
-        """The requests that have a lease."""
+        """Returns the ids of all requests that have a lease."""
         return list(self._leases)
 
     # --- waits ---
 
     def wait(self, request_id: str, ops: Iterable[tuple[OpId, TierId, float]], now_s: float) -> list[TierId]:
-        """Adds ops to the request's wait: number, tier, and seconds that the request waits for that tier.
+        """Adds ops to the request's wait.
+
+        Args:
+            ops: per op, its number, its tier, and for how many seconds the request waits for the tier.
 
         Returns:
-            Tiers that the request did not wait for before.
+            The tiers for which the request did not wait before.
         """
         wait = self.waits.setdefault(request_id, Wait())
         new = []
@@ -131,30 +135,35 @@ class RequestLedger:
         return new
 
     def skip(self, request_id: str, tiers: Iterable[TierId], reason: MissReason) -> None:
-        """Records that the request continues without these tiers, until its wait is dropped."""
+        """Records that the request continues without pages of these tiers, and why, until its wait is dropped."""
         self.waits.setdefault(request_id, Wait()).skipped.update(dict.fromkeys(tiers, reason))
 
     def skipped(self, request_id: str) -> Mapping[TierId, MissReason]:
-        """The tiers without which the request continues, and why."""
+        """Returns, by tier, why the request continues without the tier's pages."""
         wait = self.waits.get(request_id)
         return {} if wait is None else wait.skipped
 
     def probe_of(self, request_id: str, tier: TierId, tail: bool) -> OpId | None:
-        """Number of the question that the tier was asked for the request; None if it was not asked."""
+        """Returns the number of the question that the tier was asked for the request; None if it was not asked.
+
+        Args:
+            tail: whether the question was for the request's tail rather than for whole blocks.
+        """
         wait = self.waits.get(request_id)
         return None if wait is None else wait.probed.get((tier, tail))
 
     def probed(self, request_id: str, tier: TierId, tail: bool, op_id: OpId) -> None:
-        """Records that the tier was asked for the request."""
+        """Records the number of the question that the tier was asked for the request."""
         self.waits.setdefault(request_id, Wait()).probed[tier, tail] = op_id
 
     def hold(self, request_id: str, pages: HeldPages) -> None:
-        """Keeps pages, which the caller has pinned once for the request, until `take_held`."""
+        """Records pages that the caller has pinned once for the request. They stay pinned until `take_held`."""
         if len(pages.entries):
             self.waits.setdefault(request_id, Wait()).held.append(pages)
 
     def held_by(self, request_id: str) -> Sequence[HeldPages] | None:
-        """The pages held for a request; None while it waits for an op, or before a lookup has asked for it."""
+        """Returns the pages held for the request; None while it waits for an op, or while it is prefetched and no
+        lookup has asked for it."""
         wait = self.waits.get(request_id)
         if wait is None:
             return ()
@@ -165,7 +174,7 @@ class RequestLedger:
         return 0 if wait is None else sum(len(held.entries) for held in wait.held)
 
     def take_held(self, request_id: str) -> Sequence[HeldPages]:
-        """Removes and returns the pages held for the request; the caller must end their pins."""
+        """Removes and returns the pages held for the request; the caller must unpin them."""
         wait = self.waits.get(request_id)
         if wait is None:
             return ()
@@ -173,29 +182,30 @@ class RequestLedger:
         return held
 
     def held(self) -> Iterator[HeldPages]:
-        """All held pages."""
+        """Iterates over the pages held for any request."""
         return (held for wait in self.waits.values() for held in wait.held)
 
     def is_waiting(self, request_id: str, now_s: float) -> bool:
-        """Whether the request's last lookup waits for ops, and its time to wait is not over. O(1)."""
+        """Whether the request waits for ops since its last lookup, and its time to wait is not over. O(1)."""
         wait = self.waits.get(request_id)
         if wait is None or not wait.ops or now_s > wait.ends_s:
             return False
         return request_id not in self.prefetched
 
     def awaited(self, request_id: str) -> int:
-        """Number of fetches and questions that are under way for the request, whatever its time to wait."""
+        """Number of fetches and questions in flight for which the request waits, even if its time to wait is over."""
         wait = self.waits.get(request_id)
         return 0 if wait is None else len(wait.ops)
 
     def begin_prefetch(self, request_id: str, ready_end: int) -> None:
-        """Marks the request's wait as one that no lookup has asked for yet; `ready_end` as in `begins_to_wait`."""
+        """Marks the request as prefetched: its wait begins before its first lookup. `ready_end`: see
+        `begins_to_wait`."""
         self.prefetched.add(request_id)
         self.begins_to_wait(request_id, ready_end)
 
     def end_prefetch(self, request_id: str) -> list[OpId]:
-        """Turns a prefetched request into one that a lookup has asked for: its wait starts anew, for no op yet. Returns
-        the ops that it waited for."""
+        """Ends the request's prefetch, because a lookup now asks for the request. Its wait stays, with no ops and a new
+        start. Returns the ops for which it waited."""
         self.prefetched.discard(request_id)
         wait = self.waits[request_id]
         ops = list(wait.ops)
@@ -204,40 +214,40 @@ class RequestLedger:
         return ops
 
     def prefetched_pages(self) -> int:
-        """Pages of host memory held for prefetched requests."""
+        """Number of pages held for all prefetched requests."""
         return sum(
             len(held.entries) for request_id in self.prefetched for held in self.waits[request_id].held
         )
 
     def probe_ended(self, request_id: str, op_id: OpId) -> None:
-        """Removes a question that its tier has answered from the request's wait."""
+        """Removes from the request's wait a question that has ended."""
         if (wait := self.waits.get(request_id)) is not None:
             wait.ops.pop(op_id, None)
 
     def fetch_ended(self, request_id: str, op_id: OpId, pages: int) -> None:
-        """Removes a fetch that has ended from the request's wait, and counts the `pages` that it brought."""
+        """Removes from the request's wait a fetch that has ended and brought `pages` pages, and counts these pages."""
         wait = self.waits.get(request_id)
         if wait is not None and (tier := wait.ops.pop(op_id, None)) is not None:
             wait.fetched[tier] = wait.fetched.get(tier, 0) + pages
 
     def begins_to_wait(self, request_id: str, ready_end: int) -> None:
-        """Records, at the first call, that the request's blocks up to `ready_end` are in host memory and that it waits
-        for the later ones.
+        """Records that the request's blocks before `ready_end` are in host memory and that it waits for later blocks.
+        Only the first call for a wait has an effect.
         """
         wait = self.waits.get(request_id)
         if wait is not None and wait.ready_end is None:
             wait.ready_end = ready_end
 
     def fetched_for(self, request_id: str, start: int, end: int) -> dict[TierId, int]:
-        """How many of the request's blocks from `start` to `end` it waited for, by the tier that they came from."""
+        """Returns how many of the request's blocks in [start, end) were fetched for it, by tier."""
         wait = self.waits.get(request_id)
         if wait is None or wait.ready_end is None or not wait.fetched:
             return {}
         return self.fetched_pages(request_id, max(0, end - max(start, wait.ready_end)))
 
     def fetched_pages(self, request_id: str, most: int) -> dict[TierId, int]:
-        """Pages that were brought to host memory for the request, by the tier that they came from. At most `most` over
-        all tiers, because some may have been brought twice."""
+        """Returns how many pages were fetched to host memory for the request, by tier. A page may have been fetched
+        twice, so the sum over all tiers is limited to `most`."""
         wait = self.waits.get(request_id)
         left, found = most, {}
         for tier, pages in wait.fetched.items() if wait is not None else ():
@@ -246,27 +256,27 @@ class RequestLedger:
         return found
 
     def drop_wait(self, request_id: str) -> Wait | None:
-        """Removes and returns the request's wait, if any. Precondition: it holds no pages."""
+        """Removes and returns the request's wait; None if it has none. Precondition: no pages are held for it."""
         self.prefetched.discard(request_id)
         return self.waits.pop(request_id, None)
 
     def waiting_before(self, ends_s: float) -> list[str]:
-        """Requests whose time to wait (`Wait.ends_s`) was over before `ends_s`."""
+        """Returns the requests whose time to wait (`Wait.ends_s`) was over before `ends_s`."""
         return [request_id for request_id, wait in self.waits.items() if wait.ends_s < ends_s]
 
     def recount(self, in_flight: set[OpId]) -> None:
-        """Recounts the leased pages, and ends the waits for ops that are not `in_flight`. For a call that was
-        interrupted.
+        """Recounts the leased pages, and removes from all waits the ops that are not `in_flight`. Called after a call
+        was interrupted.
         """
         self.reserved_pages = sum(lease.pages for lease in self.leases())
         for wait in self.waits.values():
             wait.ops = {op_id: tier for op_id, tier in wait.ops.items() if op_id in in_flight}
 
     def check_integrity(self) -> None:
-        """
+        """Checks the records.
+
         Raises:
-            ContractError: the number of reserved pages is not that of the leased ones, or a prefetched request has no
-                wait.
+            ContractError: `reserved_pages` is not the number of leased pages, or a prefetched request has no wait.
         """
         if strange := self.prefetched - set(self.waits):
             raise ContractError(f"requests {sorted(strange)} were prefetched and wait for nothing")

@@ -1,1 +1,1 @@
-"""Moves of pages between host memory and the tiers behind it, and the undoing of interrupted plans."""
+"""Plans moves of pages between host memory and the tiers behind it, and undoes interrupted plans."""

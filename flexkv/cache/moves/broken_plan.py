@@ -1,9 +1,9 @@
-"""Undoes calls that are interrupted, because an allocation failed or the manager broke one of its own rules.
+"""Undoes calls that an exception has interrupted, because an allocation failed or an invariant was broken.
 
-A plan leases entries, hands out slots and adds ops to tables, one after the other, and an error may come between any
-two. So nothing is undone step by step. The tables decide: ops that were not submitted are removed from them, and every
-lease that no table names is ended. If the end of an op is interrupted, it is not repeated, because parts of it may have
-been done: all pages of the op count as failed.
+A plan pins entries, takes slots and adds ops to tables, and an exception may come between any two of these steps. So
+the steps are not undone one by one. Instead, the tables decide: the call's ops that are not in the outbox are removed
+from the tables, and every pin that no table accounts for is ended. If the end of an op is interrupted, it is not
+repeated, because parts of it may have been done. All pages of the op count as failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = get_logger(__name__)
 
 
 class BrokenPlans:
-    """Context manager around each call of one manager that plans or ends ops: if the call raises, the context manager
-    undoes what the call had done. Not reentrant.
+    """Context manager around each call that plans or ends ops of one manager. If the call raises, it undoes the call.
+    Not reentrant.
 
     Args:
         ranks: number of ranks that report each load and store.
@@ -38,7 +38,8 @@ class BrokenPlans:
         self._rank = 0
 
     def ending(self, op: Op, rank: int = 0) -> BrokenPlans:
-        """Prepares this context for the end of an op, or for one rank's report of it, and returns it."""
+        """Prepares the context for a call that ends `op`, or that records the report of `rank` about it. Returns
+        itself."""
         self._ending, self._rank = op, rank
         return self
 
@@ -53,8 +54,8 @@ class BrokenPlans:
         self._ending = None
 
     def _is_refusal(self, error: BaseException) -> bool:
-        """Whether the error refuses a result that does not fit its op. The op then continues as if nothing had been
-        reported.
+        """Whether the call was refused with this error before it changed anything, because the reported result does not
+        fit the op. The op then stays in flight.
         """
         op = self._ending
         if op is None or op.op_id not in self._tables.ops or not isinstance(error, ContractError):
@@ -62,7 +63,8 @@ class BrokenPlans:
         return not isinstance(op, RankOp) or self._rank not in op.reported
 
     def leased(self) -> list[list[EntryIds]]:
-        """Per tier, the entries that leases, waits and ops in the tables name, each once per lease."""
+        """Returns, per tier, the entries that leases, waits, plugins and ops in the tables have pinned, each as often
+        as it is pinned."""
         pinned: list[list[EntryIds]] = [[] for _ in self._tables.tiers]
         for lease in self._tables.requests.leases():
             for group in lease.groups:
@@ -78,9 +80,10 @@ class BrokenPlans:
         return pinned
 
     def undo(self, last: OpId, error: BaseException) -> None:
-        """Removes all traces of a call that began after op `last` and raised `error`. O(all entries).
+        """Undoes a call that raised `error`. `last` is the last op number that was assigned before the call. O(all
+        entries).
 
-        Ops that wait in the outbox stay, because they are complete and useful.
+        The call's ops that are already in the outbox stay, because their plans are complete.
         """
         ended_op = self._failed_op()
         self._tables.ops.drop_after(last, self._tables.outbox.op_ids, ended_op)
@@ -99,9 +102,10 @@ class BrokenPlans:
         )
 
     def _failed_op(self) -> Op | None:
-        """Marks as failed all pages of the load or store whose end or report was interrupted; after a load, also
-        revokes the request's stores. Returns the op if it has ended, as an op of no rank always has; None if other
-        ranks still have to report it, or if no op was ending."""
+        """If the end or report of a load or store was interrupted, marks all its pages as failed; for a load, also
+        revokes the request's stores in flight. Returns the op if it has ended. A tier's own op always has, a load or
+        store only if no other rank has to report it. Returns None if the op has not ended or the call was ending no
+        op."""
         op = self._ending
         if not isinstance(op, RankOp):
             return op

@@ -1,4 +1,5 @@
-"""The tiers' own ops: passes out fetches and writes, takes their results, and takes offers of pages to write."""
+"""The tiers' own ops: hands fetches and writes to the code that runs them, records their results, and accepts pages to
+write."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ logger = get_logger(__name__)
 
 
 class TierWork:
-    """The part of a manager that is called by the code that drives its tiers.
+    """The part of a manager that the code which drives the tiers calls.
 
     Attributes:
-        once: pages left to peers, and promotions; None if the unit keeps its own pages (`peers.store: own`).
+        once: manages the pages that the unit leaves to its peers; None unless `peers.store` is `once`.
     """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, log: OpLog, broken: BrokenPlans) -> None:
@@ -44,12 +45,12 @@ class TierWork:
 
     @property
     def takes_pages(self) -> bool:
-        """Whether some tier takes pages from host memory."""
+        """Whether pages of host memory are written to at least one tier."""
         return bool(self._writes)
 
     def poll(self) -> list[tuple[TierId, TransferGraph]]:
-        """Plans the writes that may be planned now, and takes and returns all graphs for the tiers' planes, in the
-        order in which to submit them.
+        """Plans the writes that may be planned now. Removes from the outbox and returns all graphs for the tiers'
+        planes, in the order in which the caller must submit them.
         """
         with self._broken:
             if self.once is not None:
@@ -59,12 +60,15 @@ class TierWork:
         return self.take_planned()
 
     def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
-        """Takes and returns the graphs that were planned since the last call. Plans nothing."""
+        """Removes from the outbox and returns all graphs planned so far. Plans no writes."""
         return self._tables.outbox.take() if len(self._tables.outbox) else []
 
     def reported(self, tier: TierId, result: OpResult) -> None:
-        """Takes the result that a tier's plane reports. A result that does not fit takes the tier down, and the op, if
-        it is the tier's, ends with all of its pages failed, because they would otherwise stay pinned forever."""
+        """Records the result that a tier's plane reports for an op.
+
+        If the result does not fit the op, the tier is taken out of use. If the op is the tier's own, it ends with all
+        pages failed, because they would otherwise stay pinned forever.
+        """
         op = self._tables.ops.find(result.op_id)
         try:
             if op is not None and op.tier != tier:
@@ -82,7 +86,7 @@ class TierWork:
                 self.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def complete(self, result: OpResult) -> None:
-        """Ends an op that `poll` returned, with its only result.
+        """Ends an op that `poll` returned. Each op has one result.
 
         Raises:
             ContractError: no such op is in flight, or the result does not fit it.
@@ -116,7 +120,8 @@ class TierWork:
             self._tables.stores_of(op.tier).follow_up_ended(op, result)
 
     def answered(self, op_id: OpId) -> None:
-        """Ends a question that a tier has answered or never will. Ignores a question whose plan was interrupted."""
+        """Ends a question that a tier has answered or will never answer. Does nothing if no such question is in flight,
+        because its plan was interrupted."""
         op = self._tables.ops.find(op_id)
         if not isinstance(op, ProbeOp):
             return
@@ -128,26 +133,26 @@ class TierWork:
                 self._tables.reactions.answered(request_id, op.keys, op.start_tokens, op.settings)
 
     def take_down(self, tier: TierId, reason: str) -> None:
-        """Takes the tier out of use: its pages are misses, and no pages are written there."""
+        """Takes the tier out of use: its pages are misses, and no pages are written to it."""
         self._tables.tiers[tier].go_down(reason)
         if tier in self._writes:
             self._writes[tier].drop_waiting()
 
     def opened(self) -> None:
-        """Offers pages to tiers that are no longer held."""
+        """Called when a tier is no longer held: offers it the pages that did not fit into its queue before."""
         with self._broken:
             for queue in self._writes.values():
                 queue.opened()
 
     @property
     def moving(self) -> bool:
-        """Whether an op of a tier is in flight."""
+        """Whether a fetch, write, question or seal is in flight."""
         return len(self._tables.ops) > self._tables.ops.of_ranks
 
     @property
     def busy(self) -> bool:
-        """Whether an op of a tier is in flight, pages that can be written wait to be written, or pages of an ended peer
-        wait to be taken over.
+        """Whether a fetch, write, question or seal is in flight or in the outbox, pages wait for their write to a tier
+        in use, or pages of an ended peer have to be copied.
         """
         return (
             self.moving
@@ -157,26 +162,24 @@ class TierWork:
         )
 
     def begin_close(self) -> None:
-        """Stops taking over pages of peers."""
+        """Stops copying pages of ended peers."""
         if self.once is not None:
             self.once.begin_close()
 
     def offer_all(self) -> None:
-        """Offers each tier that takes pages, whatever its mode, the unpinned pages of host memory that it lacks."""
+        """Offers to each tier with writes, in every write mode, the unpinned pages of host memory that it lacks."""
         with self._broken:
             for queue in self._writes.values():
                 queue.offer_all()
 
     def flush(self) -> None:
-        """Plans the writes that wait, whatever the mode, as far as the bounds allow."""
+        """Plans the waiting writes in every write mode, up to the limits of writes in flight."""
         with self._broken:
             for queue in self._writes.values():
                 queue.flush()
 
     def give_up_held(self) -> int:
-        """Drops the writes that wait for tiers that may not be used yet, logs why, and returns the number of their
-        pages.
-        """
+        """Drops the writes that wait for tiers that are still held, logs why, and returns the number of their pages."""
         pages = 0
         for number, queue in self._writes.items():
             if queue.held_pages:
@@ -196,7 +199,8 @@ class TierWork:
         return sum(queue.give_up_waiting() for queue in self._writes.values())
 
     def unwritten(self) -> int:
-        """The largest number of pages in host memory that a tier with writes lacks. Pinned pages count as lacking."""
+        """Returns the number of pages in host memory that a tier with writes lacks, for the tier that lacks most.
+        Pinned pages count as lacking."""
         return max((queue.unwritten() for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:
@@ -204,19 +208,19 @@ class TierWork:
             queue.offer(group, keys)
 
     def forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
-        """Offers pages to a tier that turned out not to have them, although they had counted as written, if host memory
-        has them.
+        """Offers pages to a tier that turned out not to have them although they counted as written. Only pages that are
+        in host memory are offered.
         """
         there = self._tables.hub.there(group, keys)
         if tier in self._writes and there.any():
             self._writes[tier].offer(group, keys[there])
 
     def reused(self, tier: TierId, group: int, keys: Keys) -> None:
-        """Offers pages that were used again to a tier that writes reused pages."""
+        """Offers to a tier pages that were used again from host memory. For a tier that writes reused pages."""
         self._writes[tier].offer_reused(group, keys)
 
     def evicted(self, group: int, keys: Keys) -> None:
-        """Counts as lost the pages that left host memory and that no other tier has."""
+        """Counts as lost the evicted pages that no other tier has."""
         if not self._writes:
             return
         known = np.zeros(len(keys), np.bool_)
@@ -228,12 +232,12 @@ class TierWork:
             self._tables.tiers[number].counts.lost += int(np.count_nonzero(~known))
 
     def recount(self) -> None:
-        """Recounts the waiting writes, after a call that planned writes was interrupted."""
+        """Recounts the waiting writes. Called after a call that planned writes was interrupted."""
         for queue in self._writes.values():
             queue.recount()
 
     def reset(self) -> None:
-        """Drops the waiting writes, and forgets which pages are copies."""
+        """Drops the waiting writes, and forgets which pages are copies of peers' pages."""
         if self.once is not None:
             self.once.reset()
         for queue in self._writes.values():

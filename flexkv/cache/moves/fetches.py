@@ -1,4 +1,4 @@
-"""Fetches: pages under way from other tiers to host memory."""
+"""Fetches: reads of pages from other tiers to host memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from flexkv.transfer.graph import (
 )
 
 SUSPECT_CAUSES = (FailureCause.UNKNOWN, FailureCause.CONTENT, FailureCause.SOURCE)
-"""Causes for which a tier forgets a page that a fetch did not bring."""
+"""Failure causes after which a tier forgets a page that a fetch did not bring."""
 
 
 @dataclass(slots=True)
 class WantedPages:
-    """Pages of one group that a request wants in host memory.
+    """Pages of one group that a request needs in host memory.
 
     Attributes:
-        runs: the places of `keys`, or of the leading ones; leased there.
+        keys: keys of the pages.
+        runs: the leased runs of the pages, perhaps only of the leading pages.
     """
 
     group: int
@@ -46,10 +47,12 @@ class WantedPages:
 
 @dataclass(frozen=True, slots=True)
 class FetchedPages:
-    """Pages in host memory or under way to it, each pinned once for the request that wanted them.
+    """Pages of one group in host memory or in flight to it, each pinned once for the request that needs them.
 
     Attributes:
-        fetches: the op that brings each page, or 0.
+        entries: the pages' entries in the index of host memory.
+        slots: the pages' host slots.
+        fetches: number of the op that fetches each page; 0 for a page that is in host memory.
     """
 
     entries: EntryIds
@@ -65,11 +68,11 @@ NOTHING_FETCHED = FetchedPages(NO_ENTRIES, NO_PLACES, NO_READS)
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The result of fetching wanted pages.
+    """The result of planning fetches.
 
     Attributes:
-        pages: for each part, the leading pages that are there or under way.
-        ops: the fetches that bring some of them, with their tiers.
+        pages: for each `WantedPages`, the leading pages that are in host memory or in flight to it.
+        ops: by op number, the tier of each fetch in flight that brings some of these pages.
     """
 
     pages: list[FetchedPages]
@@ -77,7 +80,8 @@ class Fetched:
 
 
 def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int) -> list[WantedPages]:
-    """The wanted pages of each group, whose runs begin with block `first` of the request."""
+    """Returns the wanted pages of each group. `rest` has the runs of each group, which begin with block `first` of the
+    request; `keys` has the keys of each group from block 0 on."""
     return [
         WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
         for group, runs in enumerate(rest)
@@ -85,8 +89,8 @@ def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int
 
 
 def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int) -> None:
-    """Adds to a lease the blocks that follow it and are under way to host memory. Precondition: the lease has only
-    whole blocks.
+    """Extends a lease by the blocks that follow it and are in host memory or in flight to it. Precondition: the lease
+    has no tail.
     """
     more = len(pages[0].entries)
     if not more:
@@ -102,7 +106,8 @@ def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int)
 
 @dataclass(slots=True)
 class FetchPlan:
-    """Pages that one op will fetch."""
+    """Collects the pages that one op will fetch from a tier: their keys, and their entries and slots in that tier
+    (`entries`, `places`) and in host memory (`host`, `slots`)."""
 
     op_id: OpId
     keys: list[Keys] = field(default_factory=list)
@@ -122,14 +127,14 @@ class FetchPlan:
 
 
 class Promotions:
-    """Plans fetches and takes their ends.
+    """Plans fetches and records their results.
 
-    Contract with both indexes: while a fetch is in flight, its host entries are pending and pinned, so that no other
-    page gets their slots, and its entries in the tier are pinned, so that their places are not rewritten. Verified
-    pages are published in host memory; pages that fail verification are forgotten in their tier.
+    Contract with both indexes: while a fetch is in flight, its entries in host memory are pending and pinned, so that
+    no other page gets their slots. Its entries in the tier are pinned, so that the tier's slots are not rewritten.
+    Verified pages become visible in host memory. Pages that fail verification are forgotten in their tier.
 
     Attributes:
-        walk: finds and leases single pages.
+        walk: finds and leases pages that do not form a prefix.
     """
 
     def __init__(self, tables: CacheTables, walk: PageWalk) -> None:
@@ -137,27 +142,29 @@ class Promotions:
         self.walk = walk
 
     def room(self, tier: TierId) -> int:
-        """How many pages may be fetched from a tier besides those in flight."""
+        """Returns how many more pages may be fetched from a tier now, besides those in flight."""
         facts = self._tables.tiers[tier].facts
         if self._tables.ops.count(OpRole.FETCH, tier) >= facts.fetch_ops:
             return 0
         return max(0, facts.fetch_pages - self._tables.ops.pages(OpRole.FETCH, tier))
 
     def has_room(self, tier: TierId, pages: int, fetches: int) -> bool:
-        """Whether `pages` in `fetches` ops may be fetched from a tier besides those in flight."""
+        """Whether `pages` more pages may be fetched from a tier now, in `fetches` more ops."""
         facts = self._tables.tiers[tier].facts
         if self._tables.ops.count(OpRole.FETCH, tier) + fetches > facts.fetch_ops:
             return False
         return self._tables.ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
 
     def fetch(self, wanted: Sequence[WantedPages], layerwise: bool, aligned: bool = True) -> Fetched:
-        """Plans fetches of the wanted pages that are not in host memory or under way to it, as far as there is room.
+        """Plans fetches of the wanted pages that are not in host memory or in flight to it, as many as there are free
+        slots and the tiers' limits allow.
 
-        The fetches take over the leases of `wanted`, or the leases end.
+        Ends the leases of `wanted` that no fetch takes over.
 
         Args:
-            layerwise: fetch ranges of layers one after the other, from tiers that can.
-            aligned: the parts are the same blocks of every group; all are then cut to the shortest.
+            layerwise: fetch ranges of layers one after the other, from tiers that can do so.
+            aligned: whether `wanted` has the same blocks of every group. The result is then cut to the group with the
+                fewest pages.
         """
         ops: dict[OpId, TierId] = {}
         pages = [self._fetch_part(part, layerwise, ops) for part in wanted]
@@ -169,11 +176,15 @@ class Promotions:
         return Fetched(pages, ops)
 
     def tiers_of(self, fetches: ReadIds) -> set[TierId]:
-        """The tiers from which these fetches bring pages."""
+        """Returns the tiers of the ops among `fetches` that are still in flight."""
         return set(self._in_flight(fetches).values())
 
     def pages_by_tier(self, fetches: ReadIds) -> dict[TierId, int]:
-        """The number of pages under way from each tier, given the fetch of each page (0: none)."""
+        """Returns, by tier, how many pages are still being fetched from it.
+
+        Args:
+            fetches: per page, the number of the op that fetches it; 0 for a page that is in host memory.
+        """
         pages: dict[TierId, int] = {}
         numbers, counts = np.unique(fetches, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -182,12 +193,12 @@ class Promotions:
         return pages
 
     def _in_flight(self, fetches: ReadIds) -> dict[OpId, TierId]:
-        """The fetches among these that have not ended, with their tiers."""
+        """Returns, by op number, the tier of each op among `fetches` that is still in flight."""
         ops = (self._tables.ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
         return {op.op_id: op.tier for op in ops if op is not None}
 
     def _fetch_part(self, part: WantedPages, layerwise: bool, ops: dict[OpId, TierId]) -> FetchedPages:
-        """Plans fetches of one part, and adds to `ops` those that bring its pages."""
+        """Plans fetches of one group's wanted pages, and adds to `ops` all fetches that bring some of them."""
         plans: dict[TierId, FetchPlan] = {}
         brought: list[FetchedPages] = []
         runs, at, again = deque(part.runs), 0, True
@@ -208,8 +219,8 @@ class Promotions:
             at += reach
             if reach == len(run):
                 continue
-            # There is no host slot for the next page, or it is being stored, so no page after it is useful. Their
-            # leases may be what keeps slots from eviction, so they end, and the rest of the run is tried once more.
+            # The next page got no host slot, or it is being stored, so no page after it is useful. Ending the leases of
+            # later pages may allow evictions, so the rest of this run is tried once more.
             self.walk.release(runs)
             runs.clear()
             if again and self.room(run.tier) > plan.pages:
@@ -230,7 +241,7 @@ class Promotions:
         )
 
     def _gap(self, group: int, keys: Keys, tier: TierId) -> list[PageRun]:
-        """Leases the leading pages that host memory lacks in their tier, and returns them as a run."""
+        """Leases in the tier the leading pages of `keys` that host memory lacks, and returns them as a run."""
         gap = leading(self._tables.hub.index.find(group, keys, ready_only=False) == NO_ENTRY)
         entries = self._tables.tiers[tier].leading(group, keys[:gap])
         if not len(entries):
@@ -240,8 +251,8 @@ class Promotions:
     def _give_slots(
         self, group: int, keys: Keys, run: PageRun, plan: FetchPlan, ops: dict[OpId, TierId]
     ) -> FetchedPages:
-        """Gives pages of a tier host slots, as far as there is room, and adds them to `plan`; returns the leading pages
-        that are in host memory or under way to it.
+        """Gives host slots to pages of a tier, as many as limits and free slots allow, and adds these pages to `plan`.
+        Returns the leading pages of `keys` that are then in host memory or in flight to it.
         """
         index = self._tables.hub.index
         room = max(0, self.room(run.tier) - plan.pages)
@@ -249,7 +260,8 @@ class Promotions:
         if given.whole:
             plan.add(keys, run, given.entries, given.slots)
             return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
-        # Some pages got no slot; others are already in host memory past a gap, or are being stored.
+        # Some of the pages got no slot: there was none, or the page is already in host memory after a gap, or it is
+        # being stored.
         new = np.zeros(len(keys), np.bool_)
         new[given.positions] = True
         if len(given.positions):
@@ -291,10 +303,10 @@ class Promotions:
         self._tables.outbox.put(tier, transfer)
 
     def end_fetch(self, op: FetchOp, result: OpResult, current: bool) -> NDArray[np.bool_]:
-        """Publishes the verified pages of an ended fetch, and forgets the suspect ones in their tier.
+        """Ends a fetch: makes its verified pages visible, and makes its tier forget the suspect ones.
 
         Args:
-            current: there was no reset since the fetch was planned.
+            current: whether there was no reset since the fetch was planned.
 
         Returns:
             Which pages became visible, bool [pages].
@@ -322,8 +334,8 @@ class Promotions:
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
-    """Which pages differ from what the tier should have had, bool [pages]. A fetch or page that was never begun is no
-    evidence about the tier's content.
+    """Returns which pages the tier may no longer have as recorded, bool [pages]. If a fetch or page was never begun,
+    that says nothing about the tier's content.
     """
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)

@@ -1,4 +1,4 @@
-"""The log and spans of lookups and ops: every failure is a warning, everything else is for debugging and tracing."""
+"""Log lines and trace spans of lookups and ops. Failures are logged as warnings, everything else at debug level."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {
 
 REQUEST_IDS = f"{REQUEST_ID}s"
 MOST_REQUESTS = 3
-"""Most requests that a warning about a read names, of those that wait for it."""
+"""Maximum number of waiting requests that a warning about a failed read lists."""
 
 
 class OpLog:
@@ -59,7 +59,7 @@ class OpLog:
         return WORDS[op.role].format(self._tables.tiers[op.tier].facts.name)
 
     def load_begun(self, ops: Sequence[RankOp]) -> None:
-        """Logs the ops of a load that was planned."""
+        """Logs the ops of a load that has just been planned."""
         if logger.isEnabledFor(logging.DEBUG):
             for op in ops:
                 logger.debug(
@@ -67,8 +67,11 @@ class OpLog:
                 )
 
     def ended(self, op: RankOp, expected: bool) -> None:
-        """Logs an op that has ended on all ranks. With `expected`, the op's failure is not logged as a warning,
-        because nothing depends on it."""
+        """Logs an op that has ended on all ranks.
+
+        Args:
+            expected: do not log failed pages as a warning, because nothing depends on them.
+        """
         failed = int(np.count_nonzero(op.failed))
         if self._spans.wanted:
             self._span(op, failed, "; ".join(op.reasons), {REQUEST_ID: op.request_id})
@@ -90,7 +93,8 @@ class OpLog:
         """Logs the end of a tier's own op.
 
         Args:
-            waiters: requests that wait for it.
+            failed: number of pages that failed.
+            waiters: requests that wait for the op.
         """
         if self._spans.wanted:
             self._span(op, failed, result.reason, {REQUEST_IDS: sorted(waiters)})
@@ -113,5 +117,5 @@ class OpLog:
         self._spans.ended(self._words(op), self._tables.clock() - op.begun_s, attributes, failure)
 
     def flush(self, at_end: bool = False) -> None:
-        """See `FailedOps.flush`."""
+        """Logs how many failures had no line of their own; see `FailedOps.flush`."""
         self._failed.flush(at_end)

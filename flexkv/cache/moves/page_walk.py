@@ -1,4 +1,4 @@
-"""Finds the tiers of pages, as runs of consecutive pages in one tier."""
+"""Finds which tier has each page of a request. The result is a list of runs: consecutive pages in one tier."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from flexkv.transfer.graph import NO_PLACES, SlotIds
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Consecutive pages of one group in one tier, each leased there once.
+    """Consecutive pages of one group in one tier, each leased in that tier once.
 
     Attributes:
-        coming: an op is fetching the pages; the tier is then the hub.
+        tier: number of the tier.
+        entries: the pages' entries in the tier's index.
+        slots: the pages' slots in the tier.
+        coming: whether the pages are being fetched to host memory; `tier` is then HUB.
     """
 
     tier: TierId
@@ -47,11 +50,11 @@ NO_PAGES = PageRun(HUB, NO_ENTRIES, NO_PLACES)
 
 
 COMING = 1
-"""State of a run of `Found` whose pages are being fetched."""
+"""State of a run in `Found` or `FoundLengths` whose pages are being fetched."""
 
 
 def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
-    """The pages of a group that a lookup has found, as runs."""
+    """Returns the runs of the pages of a group that a lookup has found."""
     entries, slots = found.entries(group), found.slots(group)
     before = found.first_page(group) if isinstance(found, FoundLengths) else 0
     runs = []
@@ -62,7 +65,8 @@ def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
 
 
 def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
-    """Splits runs after the first `pages`. Precondition: these are all in the first run."""
+    """Splits runs after the first `pages` pages, and returns these as one run, and the other runs. Precondition: the
+    first `pages` pages are all in the first run."""
     if not runs:
         return NO_PAGES, []
     first = runs[0]
@@ -72,21 +76,22 @@ def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
-    """Number of leading flags that are set."""
+    """Returns the number of leading flags that are True."""
     return len(flags) if flags.all() else int(np.argmin(flags))
 
 
 class PageWalk:
-    """Finds and leases pages, each in host memory or else in the first tier that has it.
+    """Finds and leases pages, each in host memory or, if it is not there, in the first tier that has it.
 
-    For pages that do not form a prefix of the request; `c_ext.TierLookup` looks up prefixes.
+    For pages that do not form a prefix of the request, such as tails; prefixes are looked up by `c_ext.TierLookup`.
     """
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
 
     def _next(self, group: int, keys: Keys, usable: Sequence[TierId]) -> PageRun | None:
-        """Leases the leading pages of `keys` in the first tier that has any; None if no tier has the first page."""
+        """Leases the leading pages of `keys` that the first tier with the first page has. Returns None if no tier has
+        the first page, or a store is filling it."""
         index = self._tables.hub.index
         entries, slots = index.match_and_pin(group, keys)
         if len(entries):
@@ -101,7 +106,8 @@ class PageWalk:
         return None
 
     def _coming(self, group: int, keys: Keys) -> PageRun | None:
-        """Leases the leading pages that are being fetched; None if a store fills the first."""
+        """Leases the leading pages of `keys` that are being fetched. Returns None if the first page is not being
+        fetched but stored."""
         index = self._tables.hub.index
         known = index.find(group, keys, ready_only=False)
         known = known[: leading(known != NO_ENTRY)]
@@ -111,8 +117,8 @@ class PageWalk:
         return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
 
     def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
-        """Finds the leading pages of `keys`, and leases each in its tier. The list ends before the first page that
-        has left since the caller found it, or that a store is filling."""
+        """Finds the leading pages of `keys`, and leases each in its tier. The runs end before the first page that no
+        usable tier has any more, or that a store is filling."""
         runs: list[PageRun] = []
         at = 0
         while at < len(keys):
@@ -124,19 +130,19 @@ class PageWalk:
         return runs
 
     def present(self, group: int, keys: Keys, usable: Sequence[TierId]) -> NDArray[np.bool_]:
-        """Which of the keys are in host memory or in one of the `usable` tiers, bool [keys]."""
+        """Returns which of the keys are in host memory or in one of the `usable` tiers, bool [keys]."""
         present = self._tables.hub.there(group, keys)
         for number in usable:
             present = present | self._tables.tiers[number].present(group, keys)
         return present
 
     def release(self, runs: Sequence[PageRun]) -> None:
-        """Ends the leases of runs."""
+        """Ends the leases of all pages in `runs`."""
         for run in runs:
             self._tables.tiers[run.tier].presence.unpin(run.entries)
 
     def cut(self, runs: Sequence[PageRun], pages: int) -> list[PageRun]:
-        """Returns the leading `pages` of runs, and ends the leases of the others."""
+        """Returns the runs of the first `pages` pages, and ends the leases of all later pages."""
         kept: list[PageRun] = []
         left = pages
         for run in runs:

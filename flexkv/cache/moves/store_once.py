@@ -1,15 +1,15 @@
-"""`peers.store: once`: a page that a running peer has in host memory is not kept here too.
+"""`peers.store: once`: a page that a running peer has in host memory is not kept in this unit's host memory too.
 
-A page of such a peer (`Keeper`) is left out in two ways: a store leaves it to the peer, and the copy that a load needed
-is dropped after the load. A copy is withdrawn from the board as soon as it arrives, so that two units do not count on
-each other's copies: each page that some unit counts on is another unit's own page.
+This unit leaves out a page that a peer keeps (`Keeper`) in two cases: it does not store the page, and after a load it
+drops the copy that the load needed. As soon as a copy arrives, it is hidden from peers. Otherwise two units could leave
+out a page because of each other's copies, and then both drop them. So a unit leaves out only a peer's own pages.
 
-    a load needs it:     copy, hidden ----------- no peer has it any more --------> own page, shown,
+    fetched for a load:  copy, hidden ----------- no peer has it any more --------> own page, shown to peers,
                            |  ^                                                     written to the tiers behind
-           dropped after   |  |  the next load, or the peer has ended
-           the load        v  |  and its memory can still be read
-    a store leaves it -> left out, with a note -- the last peer evicted it -------> lost: a miss, stored when the
-    to the peer:                                                                    engine has computed it
+           dropped after   |  |  fetched for the next load, or because the peer
+           the load        v  |  has ended and its memory can still be read
+    not stored:          left out, with a record - the last peer evicted it ------> lost: a miss, stored when the
+                                                                                    engine has computed it
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys, first_words
 
 SWEEP_S = 0.25
-"""How often copies are looked for that no load has used: their request ended before, or went on without them."""
+"""Seconds between two searches for copies that no load has used, because their request ended or continued without
+them."""
 
 ORPHANS_PER_POLL = 512
-"""Most pages that one poll begins to copy from the memory of peers that have ended: some 100 us of planning."""
+"""Maximum number of pages that one poll begins to copy from the memory of ended peers: about 100 us of planning."""
 
 
 class StoreOnce:
-    """The pages that one unit leaves to its peers, and those that it promotes. There is no cost per token: stores and
-    loads look up their own pages in the index of peers' pages, and a poll compares a clock.
+    """The pages that one unit leaves out, and its copies of peers' pages. Stores and loads look up only their own pages
+    in the index of peers' pages, and a poll without work compares a clock.
 
     Args:
-        number: the number of the tier whose pages peers keep; it has a keeper and a follower.
-        offer: offers pages that are new in host memory to the tiers behind it.
+        number: number of the tier of the peers' pages.
+        keeper: that tier's keeper; the tier also has a follower.
+        offer: called with the group and keys of pages that became the unit's own, to write them to the tiers behind
+            host memory.
     """
 
     def __init__(
@@ -56,19 +59,23 @@ class StoreOnce:
     ) -> None:
         self._tables, self._promotions, self._number, self._keeper = tables, promotions, number, keeper
         self._offer = offer
-        # All groups share the slots of the first.
+        # All groups share the slots of the first group.
         self._names = np.zeros(tables.specs[0].slots, np.uint64)
-        """The first word of the key of the copy in each host slot. A slot of a page of the unit's own has another
-        word, or 0."""
+        """For each host slot that contains a copy, the first word of the copy's key. For other slots, 0 or the first
+        word of another key."""
         self._copies: deque[tuple[int, Keys]] = deque()
-        """The group and the pages of each fetch of copies; some of the pages may have left."""
+        """The group and keys of the pages that each fetch copied; some of them may no longer be in host memory."""
         self._sweep_at_s = 0.0
         self._closing = False
 
     # --- stores ---
 
     def begin_store(self, offer: StoreOffer, room: int, route: StoreRoute) -> StorePlan:
-        """Plans the store of the offered blocks that no peer keeps; the others count as known."""
+        """Plans the store, by `route`, of the offered blocks that no peer keeps. The others count as known.
+
+        Args:
+            room: maximum number of pages to store.
+        """
         kept = self._left_to_peers(offer)
         pages = int(np.count_nonzero(kept))
         if not pages:
@@ -80,7 +87,8 @@ class StoreOnce:
         return replace(plan, known=plan.known + pages)
 
     def _left_to_peers(self, offer: StoreOffer) -> NDArray[np.bool_]:
-        """Which of the offered blocks peers keep and are neither in host memory nor under way to it, bool [blocks]."""
+        """Returns which of the offered blocks peers keep, bool [blocks], except blocks that are in this unit's host
+        memory or in flight to it."""
         follower = self._tables.tiers[self._number].follower
         assert follower is not None
         follower.take_news(offer.group, offer.keys)
@@ -91,21 +99,22 @@ class StoreOnce:
         return kept
 
     def kept(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys a store would leave to peers if they do not expire, bool [keys]."""
+        """Returns which of the keys peers keep, bool [keys], whenever their pages expire."""
         return self._keeper.kept(group, keys, 0)
 
     def end_store(self, op: RankOp) -> None:
-        """Called before the pages of a store to host memory become visible: they become the unit's own pages."""
+        """Called before the pages of a store to host memory become visible. Records that they are not copies."""
         self._names[op.plan.slots] = 0
 
     def stored(self, group: int, keys: Keys) -> None:
-        """Called once pages of a store to host memory are visible: they are no longer left out."""
+        """Called when pages of a store to host memory have become visible. Records that they are no longer left out."""
         self._keeper.take_back(group, keys)
 
     # --- copies ---
 
     def end_fetch(self, op: FetchOp, published: NDArray[np.bool_]) -> None:
-        """Hides the pages that a fetch has brought from peers, which are copies. Called once they are visible here."""
+        """Called when the pages of a fetch have become visible. If they were fetched from peers, records them as copies
+        and hides them from peers."""
         slots = op.plan.slots[published]
         if op.tier != self._number:
             self._names[slots] = 0
@@ -116,7 +125,8 @@ class StoreOnce:
             self._keeper.take_back(op.group, keys)
             self._copies.append((op.group, keys))
             if self._keeper.has_orphans:
-                # Other units that left these pages out should soon see that they need not copy them.
+                # If these pages come from an ended peer, they are promoted now. Other units that left them out then
+                # see early that they need not copy them.
                 self._settle(op.group, keys)
 
     @property
@@ -124,8 +134,8 @@ class StoreOnce:
         return bool(self._copies)
 
     def end_load(self, group: int, keys: Keys) -> None:
-        """Drops unpinned copies among these pages if a peer keeps them, and promotes copies that no peer keeps. Called
-        when a load has ended and has unpinned its pages."""
+        """Called when a load of these pages has ended and unpinned them. Drops the unpinned copies among them that a
+        peer keeps, and promotes the copies that no peer keeps."""
         self._settle(group, keys)
 
     def _settle(self, group: int, keys: Keys) -> None:
@@ -143,7 +153,7 @@ class StoreOnce:
             hub.remove(group, entries[dropped])
 
     def _copies_among(self, group: int, keys: Keys) -> tuple[Keys, EntryIds]:
-        """Those of the keys whose page in host memory is a copy, and their entries."""
+        """Returns the keys whose page in host memory is a copy, and their entries."""
         index = self._tables.hub.index
         entries = index.find(group, keys)
         there = entries != NO_ENTRY
@@ -171,14 +181,14 @@ class StoreOnce:
             self._take_over()
 
     def begin_close(self) -> None:
-        """Begins no further copies. A unit that closes needs its time and its host slots for its own pages, and pages
-        that it took over now would only move to its disks.
+        """Stops copying pages of ended peers. A unit that closes needs its time and its host slots for its own pages,
+        and copies made now would only be written to its disks.
         """
         self._closing = True
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has pages to take over, or waits for the unit's turn to take them over."""
+        """Whether `poll` has pages of ended peers to copy now, or will have them when it is this unit's turn."""
         return self._keeper.has_orphans and not self._closing
 
     def _sweep(self) -> None:
@@ -193,7 +203,8 @@ class StoreOnce:
                 self._copies.append((group, keys))
 
     def _take_over(self) -> None:
-        """Plans a fetch of pages that only ended peers have. Once fetched, they are copies that no peer keeps."""
+        """Plans a fetch of pages that only ended peers have. When it has ended, `end_fetch` promotes them, because no
+        running peer keeps them."""
         group, keys = self._keeper.orphans(ORPHANS_PER_POLL)
         index, tier = self._tables.hub.index, self._tables.tiers[self._number]
         keys = keys[index.find(group, keys, ready_only=False) == NO_ENTRY]
@@ -209,6 +220,6 @@ class StoreOnce:
             self._keeper.end_orphans()
 
     def reset(self) -> None:
-        """Forgets all copies: no page is visible any more."""
+        """Forgets which pages are copies. Called by a reset, which removes all pages."""
         self._names[:] = 0
         self._copies.clear()

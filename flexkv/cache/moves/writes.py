@@ -15,21 +15,23 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NEVER, OpResult, SlotIds
 
 LEAVE_PAGES = 256
-"""Most pages that are made to leave host memory in one call; bounds the time that a step spends on it to tens of us."""
+"""Maximum number of pages that one call writes in order to evict them; limits the time that a step spends on this to
+tens of us."""
 
 LEAVE_SHARE = 16
-"""One host slot in this many is kept free if pages are written only as they leave, so that a store finds slots without
-evicting pages that no tier has yet."""
+"""One host slot in this many is kept free if pages are not written at once, so that a store finds free slots without
+evicting pages that are not written yet."""
 
 
 class WriteQueue:
-    """Plans a tier's writes and takes their ends.
+    """The queue of pages to write to one tier: plans their writes and records the results.
 
-    Contract with both indexes: while a write is in flight, its host entries are pinned, so the slots that it reads keep
-    their bytes. Its entries in the tier are pending and pinned, so their places are neither read nor rewritten.
+    Contract with both indexes: while a write is in flight, its entries in host memory are pinned, so that the slots
+    keep their bytes. Its entries in the tier are pending and pinned, so that the tier's slots are not read or given to
+    other pages.
 
     Args:
-        tier_id: number of a tier with a sink.
+        tier_id: number of the tier, which has a sink.
     """
 
     def __init__(self, tier_id: TierId, tables: CacheTables) -> None:
@@ -42,31 +44,33 @@ class WriteQueue:
         self._waiting: deque[tuple[int, Keys]] = deque()
         self._waiting_pages = 0
         self._left_out = 0
-        """Pages that found no room in the queue while the tier was held."""
+        """Number of pages for which the queue had no space while the tier was held."""
 
     @property
     def waiting_pages(self) -> int:
-        """Number of pages that wait for their write to be planned."""
+        """Number of pages in the queue."""
         return self._waiting_pages
 
     @property
     def busy(self) -> bool:
-        """Whether pages wait to be written, and the tier is in use."""
+        """Whether the queue has pages and the tier is in use."""
         return self._tier.in_use and self._waiting_pages > 0
 
     @property
     def held_pages(self) -> int:
-        """Number of pages that wait until the tier may be used, including those for which the queue had no room."""
+        """Number of pages that wait for a held tier, including those for which the queue had no space; 0 if the tier is
+        not held."""
         return self._waiting_pages + self._left_out if self._tier.held else 0
 
     def offer(self, group: int, keys: Keys) -> None:
-        """Queues pages that became visible in host memory, if the tier's mode writes them then."""
+        """Queues pages that became visible in host memory, if the tier's write mode is THROUGH or BACK."""
         if self._tier.facts.write not in (WriteMode.EVICT, WriteMode.REUSE, WriteMode.OFF):
             self._enter(group, keys)
 
     def opened(self) -> None:
-        """Offers all pages in host memory to a tier that is no longer held, if the queue had no room for some
-        meanwhile. Pages that host memory has lost count as dropped. O(pages in host memory) in that case.
+        """Called when the tier is no longer held. If the queue had no space for some pages meanwhile, queues all pages
+        in host memory that the tier lacks, which is O(pages in host memory). Pages that are no longer in host memory
+        count as dropped.
         """
         left_out, self._left_out = self._left_out, 0
         if not left_out or not self._tier.in_use:
@@ -77,7 +81,7 @@ class WriteQueue:
         self._tier.counts.dropped_writes += max(0, left_out - max(0, self._waiting_pages - waiting))
 
     def offer_reused(self, group: int, keys: Keys) -> None:
-        """Queues pages that were used from host memory again, if the tier's mode is REUSE."""
+        """Queues pages that were used again from host memory, if the tier's write mode is REUSE."""
         if self._tier.facts.write is WriteMode.REUSE:
             self._enter(group, keys)
 
@@ -100,7 +104,7 @@ class WriteQueue:
             return
         if self._tier.facts.write is WriteMode.BACK:
             idle = not self._in_flight(OpRole.FETCH) and not self._in_flight(OpRole.WRITE)
-            # A queue that is more than half full no longer waits for a quiet moment.
+            # If the queue is more than half full, it does not wait until the tier is idle.
             idle |= 2 * self._waiting_pages > self._tier.facts.waiting_pages
             self._drain(LEAVE_PAGES if idle else 0)
         else:
@@ -113,11 +117,11 @@ class WriteQueue:
         return self._tables.ops.count(role, self._tier_id)
 
     def offer_all(self) -> None:
-        """Queues the pages that are in host memory, not pinned and not in the tier, whatever the mode.
+        """Queues, in every write mode, the pages in host memory that are not pinned and that the tier lacks.
 
-        The most recently used pages go first, each chain from its start, and no more than the tier can hold; the rest
-        counts as dropped. Pages that already wait are not queued twice, so that the queue stays bounded however often
-        this is called.
+        The most recently used pages come first, each chain from its start, and only as many as the tier can hold. The
+        other pages count as dropped. Pages in the queue are not queued twice, so that the queue stays bounded however
+        often this is called.
         """
         if self._tier.in_use and self._tier.facts.write_at_close:
             self._offer_host()
@@ -133,7 +137,7 @@ class WriteQueue:
 
     def _offer_unpinned(self, group: int, keys: Keys) -> None:
         known = self._sink.known(group, keys)
-        # Marked as used, so that the pages written now displace others and not these.
+        # Pages that the tier already has count as used, so that the pages written now do not evict them.
         self._sink.used(group, keys[known])
         keys = keys[~known]
         if len(keys):
@@ -141,8 +145,8 @@ class WriteQueue:
             self._waiting_pages += len(keys)
 
     def unwritten(self) -> int:
-        """The number of pages in host memory that the tier lacks. Pinned pages, and those being written to the tier,
-        count as lacking.
+        """Returns the number of pages in host memory that the tier lacks. Pages that are pinned or being written count
+        as lacking.
         """
         written = 0
         for owner in self._tables.hub.owners:
@@ -151,19 +155,19 @@ class WriteQueue:
         return len(self._tables.hub.index) - written
 
     def give_up_waiting(self) -> int:
-        """Drops the waiting pages, counts them as lost, and returns their number."""
+        """Empties the queue, counts its pages as lost, and returns their number."""
         pages = self._waiting_pages + self._left_out
         self.reset()
         self._tier.counts.lost += pages
         return pages
 
     def drop_waiting(self) -> None:
-        """Drops the waiting pages, and counts them as dropped, because the tier is down."""
+        """Empties the queue, and counts its pages as dropped. Called when the tier is down."""
         self._tier.counts.dropped_writes += self._waiting_pages + self._left_out
         self.reset()
 
     def flush(self) -> None:
-        """Plans the writes that wait, whatever the mode, as far as the bounds allow."""
+        """Plans the writes of queued pages in every write mode, up to the limits of writes in flight."""
         if self._tier.held:
             return
         self._drain(self._tier.facts.write_pages)
@@ -179,21 +183,21 @@ class WriteQueue:
             self._tables.hub.index.unpin(op.host)
 
     def recount(self) -> None:
-        """Recounts the waiting pages, after a call that planned writes was interrupted. Pages that the call had taken
+        """Recounts the queued pages. Called after a call that planned writes was interrupted; pages that it had removed
         from the queue are not written.
         """
         self._waiting_pages = sum(len(keys) for _, keys in self._waiting)
 
     def reset(self) -> None:
-        """Drops the waiting pages; writes in flight end by themselves."""
+        """Empties the queue. Writes in flight continue."""
         self._waiting.clear()
         self._waiting_pages = self._left_out = 0
 
     # --- internals ---
 
     def _unpinned(self, owner: int) -> EntryIds:
-        """Entries of the visible, unpinned pages in the group's host slots, most recently used first, including those
-        of groups that share the slots. Valid until an entry is inserted or removed.
+        """Returns the entries of the visible, unpinned pages in the group's host slots, most recently used first. These
+        may be pages of groups that share the slots. Valid until an entry is inserted or removed.
         """
         index = self._tables.hub.index
         entries = index.take_coldest(owner, index.up_slots(owner))
@@ -201,12 +205,13 @@ class WriteQueue:
         return entries[::-1]
 
     def _keys_by_group(self, owner: int, entries: EntryIds) -> list[tuple[int, Keys]]:
-        """The keys of entries, by group: the given one and those that share its slots. Keeps the order."""
+        """Returns the keys of entries, split by group. The entries belong to `owner` and the groups that share its
+        slots. Keeps the order."""
         parts = self._tables.hub.by_group(owner, np.ascontiguousarray(entries))
         return [(group, self._tables.hub.index.keys_of(part)) for group, part in parts]
 
     def _keep_pinned_waiting(self) -> None:
-        """Removes from the queue the pages that are not pinned or have left host memory."""
+        """Removes from the queue the pages that are not pinned or no longer in host memory."""
         index = self._tables.hub.index
         waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
         for group, keys in waiting:
@@ -233,7 +238,7 @@ class WriteQueue:
             self._write_unknown(group, keys)
 
     def _write_unknown(self, group: int, keys: Keys) -> None:
-        """Plans a write of those of `keys` that are in host memory and not in the tier."""
+        """Plans a write of the pages among `keys` that are in host memory and that the tier lacks."""
         keys = keys[~self._sink.known(group, keys)]
         entries = self._tables.hub.index.find(group, keys)
         there = entries != NO_ENTRY
@@ -244,7 +249,7 @@ class WriteQueue:
             self._tables.hub.index.unpin(left)
 
     def _write(self, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, leaving: bool) -> EntryIds:
-        """Plans a write of pinned pages; returns the entries for which there was no room, still pinned."""
+        """Plans a write of pinned pages. Returns the entries for which the tier had no slot, still pinned."""
         tokens: NDArray[np.int32] = self._tables.hub.tokens[group][slots]
         op_id = self._tables.ops.next_id()
         positions, stored, plan = self._sink.plan_write(op_id, group, keys, slots, tokens)
@@ -267,8 +272,8 @@ class WriteQueue:
         return entries[without]
 
     def _make_room(self, owner: int) -> None:
-        """Frees host slots of the group: plans writes of the pages that will leave next, and evicts at once those that
-        the tier has.
+        """Frees host slots of the group, if fewer are free than LEAVE_SHARE asks for. Takes the pages that would be
+        evicted next, evicts those that the tier has, and plans writes of the others, which are evicted afterwards.
         """
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)
@@ -281,8 +286,8 @@ class WriteQueue:
             self._write_leaving(group, entries)
 
     def _may_take(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these pages the tier accepts, bool [entries]: none that expire, unless the tier keeps expiry
-        times.
+        """Returns which of these pages may be written to the tier, bool [entries]. A page that expires may be written
+        only if the tier keeps expiry times.
         """
         times = self._tables.hub.times
         if not times.any or self._sink.keeps_times:
@@ -301,7 +306,8 @@ class WriteQueue:
             self._tables.hub.unpin_and_evict(group, left)
 
     def _leaving_pages(self, owner: int) -> int:
-        """Pages that leave host memory when their write in flight has ended. O(ops in flight)."""
+        """Number of pages that will be evicted from host memory when their write in flight has ended. O(ops in
+        flight)."""
         return sum(
             op.pages
             for op in self._tables.ops
