@@ -1,1 +1,1 @@
-"""Units of one user on one machine that read each other's host pools and folders while all of them run."""
+"""How running units of one user read each other's pages: host pools and folders on one machine, folders on others."""

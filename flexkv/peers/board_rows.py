@@ -1,4 +1,4 @@
-"""The pages that a unit's own board shows at each place, and the places that have changed."""
+"""Reads the rows of a unit's own board: which page each place holds, and which places have changed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flexkv.c_ext import SlotBoard
 from flexkv.errors import ContractError
 
 ROWS_AT = 4096 + (1 << 14) * 4
-"""Offset of the first row, behind the header and the ring: `board_parts` in csrc/share/slot_board.cpp."""
+"""Offset in bytes of the first row, after the header and the ring: `board_parts` in csrc/share/slot_board.cpp."""
 
 BOARD_MAGIC = 0x3130445242564B46
-"""`kBoardMagic`: a board of another version has other rows."""
+"""`kBoardMagic` in csrc/share/slot_board.h. In a board of another version, rows may have another form."""
 
 BOARD_ROW = np.dtype(
     [
@@ -27,7 +27,7 @@ BOARD_ROW = np.dtype(
         ("spare", "<u8"),
     ]
 )
-"""`BoardRow` in csrc/share/slot_board.h. The version is even while the row names a page."""
+"""A board's row: `BoardRow` in csrc/share/slot_board.h. The version is even while the row names a page."""
 
 PLACED = np.dtype(
     [
@@ -39,25 +39,26 @@ PLACED = np.dtype(
         ("group", "<u4"),
     ]
 )
-"""The page in a place; tokens 0: the place has none."""
+"""The page in a place; if `tokens` is 0, there is none."""
 
 PlacedRows = NDArray[np.void]
-"""dtype PLACED, shape [places]"""
+"""dtype PLACED, shape [places]."""
 
 NO_PAGE = 1
 """The version of a row that never named a page."""
 
 TOKENS = np.uint64(0xFFFFFFFF)
 GROUP_SHIFT = np.uint64(32)
-"""`about` of a row: group << 32 | tokens."""
+"""The field `about` of a row is group << 32 | tokens."""
 
 
 class BoardRows:
-    """Looks at the first `most` rows of a board of this process. A row that changes meanwhile counts as one without a
-    page, and is looked at again. A torn row costs only a miss, because the page on disk names itself.
+    """Reads the first `most` rows of a board of this process. A row that changes during the read counts as one without
+    a page, and is read again by the next call. A row with mixed old and new content would only cost a miss, because
+    each page on disk identifies itself in its trailer.
 
     Raises:
-        ContractError: the board is of another version.
+        ContractError: the board has another version.
     """
 
     def __init__(self, board: SlotBoard, most: int) -> None:
@@ -71,7 +72,7 @@ class BoardRows:
         return len(self._rows)
 
     def changes(self) -> tuple[int, PlacedRows]:
-        """The epoch of the pages, and the places that have changed since the last call."""
+        """Returns the epoch of the pages, and the places that have changed since the last call."""
         changed = np.flatnonzero(self._rows["version"] != self._seen)
         versions = self._rows["version"][changed]
         found = self._rows[changed]
@@ -88,7 +89,7 @@ class BoardRows:
         return epoch, rows
 
     def everything(self) -> tuple[int, PlacedRows]:
-        """The epoch of the pages, and all places that hold a page."""
+        """Returns the epoch of the pages, and all places that hold a page."""
         self._seen[:] = NO_PAGE
         epoch, rows = self.changes()
         return epoch, rows[rows["tokens"] != 0]

@@ -1,4 +1,6 @@
-"""A unit's description for other units of its user: its model, its pages' encoding, and where they are."""
+"""The card of a unit: its description for other units of its user. It contains the model, the pages' encoding, and
+where the pages are.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +15,36 @@ from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup
 
 PROTOCOL = 2
-"""Version of cards, boards and pools together; units of another version are ignored."""
+"""The common version of cards, boards and pools. A unit with another version is ignored."""
 
 MOST_CARD_BYTES = 128 << 10
-"""The longest card; a packet of a Unix socket holds it."""
+"""The most bytes of a card, so that it fits into one packet of a Unix socket."""
 
 MOST_NUMBER = 1 << 62
-"""No number on a card is larger; native code takes each as int64."""
+"""The largest number that a card may contain; native code stores numbers as int64."""
 
 MOST_GROUPS = 64
-"""No unit has more KV groups."""
+"""The most KV groups of a unit."""
 
 MOST_TOKENS = (1 << 31) - 1
-"""No block and no reach is longer; native code takes each as uint32."""
+"""The most tokens of a block, and the largest reach; native code stores both as uint32."""
 
 SHOWN_DIGITS = 8
-"""Digits of a unit's name that people see."""
+"""How many digits of a unit's id are shown to users."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedHost:
-    """Where the slots of a unit's host pool lie. The descriptors of the pool and of its board come with the card.
+    """Where the slots of a unit's host pool lie. The file descriptors of the pool and of its board are sent with the
+    card.
 
     Attributes:
-        slots_offset: of slot 0 in the file.
-        digests: whether slots have run digests (`host.verify`).
+        board_bytes: size of the pool's board.
+        file_bytes: size of the pool's file.
+        slots_offset: offset of slot 0 in the file, in bytes.
+        slots_per_extent: number of slots in each extent of the pool.
+        extent_stride: bytes from the start of one extent to the next.
+        digests: whether slots contain run digests (`host.verify`).
     """
 
     board_bytes: int
@@ -51,8 +58,9 @@ class SharedHost:
 
 @dataclass(frozen=True, slots=True)
 class SharedDisk:
-    """The unit's folders, in the order in which its places are striped over them; the board's descriptor comes with the
-    card."""
+    """The unit's folders, in the order in which its places are striped over them. The file descriptor of their board is
+    sent with the card.
+    """
 
     board_bytes: int
     folders: tuple[str, ...]
@@ -60,11 +68,11 @@ class SharedDisk:
 
 @dataclass(frozen=True, slots=True)
 class GroupCard:
-    """The pages of one KV group; see `DiskGroup`.
+    """The encoding of one KV group's pages; see `DiskGroup`.
 
     Attributes:
-        signature: in hex.
-        runs: each rank's runs: offset, bytes and layer.
+        signature: the group's signature in hex.
+        runs: for each rank, its runs: offset in the stripe, bytes and layer.
     """
 
     format_id: str
@@ -92,13 +100,15 @@ class GroupCard:
 
 @dataclass(frozen=True, slots=True)
 class UnitCard:
-    """A unit's description for its peers, as it is sent to them.
+    """A unit's description of itself, which it sends to its peers.
 
     Attributes:
-        fingerprint: 64 hex digits; units exchange pages only if theirs are equal.
-        weights: 64 hex digits that name all content of the weights; empty if the fingerprint names it.
-        groups: the unit's KV groups, by their numbers, which boards name.
-        host, disk: None if it is not shared.
+        unit: the unit's id in hex, drawn when it began to share.
+        fingerprint: the model's fingerprint, 64 hex digits. Units share pages only if their fingerprints are equal.
+        weights: digest of the whole content of the weights, 64 hex digits; empty if the fingerprint covers it.
+        groups: the unit's KV groups, indexed by the numbers that boards contain.
+        host: where the host pool lies; None if host memory is not shared.
+        disk: where the folders lie; None if they are not shared.
     """
 
     unit: str
@@ -112,7 +122,7 @@ class UnitCard:
 
     @property
     def disk_groups(self) -> list[DiskGroup]:
-        """The pages of all groups lie in the slots and slabs of the first group."""
+        """The groups as `DiskGroup`. The pages of all groups lie in the slots and slabs of the first group."""
         return [
             DiskGroup(
                 format_id=group.format_id,
@@ -130,7 +140,9 @@ class UnitCard:
         ]
 
     def short(self) -> dict[str, Any]:
-        """The content of the unit's file: enough to see whether it is worth asking for the rest."""
+        """The content of the unit's file in the runtime folder: enough to decide whether to ask the unit for its
+        card.
+        """
         return {
             "protocol": PROTOCOL,
             "unit": self.unit,
@@ -153,11 +165,11 @@ class UnitCard:
 
 
 def name_of(facts: Mapping[str, Any]) -> str:
-    """A unit's name for people: its process, as its own container numbers it, and the unit's id, because processes of
-    two containers may have the same number.
+    """A unit's name for users: the id of its process and some digits of the unit's id. Processes of two containers may
+    have the same process id.
 
     Args:
-        facts: as `UnitCard.short` makes them; missing facts are left out.
+        facts: the unit's facts, as `UnitCard.short` returns them. Some may be missing.
     """
     return f"{facts.get('pid')} ({str(facts.get('unit'))[:SHOWN_DIGITS]})"
 
@@ -165,7 +177,7 @@ def name_of(facts: Mapping[str, Any]) -> str:
 def decode_card(text: bytes) -> UnitCard:
     """
     Raises:
-        ContractError: not a card, or a card of another version; the message says what is wrong.
+        ContractError: the bytes are not a card, or the card has another version; the message says what is wrong.
     """
     try:
         told = json.loads(text)
@@ -197,7 +209,7 @@ def _group(told: dict[str, Any]) -> GroupCard:
 def _check(card: UnitCard) -> None:
     """
     Raises:
-        ContractError: a value has the wrong type for its field, or is out of range; the message names it.
+        ContractError: a value has the wrong type for its field, or is out of range; the message names the field.
     """
     texts = {name: getattr(card, name) for name in ("unit", "model", "fingerprint", "weights")}
     numbers: dict[str, object] = {"pid": card.pid}

@@ -1,4 +1,4 @@
-"""What a unit shares with units of other machines, whose folders lie beside its own, and what it gets from them."""
+"""Shares a unit's folders with units of other machines whose folders lie beside its own, and follows theirs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class SharingTerms(Protocol):
-    """Which units this one shares with; implemented by `flexkv.peers.share.PeerShare`."""
+    """Decides with which units this unit shares pages. `flexkv.peers.share.PeerShare` implements it."""
 
     refused: dict[str, str]
 
@@ -37,8 +37,9 @@ class DistantUnits:
     """The units of other machines with which this unit shares pages through folders.
 
     Args:
-        directory: gets the pages of their folders.
-        beat_s: time between heartbeats.
+        directory: gets the pages in these units' folders.
+        beat_s: seconds between this unit's heartbeats.
+        terms: decides with which units this unit shares.
     """
 
     def __init__(self, directory: PeerDirectory, beat_s: float, terms: SharingTerms) -> None:
@@ -47,17 +48,18 @@ class DistantUnits:
         self._parent = Path()
         self._ended = False
         self._lock = threading.Lock()
-        """Guards the attributes below, which the watch's thread changes and readers look up."""
+        """Guards the attributes below, which the watch's thread changes and the readers' threads read."""
         self._joined: dict[str, tuple[LiveHead, int]] = {}
-        """By the path of its file, a unit and its number in the directory."""
+        """For each unit that is followed, by the path of its file: the unit, and its number in the directory."""
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
 
     def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
         """Shows the unit's folders to other machines, and begins to follow theirs. If that fails, the log says why.
 
         Args:
-            card: the unit's.
-            board: the pages in the places of `folders`.
+            card: this unit's card.
+            board: shows the pages in the places of `folders`.
+            folders: the unit's folders, in the order of its places.
         """
         try:
             parent = parent_of(folders)
@@ -65,7 +67,7 @@ class DistantUnits:
             names = tuple(str(folder.relative_to(parent)) for folder in folders)
             shown = replace(card, host=None, disk=SharedDisk(0, names))
             head = LiveHead(shown, machine_id(), socket.gethostname(), self._beat_s, len(rows))
-            decode_head(head.encode())  # a card that no unit would accept is reported here
+            decode_head(head.encode())  # raises here if other units would not accept the card
             writer = LiveWriter(folders[0] / LIVE_NAME, head, rows)
         except (FlexKVError, OSError) as error:
             logger.warning("nothing is shared with other machines: %s", error)
@@ -78,8 +80,8 @@ class DistantUnits:
         logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
 
     def end(self) -> None:
-        """Stops promising pages of other machines, and tells the thread to leave. Does not wait for a server.
-        Idempotent.
+        """Stops promising pages of other machines, and tells the watch's thread to end. Does not wait for a file
+        server. Idempotent.
         """
         with self._lock:
             if self._ended:
@@ -92,15 +94,17 @@ class DistantUnits:
             self._directory.drop(peer)
 
     def close(self) -> None:
-        """Leaves, and waits a while for the thread, which closes the slabs. If a server blocks the thread, the
-        process's exit closes them. Idempotent.
+        """Ends sharing, and waits up to `machines.STOP_S` seconds for the watch's thread, which closes the slabs. If a
+        file server blocks the thread, the slabs are closed when the process exits. Idempotent.
         """
         self.end()
         if self._watch is not None:
             self._watch.close()
 
     def folders(self, peer: int, group: int) -> Sequence[PeerFolder]:
-        """The slabs of a unit, by its number, for a KV group, in the order of its places; empty if it is not known."""
+        """The slabs of a KV group of the unit with the number `peer`, in the order of the unit's places; empty if the
+        unit is not known.
+        """
         with self._lock:
             slabs = self._slabs.get(peer)
         return () if slabs is None else slabs[group]
@@ -111,7 +115,7 @@ class DistantUnits:
             raise DiskError(self._terms.refused.get(whom, "it is another model's"))
         self._terms.check_pages(card, whom)
         assert card.disk is not None
-        # Before the lock is taken: a server may not answer, and readers do not wait for it.
+        # Done before the lock is taken, because a file server may not answer, and readers must not wait for it.
         slabs = self._terms.open_slabs(
             card.unit, [str(self._parent / folder) for folder in card.disk.folders]
         )
@@ -132,15 +136,16 @@ class DistantUnits:
         logger.info("unit %s (process %s): its folders are read here", card.unit, whom)
 
     def _left(self, path: str) -> None:
-        """Forgets all pages of a unit, because it no longer reports which of them it replaces. Call from the watch's
-        thread: the last use of a slab closes its file, which a file server may delay."""
+        """Forgets all pages of a unit that has left, because it no longer reports which of them it replaces. Only the
+        watch's thread calls this: it may close the slabs' files, which a file server may delay.
+        """
         with self._lock:
             known = self._joined.pop(path, None)
             if known is None:
                 return
             slabs = self._slabs.pop(known[1], None)
             is_dropped = self._ended
-        # Forgetting a unit with many pages takes a while, during which readers must not wait for the lock.
+        # Dropping a unit with many pages takes a while, and readers must not wait for the lock that long.
         if not is_dropped:
             self._directory.drop(known[1])
         del slabs
@@ -150,7 +155,7 @@ class DistantUnits:
         return 0 if self._ended else len(self._joined)
 
     def peers(self) -> list[dict[str, Any]]:
-        """The units that are followed."""
+        """Describes the units that are followed."""
         with self._lock:
             joined = [] if self._ended else list(self._joined.values())
         return [

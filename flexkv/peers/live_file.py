@@ -1,10 +1,10 @@
-"""The file in a unit's folder by which units of other machines follow it. It says which unit it is, that it runs, and
-which pages its folders hold.
+"""The file through which units of other machines follow a unit. It lies in the unit's folder, and says which unit this
+is, that it is running, and which pages its folders hold.
 
-It begins with a header and a frame that names the unit. Each heartbeat appends frames with the places that have
-changed. Before it grows too long, another file replaces it: a new *edition*, with all places that hold a page. A start
-of the unit is a new *session*. Only the unit that has the folder's lock writes the file. Readers take no lock: each
-frame has a digest, and whatever a row says, the page on disk decides.
+The file begins with a header and a frame that identifies the unit. Each heartbeat appends frames with the places that
+have changed. Before the file grows too long, a new one replaces it, called the next *edition*, with all places that
+hold a page. Each start of the unit begins a new *session*. Only the unit that holds the folder's lock writes the file.
+Readers take no lock: each frame has a digest, and a row is only a hint, because each page on disk identifies itself.
 """
 
 from __future__ import annotations
@@ -33,45 +33,48 @@ LIVE_NAME = "live.rows"
 MAGIC = b"FKVLIVE2"
 SESSION_BYTES = 16
 HEADER = struct.Struct("<8s16sQQ")
-"""Magic, session, edition, digest of these."""
+"""The file's header: magic, session, edition, digest of these three."""
 BEAT = struct.Struct("<QII")
-"""Number of the heartbeat, epoch, rows that follow."""
+"""The start of a frame: number of the heartbeat, epoch, number of rows that follow."""
 
 MOST_PLACES = 262_144
-"""Places of a unit that are shown to other machines, 11 MiB of rows; no reader knows more pages of all peers together.
+"""How many places of a unit are shown to other machines: 11 MiB of rows. A reader does not keep more pages than this of
+all its peers together.
 """
 MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
 MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
 APPENDED_BYTES = 4 << 20
-"""Most bytes appended to an edition before a new one replaces it."""
+"""The most bytes that are appended to an edition before a new one replaces it."""
 MOST_FILE_BYTES = 64 << 20
-"""No unit writes a longer file: an edition begins with 11 MiB of rows at most, and one heartbeat adds as many."""
+"""No unit writes a longer file. An edition begins with up to 11 MiB of rows, and one heartbeat adds up to 11 MiB."""
 MOST_READ_BYTES = 16 << 20
-"""Most bytes read from one file at a time; the rest waits for the next look."""
+"""The most bytes that one look reads from a file. The next look reads on."""
 MOST_FRAMES = 1024
-"""How many frames are taken of one file at a time."""
+"""The most frames that one look reads from a file."""
 MOST_BEATS = 512
-"""Heartbeats after which a new edition replaces the file, so that one look takes all frames of an idle unit."""
+"""A new edition replaces the file after this many heartbeats, so that one look can read all frames of an idle unit."""
 
 MOST_NAME = 255
 MOST_FOLDERS = 64
 FOLDER_PARTS = 3
-"""Names in a unit's path below the folder that all machines see: one of `disk.folders`, the model's, the unit's."""
+"""How many names a unit folder's path has below the folder that all machines see: that of one of `disk.folders`, of the
+model and of the unit.
+"""
 
 LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LiveHead:
-    """The frame at the start of a unit's file, which names the unit and its machine.
+    """The frame at the start of a unit's file, which identifies the unit and its machine.
 
     Attributes:
-        card: the unit's; its folders are relative to the folder that all machines see.
-        machine: unique to a machine: the random number that its kernel drew at boot.
-        host: the machine's name, for people.
-        beat_s: time between heartbeats.
-        places: places that rows may name.
+        card: the unit's card. The folders in it are relative to the folder that all machines see.
+        machine: id of the unit's machine: the random number that its kernel drew at boot.
+        host: name of the machine, for users.
+        beat_s: seconds between the unit's heartbeats.
+        places: number of places; each row's place is below it.
     """
 
     card: UnitCard
@@ -82,7 +85,7 @@ class LiveHead:
 
     @property
     def whom(self) -> str:
-        """The unit's process, for people."""
+        """The unit's name for users, with its machine."""
         return f"{name_of(self.card.short())} of {self.host}"
 
     def encode(self) -> bytes:
@@ -93,7 +96,7 @@ class LiveHead:
 def decode_head(text: bytes) -> LiveHead:
     """
     Raises:
-        ContractError: it names no unit; the message says what is wrong.
+        ContractError: the frame does not describe a unit; the message says what is wrong.
     """
     try:
         told = json.loads(text)
@@ -122,25 +125,27 @@ def decode_head(text: bytes) -> LiveHead:
 
 
 class LiveWriter:
-    """Keeps the file of one unit. Call from one thread. Precondition: this process has the folder's lock."""
+    """Writes the file of this unit. Only one thread may call it, except for `end`. Precondition: this process holds the
+    folder's lock.
+    """
 
     def __init__(self, path: Path, head: LiveHead, rows: BoardRows) -> None:
         self._path, self._head, self._rows = path, head, rows
         self.session = secrets.token_bytes(SESSION_BYTES)
         self._edition = self._beat = self._bytes = self._most = self._replaced_at = 0
         self._file = (0, 0)
-        """Device and number of the file that this session wrote last."""
+        """Device and inode of the edition that this session wrote last."""
         self._ended = False
 
     def end(self) -> None:
-        """The file is not replaced from now on. Call from any thread."""
+        """Ensures that the file is not replaced any more. Any thread may call this."""
         self._ended = True
 
     def beat(self) -> None:
-        """Adds a heartbeat and the changed places. Until the file is closed, other machines may not see them.
+        """Adds a heartbeat and the places that have changed. Other machines may see them only after the file is closed.
 
         Raises:
-            OSError: it could not be written; the next call writes another edition.
+            OSError: the file could not be written. The next call then writes a new edition.
         """
         self._beat += 1
         if not 0 < self._bytes <= self._most or self._beat - self._replaced_at > MOST_BEATS:
@@ -179,7 +184,7 @@ class LiveWriter:
         finally:
             os.close(fd)
         if self._ended:
-            return  # a server may have blocked this thread until another session had the folder
+            return  # a file server may have blocked this thread until another process has locked the folder
         os.replace(path, self._path)
         self._file = (found.st_dev, found.st_ino)
         self._bytes, self._most = len(content), len(content) + APPENDED_BYTES
@@ -191,10 +196,10 @@ class LiveWriter:
             yield framed(BEAT.pack(self._beat, epoch, len(part)) + part.tobytes())
 
     def remove(self) -> None:
-        """Removes the file, if it is still this session's.
+        """Removes the file if this session has written it.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: the file cannot be removed.
         """
         self._path.with_name(f"{LIVE_NAME}.new").unlink(missing_ok=True)
         try:
@@ -207,7 +212,7 @@ class LiveWriter:
 
 
 class LiveFile:
-    """A descriptor that is closed at the end of a `with`."""
+    """An open file, which the end of a `with` statement closes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -224,7 +229,7 @@ class LiveFile:
         self._at = at
 
     def read(self, most: int) -> bytes:
-        """The next bytes, fewer at the end of the file."""
+        """Returns the next `most` bytes; fewer at the end of the file."""
         found = os.pread(self._fd, most, self._at)
         self._at += len(found)
         return found
@@ -233,8 +238,8 @@ class LiveFile:
 def open_live(path: Path) -> LiveFile:
     """
     Raises:
-        OSError: it cannot be opened.
-        DiskError: it is not a regular file of this user, or is longer than any unit's.
+        OSError: the file cannot be opened.
+        DiskError: it is not a regular file of this user, or is longer than MOST_FILE_BYTES.
     """
     # Opening a pipe of this name must not block.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -251,10 +256,10 @@ def open_live(path: Path) -> LiveFile:
 
 
 def session_of(header: bytes) -> tuple[bytes, int]:
-    """The session and the edition that a file's header names.
+    """The session and the edition in a file's header.
 
     Raises:
-        DiskError: it is damaged, or of another version.
+        DiskError: the header is incomplete, damaged, or of another version.
     """
     if len(header) < HEADER.size:
         raise DiskError("its header is not whole")
@@ -268,15 +273,15 @@ def session_of(header: bytes) -> tuple[bytes, int]:
 
 @dataclass(slots=True)
 class LiveNews:
-    """Result of a look at a file.
+    """The result of a look at a unit's file.
 
     Attributes:
-        is_new: a new session has begun since the last look.
-        is_alive: a heartbeat was added since the last look. False for a new session, and if the last look did not reach
-            the end, because the rest may come from a unit that ended long ago.
-        is_all: all places that are not in `frames` have no page.
-        frames: epoch and rows, in their order.
-        fault: why the rest of the file was not read; empty if all of it was.
+        is_new: whether a new session has begun since the last look.
+        is_alive: whether a heartbeat was added since the last look. False for a new session, and if the last look did
+            not reach the file's end, because what follows may be from a unit that ended long ago.
+        is_all: whether places that are not in `frames` have no page; else they are unchanged.
+        frames: epoch and rows of each frame, in the file's order.
+        fault: what is wrong with the next frame, so that the rest of the file was not read; empty if nothing is.
     """
 
     is_new: bool = False
@@ -287,13 +292,13 @@ class LiveNews:
 
 
 class LiveReader:
-    """Follows another unit's file. A look that fails leaves the reader unchanged.
+    """Follows another unit's file. If a look raises an error, the reader stays as it was.
 
     Args:
-        skip_machine: rows of units on this machine are not read.
+        skip_machine: id of a machine, rows of whose units are not read; empty to read those of all machines.
 
     Attributes:
-        head: the unit as described by the session's file; None before the first look.
+        head: the unit, as the current session's file describes it; None before the first look.
     """
 
     def __init__(self, path: Path, skip_machine: str = "") -> None:
@@ -304,16 +309,16 @@ class LiveReader:
         self._reached_end = False
 
     def rewind(self) -> None:
-        """The next look begins at the start of the edition."""
+        """Makes the next look read the edition from its start."""
         self._at = 0
 
     def look(self) -> LiveNews:
-        """Reads the frames added since the last look.
+        """Reads the frames that were added since the last look.
 
         Raises:
-            FileNotFoundError: it is not there.
-            OSError: it cannot be read.
-            DiskError: it is damaged, or older than what was read before.
+            FileNotFoundError: the file does not exist.
+            OSError: the file cannot be read.
+            DiskError: the file's start is damaged, or the file is older than what was read before.
             ContractError: it names no unit.
         """
         with open_live(self._path) as file:
@@ -330,14 +335,14 @@ class LiveReader:
             file.seek(at)
             content = b"" if head.machine == self._skip_machine else file.read(MOST_READ_BYTES)
         taken, beat = self._take(content, head, news)
-        # Only now, because after a failed read or close the next look must still report the session as new.
+        # Set only now: if the read or the close has failed, the next look must still report the session as new.
         self.head, self._session, self._edition = head, session, edition
         self._at, self._beat = at + taken, beat
         self._reached_end = len(content) < MOST_READ_BYTES and len(news.frames) < MOST_FRAMES
         return news
 
     def _begin(self, file: LiveFile, is_new: bool) -> tuple[LiveHead, int]:
-        """The unit that the file names, and where its first heartbeat is."""
+        """Reads which unit the file describes. Returns the unit, and the offset of the first heartbeat."""
         content = file.read(FRAME.size + MOST_HEAD_BYTES)
         first, fault = _frame_at(content, 0)
         if first is None:
@@ -348,7 +353,9 @@ class LiveReader:
         return head, HEADER.size + FRAME.size + len(first)
 
     def _take(self, content: bytes, head: LiveHead, news: LiveNews) -> tuple[int, int]:
-        """Puts the whole frames into the news. Returns their bytes, and the last heartbeat."""
+        """Adds the complete frames in `content` to `news`. Returns how many bytes they take, and the number of the last
+        heartbeat.
+        """
         before = 0 if news.is_new else self._beat
         at, last = 0, before
         while len(news.frames) < MOST_FRAMES:
@@ -367,7 +374,9 @@ class LiveReader:
 
 
 def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
-    """The frame there; or None and its fault, which is empty if the frame is merely incomplete so far."""
+    """Returns the frame at this offset, or None and what is wrong with it. That text is empty if the frame is merely
+    not complete yet.
+    """
     if len(content) < at + FRAME.size:
         return None, ""
     length, zero, digest = FRAME.unpack_from(content, at)
@@ -382,7 +391,9 @@ def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
 
 
 def _rows_of(frame: bytes, head: LiveHead) -> tuple[int, int, PlacedRows | None]:
-    """Heartbeat, epoch and rows of a frame; None for rows that no unit writes."""
+    """Returns the heartbeat's number, the epoch and the rows of a frame. The rows are None if no unit writes such a
+    frame.
+    """
     if len(frame) < BEAT.size:
         return 0, 0, None
     beat, epoch, count = BEAT.unpack_from(frame)

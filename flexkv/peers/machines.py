@@ -1,7 +1,7 @@
-"""The thread by which a unit shows its folders to units of other machines, and follows theirs, through files only.
+"""The thread that shows a unit's folders to units of other machines and follows theirs, through files only.
 
-All units' folders lie below one folder that every machine sees. Neither the machines' clocks nor the times of files
-matter: a unit counts as running while the reader sees its heartbeat advance.
+The folders of all units lie below one folder that every machine sees. The machines' clocks and the files' times do not
+matter: a unit counts as running as long as its heartbeat advances between looks at its file.
 """
 
 from __future__ import annotations
@@ -29,52 +29,56 @@ logger = get_logger(__name__)
 MACHINE_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 GONE_BEATS = 5
-"""A unit whose heartbeat has stood still for this many of its intervals, or of this unit's if those are longer, is
-gone."""
+"""If a unit's heartbeat has not advanced for this many heartbeat intervals, the unit counts as gone. The interval is
+that unit's or this unit's, whichever is longer.
+"""
 
 SCAN_BEATS = 5
-"""How many looks at known files there are for one search for further ones."""
+"""After this many rounds of looks at known files, the thread searches for new files."""
 
 JITTER = 0.25
-"""By which part an interval is shorter or longer, so that machines do not all ask their server at the same moment."""
+"""An interval is randomly shorter or longer by up to this fraction, so that machines do not all ask their file server
+at the same moment.
+"""
 
 AGAIN_S = 60.0
-"""When a unit that was refused is tried again, unless it starts anew before."""
+"""A refused unit is tried again after this many seconds, or earlier if it starts anew."""
 
 ASLEEP_BEATS = 25
-"""Intervals between two looks at the file of a unit that is not followed and whose heartbeat stands still."""
+"""How many heartbeat intervals pass between two looks at a file whose unit is not followed and does not advance its
+heartbeat.
+"""
 
 MOST_UNITS = 64
-"""Units of other machines that are followed."""
+"""The most units of other machines that are followed at a time."""
 
 MOST_FILES = 1024
-"""Files that are looked at, those of units that ended without removing them included."""
+"""The most files that are looked at. This includes files that ended units have not removed."""
 
 MOST_FOLDERS = 256
-"""Folders beside this unit's that are searched."""
+"""The most folders that one search looks into, of those in the folder that all machines see."""
 
 STOP_S = 2.0
-"""How long a close waits for the thread, which a server that does not answer may hold up."""
+"""How many seconds a close waits for the thread, which a file server that does not answer may block."""
 
 
 def machine_id() -> str:
-    """A name of this machine until its next boot: containers on one kernel have the same name, and no other machine has
-    it.
+    """An id of this machine until its next boot. Containers on one kernel have the same id; no other machine has it.
 
     Raises:
-        OSError: /proc is not there.
+        OSError: /proc cannot be read.
     """
     return MACHINE_FILE.read_text().strip()
 
 
 def parent_of(folders: Sequence[Path]) -> Path:
-    """The folder that all machines see: the one in which all of `disk.folders` lie.
+    """The folder that all machines see, in which all of `disk.folders` lie.
 
     Args:
-        folders: the unit's, each in the model's in one of `disk.folders`.
+        folders: the unit's folders. Each lies in a model's folder in one of `disk.folders`.
 
     Raises:
-        ConfigError: they lie in several.
+        ConfigError: `disk.folders` do not all lie in the same folder.
     """
     parents = {folder.parents[2] for folder in folders}
     if len(parents) != 1:
@@ -86,8 +90,9 @@ def parent_of(folders: Sequence[Path]) -> Path:
 
 
 class Mirror:
-    """A board of this process that repeats the rows of a unit of another machine. Only pages of the latest epoch count:
-    a unit has no others."""
+    """A board in this process with the pages of a unit on another machine. It shows only pages of the latest epoch,
+    because a unit serves no others.
+    """
 
     def __init__(self, places: int) -> None:
         self.board = c_ext.SlotBoard(places)
@@ -133,17 +138,18 @@ def _bytes(rows: PlacedRows) -> NDArray[np.uint8]:
 
 @dataclass(slots=True)
 class DistantUnit:
-    """A unit's file that was found.
+    """A file that the search has found, and the state of its unit.
 
     Attributes:
-        alive_s: when its heartbeat was last seen to advance, on this process's monotonic clock.
-        mirror: its pages; None while it is not followed.
-        joined: as it named itself when `mirror` began.
-        again_s: when it may be tried again after it was refused.
-        asleep_s: when it is checked again; 0: in the next round.
-        refused: the last logged reason why it was not joined.
-        declined: its name for people, while it runs and is not joined.
-        fault: the last logged fault of its file.
+        reader: reads the file.
+        alive_s: when the unit's heartbeat was last seen to advance, in seconds of this process's monotonic clock.
+        mirror: the unit's pages; None while the unit is not followed.
+        joined: the unit as its file described it when it was joined; None before.
+        again_s: when the unit may be tried again after it was refused, on the same clock.
+        asleep_s: when the file is looked at again, on the same clock; 0 for the next round.
+        refused: the reason last logged why the unit was not joined; empty if there is none.
+        declined: the unit's name for users while it runs and is refused, else empty.
+        fault: the fault of the file last logged; empty if there is none.
     """
 
     reader: LiveReader
@@ -158,17 +164,17 @@ class DistantUnit:
 
 
 class MachineWatch:
-    """The thread that writes this unit's heartbeats and follows those of units on other machines.
+    """The thread that writes this unit's heartbeats, and follows units on other machines.
 
     Args:
         parent: the folder that all machines see.
-        writer: keeps this unit's own file.
-        head: this unit's.
-        join: takes a unit, by the path of its file, and the board that repeats its rows. Raises FlexKVError or OSError
-            to leave it alone.
-        left: a unit that was joined is gone.
-        end_refusal: a unit that `join` left alone, by its name for people, has ended.
-        follow: a board has changed.
+        writer: writes this unit's file.
+        head: describes this unit.
+        join: called with a unit that is to be followed: the path of its file, its description, and the board with its
+            pages. Raises FlexKVError or OSError to refuse the unit.
+        left: called when a unit that was joined is gone, with the path of its file.
+        end_refusal: called when a unit that `join` has refused may have ended, with its name for users.
+        follow: called after each round of looks, to read the changes of the boards.
     """
 
     def __init__(
@@ -186,9 +192,9 @@ class MachineWatch:
         self._units: dict[Path, DistantUnit] = {}
         self._closed = threading.Event()
         self._said: dict[str, str] = {}
-        """What was last logged about this unit's own heartbeat and about the search."""
+        """The last fault of this unit's own heartbeat and of the search, which is not logged again."""
         self._beaten_s = 0.0
-        # Does not use the engine's own generator, because a seed may make it equal everywhere.
+        # Not the module's generator: engines may seed it, and then it would be the same on all machines.
         self._random = random.Random()
         self._thread = NamedThread("flexkv-machines", self._run)
 
@@ -196,12 +202,14 @@ class MachineWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Tells the thread to leave. Idempotent."""
+        """Tells the thread to end. Idempotent."""
         self._closed.set()
         self._writer.end()
 
     def close(self) -> None:
-        """Other units no longer find this one, and it stops following them. Idempotent."""
+        """Stops showing this unit to others and following them. Waits up to STOP_S seconds for the thread.
+        Idempotent.
+        """
         self.end()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
@@ -217,7 +225,7 @@ class MachineWatch:
                 self._look_at_all()
                 self._follow()
                 self._closed.wait(self._head.beat_s * self._random.uniform(1 - JITTER, 1 + JITTER))
-        except Exception:  # sharing across machines ends, but the unit continues to serve
+        except Exception:  # sharing across machines ends, and the unit goes on without it
             logger.exception("following units of other machines")
         for path, unit in self._units.items():
             self._leave(path, unit, "this unit leaves")
@@ -231,7 +239,7 @@ class MachineWatch:
             if self._closed.is_set():
                 return
             now_s = time.monotonic()
-            # Slow reads must not delay the heartbeat, by which others know that this unit runs.
+            # Slow reads must not delay the heartbeat, which shows other units that this one is running.
             if now_s - self._beaten_s >= self._head.beat_s:
                 self._beat()
             if now_s >= unit.asleep_s:
@@ -247,7 +255,7 @@ class MachineWatch:
         self._say_once("beat", fault)
 
     def _scan(self) -> None:
-        """Searches the folders beside this unit's for files of units with its fingerprint."""
+        """Searches the folders beside this unit's for files of units with the same fingerprint."""
         names = f"*-{self._head.card.fingerprint[:DIGEST_DIGITS]}-*/*/{LIVE_NAME}"
         fault = ""
         try:
@@ -259,7 +267,7 @@ class MachineWatch:
         except OSError as error:
             found, fault = [], f"{self._parent}: units of other machines are not searched: {error}"
         found = [path for path in found if path not in self._units]
-        self._random.shuffle(found)  # if there are too many, they take turns
+        self._random.shuffle(found)  # if there are too many files, each gets a chance
         for path in found:
             if len(self._units) >= MOST_FILES and not self._forget_one():
                 fault = f"{path}: not followed: {MOST_FILES} files of units are looked at"
@@ -268,7 +276,9 @@ class MachineWatch:
         self._say_once("scan", fault)
 
     def _forget_one(self) -> bool:
-        """Forgets the file that has been unchanged for the longest time, if there is one; the search finds it again."""
+        """Forgets the file whose unit has not been alive for the longest time, among those looked at rarely. Returns
+        whether there was one. A later search may find the file again.
+        """
         asleep = [(unit.alive_s, path) for path, unit in self._units.items() if unit.asleep_s]
         if asleep:
             del self._units[min(asleep)[1]]
@@ -303,7 +313,7 @@ class MachineWatch:
         self._rest(unit, news, now_s)
         head = unit.reader.head
         if head is None or head.machine == self._head.machine:
-            return  # a unit of this machine is found by its board
+            return  # `PeerWatch` follows the units of this machine
         if news.is_alive:
             unit.alive_s = now_s
             if unit.mirror is None:
@@ -315,8 +325,8 @@ class MachineWatch:
                 self._leave(path, unit, "its heartbeat stands still")
 
     def _rest(self, unit: DistantUnit, news: LiveNews, now_s: float) -> None:
-        """Rarely checks a file that is not followed and does not change: its unit has ended, or runs on this
-        machine.
+        """Arranges that a file is looked at rarely if its unit is not followed and the file does not change. Such a
+        unit has ended, or runs on this machine.
         """
         unit.asleep_s = 0.0
         if unit.mirror is not None or news.is_new or news.frames:
@@ -328,7 +338,7 @@ class MachineWatch:
             self._forgive(unit)
 
     def _take(self, path: Path, unit: DistantUnit, head: LiveHead, now_s: float) -> None:
-        """Follows a unit from now on: the next look brings all its rows."""
+        """Begins to follow a unit, unless `join` refuses it, and reads all its rows."""
         if now_s < unit.again_s:
             return
         mirror = Mirror(head.places)
@@ -347,7 +357,7 @@ class MachineWatch:
         self._look(path, unit)
 
     def _forgive(self, unit: DistantUnit) -> None:
-        """Forgets that a unit was not taken: it has ended, or may be another when its heartbeat goes on."""
+        """Forgets that a unit was refused, because it has ended or started anew."""
         if unit.declined:
             self._end_refusal(unit.declined)
         unit.again_s, unit.refused, unit.declined = 0.0, "", ""

@@ -1,4 +1,4 @@
-"""How a peer's pages become this unit's, for each KV group."""
+"""Decides how a peer's pages become this unit's pages, for each KV group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from flexkv.storage.peer_folders import Rewrites, rewrites_of, same_format
 DIGEST_BYTES = 8
 
 Pieces = list[tuple[int, int, int]]
-"""Offset in the peer's slot, offset in ours, bytes."""
+"""Stripes to copy: offset in the peer's slot, offset in this unit's slot, bytes."""
 
 Runs = list[tuple[int, int, int, int]]
-"""Offset in our slot, bytes, offset of the digest in the peer's slot and in ours; -1 for none."""
+"""Runs with digests: offset in this unit's slot, bytes, offset of the digest in the peer's slot, and in this unit's
+slot; -1 if a slot has no digests.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherFormat:
-    """How pages of one KV group of one peer become pages of this unit.
+    """How a peer's pages of one KV group are converted to this unit's format.
 
     Attributes:
-        codec: the peer's.
-        digests: whether the peer's slots have run digests.
+        group: the peer's KV group.
+        codec: codec of the peer's pages.
+        rewrites: conversions of the stripes.
+        digests: whether the peer's slots contain run digests.
     """
 
     group: DiskGroup
@@ -37,12 +41,12 @@ class OtherFormat:
 
 @dataclass(frozen=True, slots=True)
 class PeerFormats:
-    """How one peer's pages become this unit's: copied as they are, or rewritten.
+    """How one peer's pages become this unit's pages: copied as they are, or converted.
 
     Attributes:
-        plain: copied as they are, as pieces and runs for `PeerDirectory.add`, by group. Without pieces the pages have
-            another format.
-        others: how pages of another format are rewritten, by group; empty if they have the same one.
+        plain: for each KV group, the pieces and runs of a page that is copied as it is, for `PeerDirectory.add`. If the
+            pages have another format, both are empty.
+        others: for each KV group, how pages of another format are converted; empty if the format is the same.
     """
 
     plain: tuple[tuple[Pieces, Runs], ...]
@@ -50,11 +54,13 @@ class PeerFormats:
 
 
 class UnitPages:
-    """The pages of this unit's KV groups.
+    """The KV groups of this unit, and the check of which peers' pages it can use.
 
     Args:
-        heads: heads of K and V on one rank, per group; 0 if there are none.
-        rewrites: pages of other formats are rewritten, which only keys without an engine's own names allow.
+        groups: this unit's KV groups.
+        heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
+        rewrites: whether pages of other formats are converted. Only common keys (`keys.scheme`) allow that, because an
+            engine's own keys mean nothing to other engines.
     """
 
     def __init__(self, groups: Sequence[DiskGroup], heads: Sequence[int], rewrites: bool) -> None:
@@ -64,10 +70,10 @@ class UnitPages:
     def formats_of(self, theirs: Sequence[DiskGroup]) -> PeerFormats:
         """
         Raises:
-            GeometryError, ConfigError: no unit has such pages, or see `rewrites_of`.
+            GeometryError, ConfigError: the peer's groups are impossible, or see `rewrites_of`.
             DiskError: the pages have another format, and `rewrites` is false.
         """
-        # This check is first, because it refuses runs that no page has.
+        # `codec_of` comes first, because it refuses runs that no page has.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]
         rewrites = rewrites_of(theirs, self.groups, self.heads)
         if same_format(theirs, self.groups):
@@ -85,7 +91,7 @@ class UnitPages:
         return PeerFormats(tuple(([], []) for _ in theirs), tuple(others))
 
     def _pieces(self, number: int, group: DiskGroup, theirs: c_ext.PageCodec) -> tuple[Pieces, Runs]:
-        """The stripes that hold the same bytes, and the runs that have a digest on both sides."""
+        """Returns the stripes to copy, and the runs for which at least one of the two units has digests."""
         mine = self.groups[number]
         ours = codec_of(mine, number)
         pieces: Pieces = []

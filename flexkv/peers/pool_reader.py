@@ -1,4 +1,4 @@
-"""Loads pages from the host pools of other units: a thread copies them, and drops pages that changed meanwhile."""
+"""Loads pages from the host pools of other units. A thread copies them, and fails pages that change during the copy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
 from flexkv.transfer.host_pool import HostPool
 
 PAGES_AT_ONCE = 16
-"""Pages copied by one native call: some milliseconds of large pages, after which the reader can be closed."""
+"""How many pages one native call copies. With large pages that takes some milliseconds, and the reader can be closed
+only between calls.
+"""
 
 COPIED, FORMAT = 0, 4
 OUTCOMES = ("copied", "absent", "changed", "digest", "format")
-"""The ends of `PeerDirectory.bring`, by number."""
+"""The outcomes of `PeerDirectory.bring` for a page, by number."""
 
 REASONS = {
     1: "absent: no peer has the page any more",
@@ -29,21 +31,23 @@ REASONS = {
     3: "digest: a run of the peer's page does not match its digest",
     FORMAT: "format: the peer has left",
 }
-"""Why a page was not copied, by the outcome of `PeerDirectory.bring` and `read`."""
+"""Why a page was not copied, by outcome of `PeerDirectory.bring` or `read`."""
 
 
 class PoolReader(PageReader):
-    """Carries out DISK_READ ops whose tags name pages that `directory` knows. The ops' places have no meaning.
+    """Carries out DISK_READ ops that copy pages from peers' host pools. It finds a page in `directory` by the key in
+    its tag; the places in the ops have no meaning.
 
-    A page counts only if its slot's row named it with the same version before and after the copy, and if its runs match
-    the digests that the peer keeps, where it keeps any.
+    A page is verified only if the board's row of the peer's slot identified the page, with the same version, before and
+    after the copy. If the peer's slots contain run digests, the runs must match these, too.
 
     Args:
-        other: how the pages of a peer's KV group become this unit's; None once the peer has left. Called for peers of
-            another format.
+        directory: the pages in peers' host pools.
+        other: returns how pages of a peer (by number) and a KV group are converted; None if the peer has left. Only
+            called if the peer's pages have another format.
 
     Attributes:
-        outcomes: pages by how they ended, in the order of `OUTCOMES`.
+        outcomes: how many pages ended with each outcome, in the order of `OUTCOMES`.
     """
 
     def __init__(
@@ -99,7 +103,9 @@ class PoolReader(PageReader):
         raise AssertionError("pages are copied together")
 
     def _rewrite(self, group: int, tag: TagFields, place: tuple[int, int], slot: int) -> int:
-        """Copies a page of another format, and rewrites it once it is known to be whole; returns how that ended."""
+        """Copies a page of another format, verifies the copy, then converts it into the host slot. Returns the
+        outcome.
+        """
         how = self._other(place[0], group)
         if how is None:
             return FORMAT

@@ -1,4 +1,4 @@
-"""The folder in which the units of one user find each other, and the files that name them there."""
+"""The runtime folder, in which the units of one user find each other, and the units' files in it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ SOCKET_SUFFIX = ".sock"
 NEW_SUFFIX = ".new"
 
 START_S = 60.0
-"""A unit that starts has its file this soon after its socket."""
+"""A unit writes its file at most this many seconds after it has made its socket."""
 
 MOST_PATH_BYTES = 107
-"""The longest name of a Unix socket (`sun_path`)."""
+"""The most bytes of a Unix socket's path (`sun_path`)."""
 
 MOST_UNITS = 256
-"""Most units that a folder is searched for."""
+"""The most units that are read from a folder."""
 
 MOST_FACTS_BYTES = 64 << 10
-"""The longest file that a unit writes; a longer one is not a unit's."""
+"""The most bytes of a unit's file; a longer file is not a unit's."""
 
 CREDENTIALS = struct.Struct("3i")
-"""struct ucred"""
+"""The kernel's `struct ucred`: process, user and group."""
 
 
 def runtime_folder(setting: str | None) -> Path:
-    """The folder that `peers.folder` names, or this user's own: `flexkv` in $XDG_RUNTIME_DIR, else in /tmp. It is made
-    if it is missing.
+    """Returns the runtime folder, and creates it if it is missing. It is `setting` (`peers.folder`) if that is set,
+    else `flexkv` in $XDG_RUNTIME_DIR if that folder is private to this user, else a folder in /tmp with the user's id
+    in its name.
 
     Raises:
-        ConfigError: it belongs to another user, or others may use it, or its name is too long for a socket.
-        OSError: it cannot be made.
+        ConfigError: the folder belongs to another user, other users may access it, or its path is too long for a socket
+            in it.
+        OSError: the folder cannot be created.
     """
     if setting:
         folder = Path(setting)
@@ -77,7 +79,7 @@ def socket_path(folder: Path, unit: str) -> Path:
 
 
 def write_card(folder: Path, unit: str, facts: dict[str, Any]) -> None:
-    """Writes a unit's file as a whole, so that no reader sees a part of it.
+    """Writes a unit's file in one step, so that no reader sees a part of it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -94,8 +96,9 @@ def write_card(folder: Path, unit: str, facts: dict[str, Any]) -> None:
 
 
 def read_cards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The units with a file in the folder, and what it says. Files of other users, and those that are not a unit's,
-    are left out."""
+    """Yields the id of each unit that has a file in the folder, and the facts in the file. Leaves out files of other
+    users, and files that are not a unit's.
+    """
     with suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(CARD_SUFFIX))
         for name in names[:MOST_UNITS]:
@@ -117,8 +120,9 @@ def remove_unit(folder: Path, unit: str) -> None:
 
 
 def remove_strays(folder: Path) -> None:
-    """Removes files of units that were killed before they had written their card, because nothing else looks for these
-    files."""
+    """Removes sockets and unfinished files of units that were killed before they had written their file. Nothing else
+    would remove them.
+    """
     latest_s = time.time() - START_S
     with suppress(OSError):
         for entry in os.scandir(folder):
@@ -130,7 +134,7 @@ def remove_strays(folder: Path) -> None:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this process's user, according to the kernel."""
+    """Whether the process at the other end belongs to the same user as this one, according to the kernel."""
     _, user, _ = CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     )

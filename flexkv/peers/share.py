@@ -1,4 +1,4 @@
-"""What one unit shares with other units of its user, on this machine and on others, and what it gets from them."""
+"""Shares a unit's pages with other units of its user, on this machine and on others, and finds theirs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ logger = get_logger(__name__)
 UNIT_DIGITS = 16
 
 DEPARTED_S = 10.0
-"""How long the host pool of a unit that has ended stays mapped with `peers.store: once`, at most: its memory is not
-free before."""
+"""With `peers.store: once`, an ended unit's pool stays mapped, and its memory in use, for up to this many seconds."""
 
 LEAVE_S = 5.0
-"""How long a close waits for a thread that leaves; see `retire`."""
+"""How many seconds a close waits for the thread that `retire` has started."""
 
 MOST_REASON = 300
-"""Characters of a reason, which may repeat what a peer wrote."""
+"""The most characters of a reason for a refusal, which may repeat text from a peer."""
 
 MOST_REFUSED = 64
-"""Units that are named as ones that share nothing, so that processes that come and go do not add up."""
+"""The most refused units that are remembered, so that units that come and go do not accumulate."""
 
 
 @dataclass(slots=True)
@@ -50,9 +49,9 @@ class OnceCounts:
     """Running totals of `peers.store: once`, in pages.
 
     Attributes:
-        left_out: not stored in this unit's tiers, because a peer keeps them.
-        promoted: copies that became this unit's own, because no peer keeps them any more.
-        lost: left out, and given up by the last peer before this unit had a copy.
+        left_out: pages not stored in this unit's tiers, because a peer keeps them.
+        promoted: copies that became this unit's own pages, because no peer keeps them any more.
+        lost: pages left out and then dropped by the last peer that had them, before this unit had a copy.
     """
 
     left_out: int = 0
@@ -61,19 +60,20 @@ class OnceCounts:
 
 
 class PeerShare:
-    """Made with the unit's plan; `start` shows the unit to others, once every shared page may be shared.
+    """Shares this unit's pages with other units, and follows theirs. Call `show_host` and `show_disk`, then `start`.
 
     Args:
-        folder: `peers.folder`.
-        pages: the unit's.
-        once: the host pool of a peer that has ended stays readable for a while.
-        beat_s: time between heartbeats for units of other machines; None to share with units of this one only.
+        folder: the setting `peers.folder`.
+        pages: this unit's KV groups.
+        host, disk: whether to share host memory, and whether to share folders.
+        once: whether `peers.store` is `once`, so that an ended peer's pool stays readable for up to DEPARTED_S.
+        beat_s: seconds between heartbeats for units of other machines; None to share on this machine only.
 
     Attributes:
         host: the directory of peers' host pools; None if host memory is not shared.
         disk: the directory of peers' folders; None if folders are not shared.
-        once: the totals of `peers.store: once`; None without it.
-        departed: the peers in `host` that have ended and whose pools can still be read.
+        once: the totals of `peers.store: once`; None if `peers.store` has another value.
+        departed: numbers of the peers in `host` that have ended and whose pools can still be read.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class PeerShare:
         self._ended = False
         self._leaving: NamedThread | None = None
         self._lock = threading.Lock()
-        """Guards the attributes below, which the watches' threads change and readers look up."""
+        """Guards the attributes below, which the watches' threads change and the readers' threads read."""
         self._others: dict[int, tuple[OtherFormat, ...]] = {}
-        """By peer in `host`, one for each KV group."""
+        """For each peer in `host` with another format, the format of each KV group."""
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
-        """By peer in `disk`, its slabs for each KV group."""
+        """For each peer in `disk`, its slabs for each KV group."""
         self._kept: dict[tuple[str, ...], int] = {}
-        """By its folders, the peer in `disk` that has ended and whose pages stay known."""
+        """The number in `disk` of each peer that has ended and whose pages stay known, by its folders."""
         self._drop_at_s: dict[int, float] = {}
-        """When each of `departed` is dropped at the latest, on the monotonic clock."""
+        """When each of `departed` is dropped at the latest, in seconds of the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
-        """Units with this unit's fingerprint that run and share nothing with it, and why; the last MOST_REFUSED."""
+        """Why units with this fingerprint share nothing with this one, by name for users; the last MOST_REFUSED."""
         self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 
     # --- what this unit shows ---
 
     def show_host(self, index: c_ext.BlockIndex, pool: HostPool, slots: int) -> c_ext.SlotBoard:
-        """Publishes what the slots of `pool` hold, according to `index`."""
+        """Shares the pages in the slots of `pool`. Returns a board on which `index` shows what each slot holds."""
         board = c_ext.SlotBoard(slots)
         index.tell(board)
         _, _, _, file_bytes = pool.native.address()
@@ -138,16 +138,16 @@ class PeerShare:
         return board
 
     def show_disk(self, board: c_ext.SlotBoard, folders: Sequence[Path]) -> None:
-        """Publishes what the places of this unit's folders hold, which `board` says."""
+        """Shares the pages in this unit's folders. `board` shows what each place holds."""
         self._shown = (self._shown[0], SharedDisk(board.bytes, tuple(map(str, folders))))
         self._boards.append(board)
 
     def start(self, weights: bytes) -> None:
-        """Shows this unit to others, and begins to follow them. Only the first call has an effect. If that cannot be,
-        the unit shares nothing, and the log says why.
+        """Shows this unit to others, and begins to follow them. If that fails, the unit shares nothing, and the log
+        says why. Only the first call has an effect.
 
         Args:
-            weights: 32 bytes that name all content of the weights; empty if the fingerprint does.
+            weights: 32-byte digest of the whole content of the weights; empty if the fingerprint covers it.
         """
         if self._watch is not None or self._ended:
             return
@@ -167,11 +167,11 @@ class PeerShare:
         opened = []
         watch = None
         try:
-            card.encode()  # a card that is too long is named here
+            card.encode()  # raises here if the card is too long
             folder = runtime_folder(self._setting)
             if self._pool is not None:
                 files.append(self._pool.native.address()[1])
-            # Opened anew, so that peers can map it read-only.
+            # Each file is opened again, read-only, so that peers cannot map it for writing.
             opened = [os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC) for file in files]
             self._files = opened
             watch = PeerWatch(
@@ -205,8 +205,8 @@ class PeerShare:
             self._distant.start(card, self._boards[-1], [Path(folder) for folder in card.disk.folders])
 
     def retire(self) -> None:
-        """Ends sharing permanently, because the weights are no longer those that the card names. Never waits: another
-        thread leaves, see `leaves`.
+        """Ends sharing for good, because the unit's weights are no longer those on its card. Never waits: another
+        thread does the slow part (see `leaves`).
         """
         for board in self._boards:
             board.retire()
@@ -214,16 +214,16 @@ class PeerShare:
             self._leaving = NamedThread("flexkv-unshare", self._leave, (watch,))
             try:
                 self._leaving.start()
-            except RuntimeError:  # the system has no thread for it
+            except RuntimeError:  # the system cannot start another thread
                 self._leave(watch)
 
     @property
     def leaves(self) -> bool:
-        """Whether a thread is leaving, for which `close` would wait."""
+        """Whether the thread that `retire` has started is running; `close` would wait for it."""
         return self._leaving is not None and self._leaving.is_alive()
 
     def close(self) -> None:
-        """Leaves. Copies under way end by themselves. Idempotent."""
+        """Ends sharing. Copies in flight may still finish. Idempotent."""
         if (watch := self._end()) is not None:
             self._leave(watch)
         if self.leaves:
@@ -233,14 +233,14 @@ class PeerShare:
             self._distant.close()
 
     def _end(self) -> PeerWatch | None:
-        """Lets no further peer join. Returns the watch if it has not been ended yet."""
+        """Lets no more peers join. Returns the watch, which the caller must close; None after the first call."""
         with self._lock:
             self._ended = True
             watch, self._watch = self._watch, None
         return watch
 
     def _leave(self, watch: PeerWatch) -> None:
-        """Leaves the peers, without waiting for a file server."""
+        """Drops all peers, and stops showing this unit. Does not wait for a file server."""
         if self._distant is not None:
             self._distant.end()
         watch.close()
@@ -254,7 +254,7 @@ class PeerShare:
         self._drop_departed()
 
     def _drop(self, host: int | None, disk: int | None) -> None:
-        """Call without the lock: forgetting many pages takes a while."""
+        """Drops a peer by its numbers in `host` and `disk`. Call without the lock: many pages take a while."""
         if self.host is not None and host is not None:
             self.host.drop(host)
         if self.disk is not None and disk is not None:
@@ -267,14 +267,14 @@ class PeerShare:
 
     def _drop_departed(self, until_s: float = math.inf) -> None:
         """Drops the ended peers whose pools need not stay readable after `until_s`. Unmapping a pool may take seconds,
-        so it is done without the lock.
+        so this does not hold the lock meanwhile.
         """
         with self._lock:
             due = [peer for peer, at_s in self._drop_at_s.items() if at_s <= until_s]
         for peer in due:
             assert self.host is not None
             self.host.drop(peer)
-            # Only now, because a peer that is not in `departed` counts as running.
+            # Removed only after the drop, because a known peer that is not in `departed` counts as running.
             with self._lock:
                 self._drop_at_s.pop(peer, None)
                 self._others.pop(peer, None)
@@ -283,15 +283,15 @@ class PeerShare:
     # --- what a unit that stores once asks ---
 
     def end_departed(self, peers: Collection[int]) -> None:
-        """Has the watch's thread unmap the pools of these of `departed`."""
+        """Makes the watch's thread unmap the pools of these ended peers soon."""
         with self._lock:
             for peer in self._drop_at_s.keys() & set(peers):
                 self._drop_at_s[peer] = -math.inf
 
     @property
     def turn(self) -> tuple[int, int]:
-        """This unit's number among the units that run, itself and those that it follows, and how many these are. All of
-        them get the same count if all follow each other.
+        """This unit's number among itself and the running units that it follows on this machine, and how many these
+        are. If all of them follow each other, each gets a different number and the same count.
         """
         with self._lock:
             units = sorted([*self._joined, self._card.unit])
@@ -300,13 +300,13 @@ class PeerShare:
     # --- what readers ask ---
 
     def other_format(self, peer: int, group: int) -> OtherFormat | None:
-        """How pages of a KV group in a peer's host pool become this unit's."""
+        """How a peer's host pages of a KV group are converted; None if the peer is gone or needs no conversion."""
         with self._lock:
             others = self._others.get(peer)
         return None if others is None else others[group]
 
     def folders(self, peer: int, group: int) -> Sequence[PeerFolder]:
-        """The slabs of a peer for a KV group, in the order of its places."""
+        """The slabs of a peer for a KV group, in the order of the peer's places; empty if the peer is not known."""
         with self._lock:
             slabs = self._slabs.get(peer)
         if slabs is not None:
@@ -316,8 +316,8 @@ class PeerShare:
     # --- what the watch's thread calls ---
 
     def wants(self, facts: dict[str, Any], whom: str = "") -> bool:
-        """Whether this unit may share with a unit, according to its short facts; records why not. `whom` names it for
-        people.
+        """Whether this unit may share pages with another unit, judging by that unit's facts in its file. If only
+        versions or weights differ, records why not. `whom` is the other unit's name for users.
         """
         mine, whom = self._card, whom or name_of(facts)
         if facts.get("fingerprint") != mine.fingerprint:
@@ -339,7 +339,7 @@ class PeerShare:
             self.refused[whom] = why[:MOST_REASON]
 
     def end_refusal(self, whom: str) -> None:
-        """Forgets why a unit was refused, because this unit shares with it now, or it has ended."""
+        """Forgets why a unit was refused. Call this when this unit shares with it after all, or it has ended."""
         with self._lock:
             self.refused.pop(whom, None)
 
@@ -350,7 +350,7 @@ class PeerShare:
             raise DiskError(f"its card came with {len(files)} descriptors")
         whom = name_of(card.short())
         formats = self.check_pages(card, whom)
-        # Before the lock is taken: a disk may hang, and neither readers nor `close` wait for a peer's.
+        # Done before the lock is taken, because a peer's disk may hang, and readers and `close` must not wait for it.
         slabs = (
             () if self.disk is None or card.disk is None else self.open_slabs(card.unit, card.disk.folders)
         )
@@ -379,10 +379,10 @@ class PeerShare:
         logger.info("unit %s (process %d): its %s read here", card.unit, card.pid, shared)
 
     def check_pages(self, card: UnitCard, whom: str) -> PeerFormats:
-        """How a unit's pages become this unit's.
+        """Returns how a unit's pages become this unit's pages.
 
         Raises:
-            GeometryError, ConfigError, DiskError: they cannot be taken.
+            GeometryError, ConfigError, DiskError: this unit cannot use them; the reason is recorded.
         """
         try:
             return self._pages.formats_of(card.disk_groups)
@@ -409,8 +409,7 @@ class PeerShare:
         return peer
 
     def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[tuple[PeerFolder, ...], ...]:
-        """For each KV group, the slabs in a peer's folders in the order of its places; none if one of them cannot be
-        read."""
+        """Opens a peer's slabs: for each KV group, in the order of the peer's places. Empty if one cannot be opened."""
         slabs = []
         try:
             for folder in folders:
@@ -431,8 +430,9 @@ class PeerShare:
         return peer
 
     def _left(self, unit: str) -> None:
-        """Forgets a peer's host memory: at once, or with `once` after a while. Its pages on disk stay known: the
-        trailer of each says whether it is still there."""
+        """Forgets the pages in an ended peer's host memory: at once, or after a while if `peers.store` is `once`. Its
+        pages on disk stay known, because each page's trailer says whether the page is still there.
+        """
         with self._lock:
             card, host, disk = self._joined.pop(unit)
             if self.once is not None and host is not None and not _retired(self.host, host):
@@ -471,7 +471,7 @@ class PeerShare:
         } | ({} if self.once is None else {"once": asdict(self.once)})
 
     def peers(self) -> list[dict[str, Any]]:
-        """The units that are followed, and what each was asked."""
+        """Describes the units that are followed, and counts the pages that were read from each, by outcome."""
         with self._lock:
             joined = list(self._joined.values())
         rows = []

@@ -1,4 +1,4 @@
-"""Loads pages from the folders of units that are running."""
+"""Loads pages from the folders of running units."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from flexkv.transfer.host_pool import HostPool
 
 
 class SlabReader(PeerReader):
-    """Carries out DISK_READ ops whose tags name pages that `directory` knows. The ops' places have no meaning.
+    """Carries out DISK_READ ops that read pages from peers' folders. It finds a page in `directory` by the key in its
+    tag; the places in the ops have no meaning.
 
     Args:
-        folders: the slabs of a peer, by its number, for a KV group, in the order in which the peer's places are striped
-            over them; empty once it is unknown.
+        directory: the pages in peers' folders.
+        folders: returns the slabs of a peer (by number) for a KV group, in the order in which the peer's places are
+            striped over them; empty if the peer is no longer known.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class SlabReader(PeerReader):
         super().__init__((), groups, pool, queue_ops, stuck_s)
         self._directory = directory
         self._slabs = folders
-        self.outcomes = np.zeros(len(OUTCOMES), np.int64)  # pages from folders are counted with the disks
+        self.outcomes = np.zeros(len(OUTCOMES), np.int64)  # stays 0: pages from folders count as disk pages
         self._images = [mmap.mmap(-1, codec.image_bytes) for codec in self._codecs]
 
     def _bring(self, op: TransferOp, page: int) -> str:

@@ -1,4 +1,4 @@
-"""The thread by which a unit shows itself to others of its user, finds them, and follows what they have."""
+"""The thread that shows a unit to other units of its user on this machine, finds them, and follows their boards."""
 
 from __future__ import annotations
 
@@ -28,25 +28,29 @@ from flexkv.peers.runtime_folder import (
 logger = get_logger(__name__)
 
 FOLLOW_S = 0.02
-"""How often rings are read: a page is found at most this long after a peer has it."""
+"""While there are peers, their boards' rings are read every this many seconds. So a page is found at most this long
+after a peer has it.
+"""
 
 SCAN_S = 0.5
-"""How often the folder is searched for units that came."""
+"""How many seconds pass between searches of the folder for new units."""
 
 ANSWER_S = 5.0
-"""How long a unit may take to answer; a stopped one is asked again after as long."""
+"""How many seconds a unit may take to send its card. A unit that did not answer or was refused is asked again after the
+same time.
+"""
 
 STOP_S = 2.0
-"""How long a close waits for the thread, which never waits longer than `SCAN_S`."""
+"""How many seconds a close waits for the thread, which itself never waits longer than SCAN_S."""
 
 MOST_CONNECTIONS = 256
-"""Units that follow this one at a time; a further one is not answered."""
+"""The most units that may follow this one at a time. Connections of others are closed without an answer."""
 
 ASK_STATUS = b"peers?"
-"""What a person's command sends after it has got the card."""
+"""What `flexkv peers` sends to ask for this unit's status, after it has received the card."""
 
 MOST_FILES = 4
-"""Descriptors that come with a card."""
+"""The most file descriptors that are accepted with a card."""
 
 
 @dataclass(slots=True)
@@ -54,8 +58,9 @@ class Asked:
     """A unit that was asked for its card, or has sent it.
 
     Attributes:
-        line: the connection; the unit has ended once it is closed at the other end.
-        joined: its card has arrived and was accepted.
+        line: the connection to the unit. When the other end closes it, the unit has ended.
+        since_s: when the unit was asked, in seconds of the monotonic clock.
+        joined: whether the unit's card has arrived and was accepted.
     """
 
     line: socket.socket
@@ -68,14 +73,16 @@ class PeerWatch:
 
     Args:
         folder: the runtime folder.
-        card: this unit's; its descriptors go with it.
-        files: descriptors that others may map to read.
-        wants: whether a unit with such a file is worth asking.
-        join: takes a unit's card and its descriptors, which the caller closes. Raises FlexKVError to ignore the unit.
-        left: a unit that was joined has ended.
-        gone: a unit (its short facts) whose file was found no longer has a file.
-        follow: reads what has changed at the peers; called every FOLLOW_S while there are any, else every SCAN_S.
-        status: what the unit gets from others, as plain values.
+        card: this unit's card.
+        files: file descriptors that are sent with the card, which others may map for reading.
+        wants: decides from the facts in a unit's file whether to ask the unit for its card.
+        join: called with a unit's card and file descriptors, which the watch closes afterwards. Raises FlexKVError to
+            refuse the unit.
+        left: called with the id of a joined unit that has ended.
+        gone: called with a unit's facts when the file in which they were found is gone.
+        follow: reads what has changed at the peers. Called every FOLLOW_S seconds while there are peers, else every
+            SCAN_S.
+        status: returns this unit's status for users, as plain values.
     """
 
     def __init__(
@@ -94,10 +101,12 @@ class PeerWatch:
         self._wants, self._join, self._left, self._gone, self._follow = wants, join, left, gone, follow
         self._status = status
         self._found: dict[str, dict[str, Any]] = {}
-        """The units whose files the last search found, each with its short facts."""
+        """The facts in the files that the last search found, by the unit's id."""
         self._peers: dict[str, Asked] = {}
         self._again_s: dict[str, float] = {}
-        """Units that did not answer or were not taken, with the time from which they are asked again."""
+        """When units that ended, did not answer or were refused may be asked again, in seconds of the monotonic
+        clock.
+        """
         self._served: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -109,7 +118,7 @@ class PeerWatch:
     def start(self) -> None:
         """
         Raises:
-            OSError: the socket or the file cannot be made; call `close`.
+            OSError: the socket or the file cannot be made; call `close` then.
         """
         remove_strays(self._folder)
         path = socket_path(self._folder, self._card.unit)
@@ -123,7 +132,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Leaves: others no longer find this unit. Idempotent."""
+        """Ends the thread, so that others no longer find this unit and this unit no longer follows them. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -150,8 +159,8 @@ class PeerWatch:
                 if (now_s := time.monotonic()) >= self._scan_at_s:
                     self._scan_at_s = now_s + SCAN_S
                     self._scan(now_s)
-            except Exception:  # sharing ends, the unit serves on
-                # A close that did not wait for a peer's disk has closed the sockets beneath this thread.
+            except Exception:  # sharing ends, and the unit goes on without it
+                # If this thread was blocked by a peer's disk, `close` has stopped waiting and closed the sockets.
                 if not self._closed:
                     logger.exception("following other units")
                 return
@@ -159,7 +168,7 @@ class PeerWatch:
     # --- those who follow this unit ---
 
     def _answer(self) -> None:
-        """Sends this unit's card to a process that connects, if it is of the same user."""
+        """Sends this unit's card to a process that connects, if it belongs to the same user."""
         try:
             line, _ = self._door.accept()
         except OSError:
@@ -180,8 +189,8 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
 
     def _serve(self, line: socket.socket) -> None:
-        """Sends the status of the unit's peers, if asked for. Peers send nothing else, so any other input ends the
-        connection.
+        """Answers a request for this unit's status. Nothing else is ever sent on the connection, so any other input, or
+        its end, ends the connection.
         """
         with suppress(OSError):
             if line.recv(len(ASK_STATUS)) == ASK_STATUS:
@@ -210,7 +219,7 @@ class PeerWatch:
         self._again_s = {unit: at_s for unit, at_s in self._again_s.items() if unit in self._found}
 
     def _ask(self, unit: str, now_s: float, wanted: bool) -> None:
-        """Asks a unit for its card. If the unit has ended, removes its files."""
+        """Connects to a unit, which then sends its card, if `wanted`. If the unit has ended, removes its files."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.setblocking(False)
         try:
@@ -230,7 +239,7 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._read(unit))
 
     def _read(self, unit: str) -> None:
-        """Takes a unit's card, or its end."""
+        """Receives a unit's card and joins the unit, or finds that the unit has ended."""
         asked = self._peers[unit]
         text = b""
         files: list[int] = []
