@@ -1,4 +1,4 @@
-"""One rank's ops between submit and report: those that wait for a queue entry, are under way, given up, or ended."""
+"""One rank's ops from their submission to their report: waiting for a queue entry, in flight, given up, or finished."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from flexkv.c_ext import StreamPoint
 
 NO_TICKET = Ticket(-1)
-"""Ticket of an op that was refused."""
+"""The ticket of a refused op."""
 
 FULL_WAIT_S = 0.002
-"""Seconds between two tries to submit a load that a forward waits for while its lane's queue is full."""
+"""Seconds between two tries to submit a load that a forward pass waits for, while the lane's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
-    """A load that found its lane's queue full.
+    """A load that could not be submitted yet, because its lane's queue was full.
 
     Attributes:
-        deadline_s: when the load is given up, whether it has entered the queue or not (`time.monotonic`).
+        job: the load.
+        deadline_s: when the load is given up, whether or not it has entered the queue by then (`time.monotonic`).
         after: see `RankOps.submit_load`.
     """
 
@@ -45,17 +46,20 @@ class WaitingLoad:
 
 
 class RankOps:
-    """The ops of one rank; every op ends in exactly one result.
+    """The ops of one rank. Every op that is submitted ends with exactly one result.
 
     Attributes:
-        engine: the rank's `TransferEngine`; None before the host pool is attached: every op is then refused.
-        refusal: why this rank will never have a transfer engine, or may not use it any more; empty otherwise.
-        released: why no op may touch the engine's pool now; empty while ops may.
-        gds_refusal: why the transfer engine has no lane to the disks although loads may name it; empty otherwise.
+        engine: the rank's `TransferEngine`; None before the host pool is attached and after `close`. While it is None,
+            every op is refused.
+        refusal: why this rank will never have a transfer engine, or may no longer use it; empty otherwise.
+        released: why no op may touch the inference engine's pool now; empty while ops may.
+        gds_refusal: why the transfer engine has no lane between the disks and the pool, although loads may have ops for
+            it; empty otherwise.
         stripe_bytes: bytes per page that this rank moves, for each KV group.
-        stores: False if another rank stores the same bytes: a store then ends here at once.
+        stores: whether this rank stores. If False, another rank stores the same bytes, and stores end here at once with
+            status OK.
         step: number of the last forward pass that was ordered.
-        reports: collects the results of ended ops until they are reported.
+        reports: collects the results of finished ops until they are reported.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
@@ -77,19 +81,20 @@ class RankOps:
     # --- submit ---
 
     def point(self, stream: int | None = None) -> StreamPoint | None:
-        """A point after all work enqueued on a stream so far, for `submit_load` and `submit_store`; None if the pool is
-        plain memory, or no op may touch it.
+        """A point in a stream after all work that is enqueued on the stream so far, for `submit_load` and
+        `submit_store`. None if the pool is plain memory or no op may touch it.
 
         Args:
-            stream: None for the stream on which this thread enqueues the engine's work.
+            stream: the stream; None for the one on which this thread enqueues the inference engine's work.
         """
         return None if self.engine is None or self.released else self.engine.record(stream)
 
     def submit_load(self, job: LoadJob, after: StreamPoint | None = None) -> None:
-        """Starts a load, or keeps it for the next poll while the lane's queue is full.
+        """Submits a load. If the lane's queue is full, keeps the load and tries again in every `poll`.
 
         Args:
-            after: the point on a device's stream that the load waits for; None for all work enqueued so far.
+            job: the load. If its graph has no ops, its lost blocks are reported as failed.
+            after: the point in a device's stream after which the load starts; None for all work enqueued so far.
         """
         if not job.graph.ops:
             self.reports.add_failed(job, job.lost)
@@ -103,7 +108,8 @@ class RankOps:
         if self.engine is None or self.released:
             self._refuse(job, self.released or self.refusal or "no host pool")
             return
-        # Taken before `submit`: the copy may have ended when that returns, and would seem to have taken no time.
+        # The time is taken before `submit`, because the copy may have finished when `submit` returns, and would then
+        # seem to have taken no time.
         started_s = time.monotonic()
         if started_s > load.deadline_s:
             self._refuse(job, PAST_DEADLINE)
@@ -111,14 +117,14 @@ class RankOps:
         graph, ops = job.graph, job.graph.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
-            # The load was planned before the scheduler's side learned that the lane is missing. The ops of a load do
-            # not wait for each other, so the remaining ones can be submitted without it.
+            # The load was planned before the scheduler's side learned that this rank lacks the lane. The ops of a load
+            # do not depend on each other, so the ops for other lanes can still be submitted.
             without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
         only_those = len(without_lane) == len(ops)
         ticket = NO_TICKET if only_those else self.engine.submit(graph, after=load.after)
         if ticket is None:
-            # The lane's queue is full at the moment. The promise stands, so every poll tries again.
+            # The lane's queue is full. The load was promised to the engine, so every poll tries again.
             self._waiting.append(load)
             return
         for op in ops:
@@ -136,12 +142,14 @@ class RankOps:
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> None:
-        """Starts a store; one that finds the queue full is dropped and reported as cancelled.
+        """Submits a store. If the lane's queue is full, the store is dropped and reported as cancelled.
 
         Args:
-            urgent: a forward pass waits for the store to end.
-            gated: a forward pass has yet to write the blocks: no layer is copied before `open_layers` opens it.
-            after: as in `submit_load`.
+            graph: the ops of the store.
+            urgent: whether a forward pass waits for the store to finish.
+            gated: whether a forward pass has yet to write the blocks. If so, no layer is copied before `open_layers`
+                opens it.
+            after: see `submit_load`.
         """
         if not self.stores:
             nothing = np.empty(0, dtype=np.int32)
@@ -161,7 +169,7 @@ class RankOps:
                 self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)
 
     def _refused_store(self, op: TransferOp) -> OpResult:
-        """The result of a store that was refused. The manager's side counts it, once for all ranks."""
+        """The result of a refused store. The scheduler's side counts the lost pages, once for all ranks."""
         if self.released:
             return OpResult.cancelled(op.op_id, op.pages, self.released, PageLoss.RELEASED)
         if self.refusal:
@@ -169,16 +177,20 @@ class RankOps:
         return OpResult.cancelled(op.op_id, op.pages, "the store lane's queue is full", PageLoss.BUSY)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
-        """Lets these gated stores copy layers 0 to `layers` - 1, which have been written. Skips stores that have
-        ended."""
+        """Lets gated stores copy layers 0 to `layers` - 1, which the forward pass has written. Stores that have already
+        finished are skipped."""
         tickets = {self._ops[op_id].ticket for op_id in op_ids if op_id in self._ops}
         if tickets:
             self.engine.open_layers(sorted(tickets), layers)
 
     def give_up(self, op_id: OpId, reason: str) -> None:
-        """Cancels the op's whole ticket and reports its ops as cancelled, once they end.
+        """Cancels all ops of the op's graph. They will be reported as cancelled when they have finished.
 
-        Only copies that were not issued can be recalled, so the report still waits for the terminal result.
+        Copies that were already issued cannot be cancelled, so the report still waits for each op's terminal result.
+
+        Args:
+            op_id: id of the op.
+            reason: why the op is given up, for its result.
         """
         for load in self._waiting:
             if any(op.op_id == op_id for op in load.job.graph.ops):
@@ -188,15 +200,16 @@ class RankOps:
         op = self._ops.get(op_id)
         if op is None or op.given_up:
             return
-        # A ticket is cancelled as a whole. Its other ops then fail because of that, which says nothing about their
-        # pages, so they are reported as cancelled too.
+        # A ticket can only be cancelled as a whole. Its other ops then fail because of the cancellation, not because
+        # their pages are bad, so they are reported as cancelled too.
         for other in self._ops.values():
             if other.ticket == op.ticket and not other.given_up:
                 other.given_up, other.deadline_s = reason, float("inf")
         self.engine.cancel(op.ticket)
 
     def invalidate(self, job: LoadJob, reason: str) -> None:
-        """Makes all blocks of a load count as failed, whatever has arrived, even if its results were already taken."""
+        """Makes all blocks of a load count as failed, even those that have arrived, and even if the load's results were
+        already taken."""
         for op in job.graph.ops:
             self.give_up(op.op_id, reason)
             if op.op_id not in self._ops:
@@ -205,11 +218,12 @@ class RankOps:
     # --- wait ---
 
     def finish_load(self, *jobs: LoadJob) -> None:
-        """Waits for loads that the forward pass reads. Blocks that did not arrive are reported in this step.
+        """Waits until loads that the forward pass reads have finished, or have been cancelled after `load.deadline_s`.
+        Blocks that did not arrive are reported as failed in this step.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled. Its blocks may still be written at any time, so the
-                engine can neither use them nor compute into them.
+            ClosedError: a copy neither finished nor could be cancelled. Its blocks may still be written at any time, so
+                the engine can neither use them nor compute into them.
         """
         ends_s = time.monotonic() + self._config.load.deadline_s
         for job in jobs:
@@ -217,10 +231,11 @@ class RankOps:
         self._finish([job.graph for job in jobs], ends_s, "a load")
 
     def finish_store(self, graph: TransferGraph) -> None:
-        """Waits up to `load.deadline_s` for a store whose blocks the engine may write as soon as this returns.
+        """Waits until a store has finished, or has been cancelled after `load.deadline_s`. The engine may write the
+        store's blocks as soon as this returns.
 
         Raises:
-            ClosedError: as for `finish_load`.
+            ClosedError: a copy neither finished nor could be cancelled, so its blocks may still be read at any time.
         """
         self._finish([graph], time.monotonic() + self._config.load.deadline_s, "a store")
 
@@ -240,19 +255,23 @@ class RankOps:
         """Waits until a layer of a layerwise load is in place, or some of its pages are known to have failed.
 
         Args:
+            job: the load.
+            layer: number of the layer.
             ends_s: the deadline (`time.monotonic`).
-            stream: the engine's stream, on a device: work enqueued there from now on starts after the layer's copies.
+            stream: the engine's stream, if the pool is on a device. Work enqueued on the stream after this call starts
+                after the layer's copies.
 
         Returns:
-            False if `ends_s` passed first, or the load was given up before: the whole load then counts as failed.
+            True if the wait succeeded. False if `ends_s` passed first or the load was given up before; the whole load
+            then counts as failed.
         """
         self._wait_for_entry(job)
         for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
             if mine.given_up:
                 return False
             found = self.engine.wait_layer(mine.ticket, layer, max(0.0, ends_s - time.monotonic()), stream)
-            # `engine.wait_layer` orders no stream behind a layer with failed pages. The layer's other pages may still
-            # be used, so the host waits for the whole op instead.
+            # If pages of the layer have failed, `engine.wait_layer` does not make the stream wait for the layer. The
+            # layer's other pages may still be used, so this thread waits for the whole op instead.
             in_time = found.in_time if not found.failed or stream is None else self._wait(mine, ends_s)
             if not in_time:
                 mine.given_up = PAST_DEADLINE
@@ -261,7 +280,8 @@ class RankOps:
         return True
 
     def finish_stores(self, graphs: list[TransferGraph]) -> None:
-        """Waits for stores up to `transfer.stuck_s`; all pages of an op that has not ended by then count as torn."""
+        """Waits up to `transfer.stuck_s` for stores to finish. All pages of an op that has not finished by then count
+        as torn."""
         ends_s = time.monotonic() + self._config.transfer.stuck_s
         for graph in graphs:
             for op in graph.ops:
@@ -269,16 +289,17 @@ class RankOps:
                     mine.torn = set(range(mine.pages))
 
     def keep_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
-        """Called when a forward pass is about to write blocks that stores read. In plain memory it waits for the copies
-        to end; on a device it orders the engine's stream behind them. Pages for which this takes longer than `wait_s`
-        seconds count as torn.
+        """Protects stores whose blocks a forward pass is about to write. If the pool is plain memory, waits until their
+        copies have finished; on a device, makes the engine's stream wait for the copies. Pages for which this does not
+        succeed within `wait_s` seconds count as torn.
 
         Args:
-            reused: op -> positions in the op.
+            reused: op -> positions in the op of the blocks that will be written.
+            wait_s: most seconds to wait, for all ops together.
         """
         self.poll()
         ends_s = time.monotonic() + wait_s
-        # Every op gets a try without waiting first, because one slow op may use up the time.
+        # Every op is first tried without waiting, because one slow op may use up the time.
         behind = [
             (op, positions)
             for op_id, positions in reused.items()
@@ -289,11 +310,12 @@ class RankOps:
                 op.torn = (op.torn or set()) | set(positions)
 
     def release(self, reason: str) -> None:
-        """Ends every op, because the engine is about to take its pool's memory away. Later ops are refused with
-        `reason` until `released` is empty again.
+        """Waits until every op has finished, and cancels those that are late, because the engine is about to release
+        its pool's memory. Later ops are refused with `reason` until the caller empties `released`.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled, so the memory must stay. Ops are accepted again.
+            ClosedError: a copy neither finished nor could be cancelled, so the memory must not be released. Ops are
+                accepted again.
         """
         self.released = reason
         if self.engine is None:
@@ -321,15 +343,15 @@ class RankOps:
         self._collect()
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Collects ended ops, tries waiting loads again, and gives up loads past their deadline. Waits up to `wait_s`
-        seconds for an op to end if any is under way."""
+        """Collects finished ops, tries again to submit waiting loads, and gives up loads past their deadline. If any op
+        is in flight, waits up to `wait_s` seconds for one to finish."""
         if self.engine is None or not (self._ops or self._waiting):
             return
         waiting, self._waiting = self._waiting, []
         for load in waiting:
             self._try_load(load)
         if wait_s and self._ops:
-            # select() would refuse a descriptor above 1023.
+            # poll() is used because select() refuses file descriptors above 1023.
             ended = select.poll()
             ended.register(self.engine.event_fd, select.POLLIN)
             ended.poll(wait_s * 1000)
@@ -341,12 +363,12 @@ class RankOps:
 
     @property
     def busy(self) -> bool:
-        """Whether an op is under way or unreported."""
+        """Whether an op is waiting, in flight, or finished but not reported."""
         return bool(self._ops or self.reports.ended or self._waiting)
 
     def close(self) -> None:
-        """Closes the lanes, and waits up to `transfer.close_s` for copies in flight. Ops that end meanwhile are
-        reported."""
+        """Closes the lanes, and waits up to `transfer.close_s` for copies in flight. The results of ops that finish
+        meanwhile are added to `reports`."""
         if self.engine is None:
             return
         waiting, self._waiting = self._waiting, []

@@ -1,5 +1,5 @@
-"""Reports of one rank: its messages to the scheduler's side, and terminal results, ended requests, and blocks that hold
-no valid KV.
+"""What one rank reports: its messages to the scheduler's side, and the results of its ops, the requests whose loads
+have finished, and the blocks that hold no valid KV.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from flexkv.unit.base import EngineUnit
 
 @dataclass(slots=True)
 class RankReport:
-    """One rank's report to the scheduler's side. A field that has its default says nothing. Plain and picklable.
+    """One rank's message to the scheduler's side, plain and picklable. A field with its default value reports nothing.
 
     Attributes:
-        unit: the unit whose orders this reports on; NO_UNIT for a rank that serves none yet.
+        rank: number of the rank.
+        unit: the unit whose orders the rank reports on; NO_UNIT if the rank serves no unit yet.
         results: terminal results of ops on this rank, in order of arrival.
-        ready: host slots that the rank can use; sent when the number has changed.
-        error: why the rank cannot use the pool at all.
-        no_gds: why the rank cannot load from the disks without a page of host memory.
+        ready: number of host slots that the rank can use; None if it has not changed since the last report.
+        error: why the rank cannot use the host pool at all; empty if it can or has reported this before.
+        no_gds: why the rank cannot load from the disks without a slot in host memory; empty if it can, does not have
+            to, or has reported this before.
     """
 
     rank: int
@@ -33,7 +35,7 @@ class RankReport:
     no_gds: str = ""
 
     def pass_news(self, unit: EngineUnit) -> None:
-        """Passes everything but the results to the unit."""
+        """Passes everything except the results on to the unit."""
         if self.error:
             unit.disable(self.rank, self.error)
         if self.no_gds:
@@ -44,11 +46,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An op's terminal result, with the facts that decide when it may be taken.
+    """A finished op's terminal result, with the facts that determine when the result may be taken.
 
     Attributes:
+        result: the terminal result.
         step: number of the last forward pass that was ordered when the op was submitted.
-        failed_load: the op is a load's, and some of its blocks hold no valid KV.
+        failed_load: whether the op belongs to a load and some of its blocks hold no valid KV.
     """
 
     result: OpResult
@@ -57,13 +60,14 @@ class Ended:
 
 
 class RankReports:
-    """Collects the reports of one rank; each result, request and block is taken once.
+    """Collects what one rank has to report, until it is taken for a report.
 
     Attributes:
-        ended: results not taken yet, in order of arrival.
-        finished: requests whose async load has ended, not taken yet.
-        failed: requests whose async load lacks pages, not taken yet; the load itself may not have ended.
-        failed_blocks: engine blocks that a load should have filled and did not, not taken yet.
+        ended: results that were not taken yet, in order of arrival.
+        finished: ids of requests whose async load has finished and that were not taken yet.
+        failed: ids of requests whose async load lacks pages and that were not taken yet. The load may still be in
+            flight.
+        failed_blocks: engine blocks that a load should have filled but did not, and that were not taken yet.
     """
 
     def __init__(self) -> None:
@@ -73,42 +77,50 @@ class RankReports:
         self.failed_blocks: set[int] = set()
 
     def add(self, result: OpResult, step: int, load: LoadJob | None = None) -> None:
-        """Adds the result of an op; `load` is the job that the op belongs to, if any."""
+        """Adds the result of a finished op, and the op's failed blocks if it belongs to a load.
+
+        Args:
+            result: the op's terminal result.
+            step: number of the last forward pass that was ordered when the op was submitted.
+            load: the job that the op belongs to; None for a store.
+        """
         self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
         if load is not None and len(result.failed):
             blocks = next(op.blocks for op in load.graph.ops if op.op_id == result.op_id)
             self.add_failed(load, blocks[result.failed].tolist())
 
     def add_failed(self, load: LoadJob, blocks: Iterable[int]) -> None:
-        """Adds engine blocks that a load should have filled and did not."""
+        """Adds engine blocks that a load should have filled but did not."""
         self.failed_blocks.update(blocks)
         if not load.sync:
             self.failed.add(load.request_id)
 
     def add_finished(self, request_id: str) -> None:
-        """Adds a request whose async load has ended."""
+        """Adds the id of a request whose async load has finished."""
         self.finished.add(request_id)
 
     def invalidate(self, load: LoadJob, op: TransferOp, reason: str) -> None:
-        """Makes all blocks of an ended op of a load count as failed, whatever its result, even if that was taken."""
+        """Makes all blocks of a load's finished op count as failed, even if the op succeeded and its result was already
+        taken."""
         self.add_failed(load, op.blocks.tolist())
         for at, entry in enumerate(self.ended):
             if entry.result.op_id == op.op_id:
                 result = OpResult.cancelled(op.op_id, op.pages, reason)
                 self.ended[at] = Ended(result, entry.step, failed_load=True)
 
-    # --- taken ---
+    # --- taken for reports ---
 
     def take_results(self) -> list[OpResult]:
-        """Takes all terminal results, in order of arrival."""
+        """Removes and returns all terminal results, in order of arrival."""
         ended, self.ended = self.ended, []
         return [entry.result for entry in ended]
 
     def take_settled(self, settled_step: int) -> list[OpResult]:
-        """Takes the results that no later report can invalidate: those of ops submitted up to forward pass
-        `settled_step`.
+        """Removes and returns the results that no later report can invalidate: those of ops that were submitted up to
+        forward pass `settled_step`.
 
-        The result of a load that lost blocks stays for the step's report, which names these blocks first.
+        The result of a load that lost blocks is not taken here. It is left for the step's report, which must list the
+        lost blocks first.
         """
         settled: list[OpResult] = []
         held: list[Ended] = []
@@ -121,18 +133,19 @@ class RankReports:
         return settled
 
     def take_finished(self) -> set[str]:
-        """Takes the requests whose async load has ended on this rank."""
+        """Removes and returns the ids of requests whose async load has finished on this rank."""
         finished, _ = self.take_finished_and_failed()
         return finished
 
     def take_finished_and_failed(self) -> tuple[set[str], set[str]]:
-        """Takes the requests whose async load has ended; also returns those whose load lacks pages."""
+        """Removes and returns the ids of requests whose async load has finished, and the subset of them whose load
+        lacks pages."""
         finished, self.finished = self.finished, set()
         failed = self.failed & finished
         self.failed -= failed
         return finished, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Takes the engine blocks that a load should have filled and did not."""
+        """Removes and returns the engine blocks that a load should have filled but did not."""
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed

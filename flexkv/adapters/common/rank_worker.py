@@ -1,4 +1,4 @@
-"""One rank's share of the unit: views of the engine's pool, the lanes, and the mapping of the host pool."""
+"""One rank's part of a unit: views of the engine's pool, the lanes, and the mapping of the unit's host pool."""
 
 from __future__ import annotations
 
@@ -40,25 +40,28 @@ logger = get_logger(__name__)
 
 
 class RankWorker:
-    """The part of the worker's side that all adapters share.
+    """The part of an adapter's worker side that all adapters share.
 
     Args:
+        config: flexkv's settings.
+        rank: number of the rank in its unit.
         current_stream: takes a CUDA device; returns the stream on which the calling thread enqueues the engine's work,
             as an integer.
 
-    Raises:
-        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` a file without a
-            complete table. They are checked here so that they end the engine's start: a rank in a separate process that
-            failed later would keep running without the cache.
-
     Attributes:
-        device: the CUDA device of the engine's pool; None for plain memory, and before `attach`.
-        views: a `KvView` of the engine's pool per KV group; none before `take_pool`.
-        pool_id: names the engine's pool; NO_POOL before `take_pool`.
-        slots: slots of the host pool; -1 before `attach`.
-        plugin_rank: the rank in the names of its plugins: the engine's rank, if a unit has one rank.
-        unit: the unit that this rank serves, permanently from its grant on; NO_UNIT before.
-        layer_loads: the layerwise loads of the step under way; `busy` while there are any.
+        device: the CUDA device of the engine's pool; None if the pool is plain memory, and before `attach`.
+        views: a `KvView` of the engine's pool for each KV group; empty before `take_pool`.
+        pool_id: random id of the engine's pool; NO_POOL before `take_pool`.
+        slots: number of slots of the host pool; -1 before `attach`.
+        plugin_rank: the rank that appears in the names of this rank's plugins. It differs from `rank` if each rank has
+            its own unit: it is then the engine's number of the rank.
+        unit: the unit that this rank serves; NO_UNIT before `attach` or `take_grant`. Once set, it never changes.
+        layer_loads: the layerwise loads of the current step.
+
+    Raises:
+        ConfigError: `observe.nvtx` names a library that does not exist, or the file of `transfer.ways_file` has no
+            complete table. Both are checked here so that the engine fails at its start: if a rank in a separate process
+            failed later, the engine would keep running without the cache.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
@@ -83,20 +86,21 @@ class RankWorker:
         self._ops = RankOps(config, rank, self.counters)
         self.layer_loads = LayerLoads(self._ops, config.load.deadline_s)
         self._reported = RankReport(rank, ready=-1)
-        """The last value that was reported of each field that is sent when it has changed."""
+        """The last reported value of each field that is sent only when it has changed."""
         self.plugin_rank = rank
         self._plugins: PluginLauncher | None = None
 
     def make_mover(self) -> Any:
-        """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
+        """The mover of the host lanes; None for the transfer engine's own. Subclasses override this to decorate the
+        mover."""
         return None
 
     def take_pool(self, groups: Sequence[RankPool]) -> None:
-        """Takes the engine's pool, by KV group. Its tensors are kept alive as long as a copy may touch them. If several
-        ranks hold the same bytes, only the first of them stores.
+        """Registers the engine's pool, given by KV group. The pool's tensors are kept alive as long as a copy may touch
+        them. If several ranks hold the same bytes, only the first of them stores.
 
-        If this rank already serves a unit, which was made for another pool, it refuses every op from now on, so that a
-        block number of one pool is never mistaken for one of the other.
+        If this rank already serves a unit, that unit was made for an earlier pool. The rank then refuses every later
+        op, so that a block number of one pool is never taken for a block of the other pool.
         """
         if self.unit != NO_UNIT:
             self._ops.close()
@@ -111,7 +115,7 @@ class RankWorker:
         self._ops.stores = self.rank % self._replicas == 0
 
     def take_group(self, pool: RankPool) -> None:
-        """Takes a pool of one KV group, as `take_pool` does."""
+        """Registers an engine's pool that has one KV group; see `take_pool`."""
         self.take_pool([pool])
 
     def facts(self) -> RankFacts | None:
@@ -124,13 +128,18 @@ class RankWorker:
     def attach(
         self, unit: UnitId, pool: HostPool, places: tuple[RankPlace, ...], slabs: SlabMap | None = None
     ) -> None:
-        """Starts the lanes between the engine's pool and the unit's host pool, and the lane to `slabs` if given.
+        """Starts the lanes between the engine's pool and the unit's host pool, and, if `slabs` is given, the lane
+        between the slabs on disk and the engine's pool. Starts the rank's plugins too.
 
         Args:
-            places: where in a slot the blocks of each group lie.
+            unit: the unit to serve.
+            pool: the unit's host pool.
+            places: for each KV group, the position of this rank's blocks in a slot.
+            slabs: the slabs on the unit's disks, if loads may bypass host memory; otherwise None.
 
         Raises:
-            ContractError: this rank serves another unit, or has been attached before: its lanes have ops in flight.
+            ContractError: this rank serves a different unit, or was attached before, so that its lanes may have ops in
+                flight.
             GeometryError, ConfigError: see `open_lanes` and `open_gds_lane`.
         """
         if self.unit not in (NO_UNIT, unit):
@@ -164,9 +173,10 @@ class RankWorker:
         self._plugins = start_rank_plugins(self._config, self.plugin_rank, unit)
 
     def take_grant(self, grant: PoolGrant) -> None:
-        """Maps the host pool of another process and attaches it, once. An error is kept as the refusal of all ops.
+        """Maps the host pool of the scheduler's process and attaches it. If that fails, all ops are refused with the
+        error.
 
-        A later grant, or one for another pool of this rank, changes nothing.
+        A grant is ignored if the rank already serves a unit, or if the grant is for an earlier pool of this rank.
         """
         if self.unit != NO_UNIT or grant.pools[self.rank : self.rank + 1] != (self.pool_id,):
             return
@@ -174,18 +184,19 @@ class RankWorker:
         try:
             self.attach(grant.unit, HostPool.attach(grant.descriptor), grant.places[self.rank], grant.slabs)
         except FlexKVError as error:
-            # The engine can run without a cache. The refusal reaches the scheduler's side, which then promises nothing.
+            # The engine can run without a cache. The next report sends the refusal to the scheduler's side, which then
+            # promises nothing.
             self._ops.refusal = f"{type(error).__name__}: {error}"
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
 
     def release_pool(self, reason: str) -> None:
-        """Ends every op and detaches the views, because the engine is about to take its pool's memory away. Idempotent.
+        """Ends every op and detaches the views, because the engine is about to release its pool's memory. Idempotent.
 
         Args:
-            reason: the reason with which ops are refused until `restore_pool`.
+            reason: the reason with which ops are refused until `restore_pool` is called.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled, so the memory must stay.
+            ClosedError: a copy neither finished nor could be cancelled, so the memory must not be released.
         """
         self._ops.release(reason)
         if self._views_attached and self._ops.engine is not None:
@@ -195,7 +206,8 @@ class RankWorker:
         self.end_registrations()
 
     def restore_pool(self) -> None:
-        """Attaches the views again: the pool's memory is back at the same addresses, its content lost. Idempotent."""
+        """Attaches the views again. Must be called when the pool's memory is back at the same addresses; its content is
+        lost. Idempotent."""
         if self._places and not self._views_attached and self._ops.engine is not None:
             attach_views(self._ops.engine, self.views, self._pool, self._places, self._owners)
             self._views_attached = True
@@ -205,8 +217,8 @@ class RankWorker:
         self._ops.released = ""
 
     def end_registrations(self) -> None:
-        """Ends the pool's registrations with cuFile, which pin its memory; the next op between disk and pool makes them
-        again. Precondition: no op is under way."""
+        """Ends the pool's registrations with cuFile, which pin the pool's memory. The next op between disk and pool
+        registers the pool again. Precondition: no op is in flight."""
         if self._gds_lane is not None:
             self._gds_lane.release_pool()
 
@@ -216,24 +228,25 @@ class RankWorker:
 
     @property
     def attached(self) -> bool:
-        """Whether the host pool was ever attached here."""
+        """Whether the host pool was ever attached on this rank."""
         return self._pool is not None
 
     @property
     def usable_slots(self) -> int:
-        """Slots that are ready in this process and, where this rank has a GPU, registered with it."""
+        """Number of host slots that are ready in this process and, if this rank has a GPU, registered with the GPU."""
         pinned_first = self.device is not None
         return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
 
     def begin_step_loads(self, jobs: Sequence[LoadJob], by_layer: bool = True) -> bool:
-        """Called when a step's loads are submitted, just before its forward pass: waits for the loads that the forward
-        pass needs complete when it starts. `layer_loads` has the layerwise ones from now on.
+        """Waits for those loads of a step that must be complete when its forward pass starts, and passes the layerwise
+        loads to `layer_loads`. Must be called after the loads were submitted, just before the forward pass.
 
         Args:
-            by_layer: False if the forward pass waits for no layer.
+            jobs: the step's loads.
+            by_layer: whether the forward pass waits for each layer. If False, layerwise loads are treated like others.
 
         Returns:
-            Whether there are loads that the forward pass does not wait for layer by layer.
+            Whether any of the loads was not passed to `layer_loads`.
 
         Raises:
             ClosedError: see `RankOps.finish_load`.
@@ -249,27 +262,27 @@ class RankWorker:
         return len(layerwise) < len(jobs)
 
     def add_news(self, report: RankReport) -> None:
-        """Adds to a report what has changed on this rank since the last report."""
+        """Adds to a report the values that have changed on this rank since its last report."""
         self.add_if_new(report, "error", self._ops.refusal)
         self.add_if_new(report, "no_gds", self._ops.gds_refusal)
         if self._reported.ready != self.slots:
             self.add_if_new(report, "ready", self.usable_slots)
 
     def add_if_new(self, report: RankReport, name: str, value: Any) -> None:
-        """Adds a value to the report, unless it is the one that was last reported."""
+        """Sets the field `name` of the report to `value`, if the value differs from the last reported one."""
         if value != getattr(self._reported, name):
             setattr(self._reported, name, value)
             setattr(report, name, value)
 
     def close_lanes(self) -> None:
-        """Closes the lanes; waits up to `transfer.close_s` for copies in flight. Their results can still be taken. Asks
-        the plugins to end."""
+        """Asks the plugins to exit, and closes the lanes; waits up to `transfer.close_s` for copies in flight. The
+        copies' results can still be taken."""
         if self._plugins is not None:
             self._plugins.begin_close()
         self._ops.close()
 
     def close(self) -> None:
-        """Closes the lanes, then waits until the plugins have ended. Idempotent."""
+        """Closes the lanes, then waits until the plugins have exited. Idempotent."""
         self.close_lanes()
         if self._plugins is not None:
             self._plugins.close()

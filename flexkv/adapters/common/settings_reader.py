@@ -1,8 +1,9 @@
-"""Reads the settings that callers give in requests (`RequestSettings`), strictly and without ever failing a request.
+"""Reads the settings that callers give in requests (`RequestSettings`). It accepts only exact values, but never fails a
+request.
 
-No engine checks the fields of its connector while a request can still be refused, and an exception in vLLM's scheduler
-ends the engine and every request. So an unreadable setting is named in a warning and counted. If the setting restricts
-what is stored or shared, the request is kept out of the cache, because a store cannot be undone.
+No engine checks the fields for its connector while it can still refuse a request, and an exception in vLLM's scheduler
+ends the engine with all requests. So an unreadable setting is logged as a warning and counted. If the setting would
+restrict storing or sharing, the request is kept out of the cache, because a store cannot be undone.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ IF_UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "ttl_s": ({"skip_save": True}, "; the request is not stored"),
     "namespace": ({"skip_save": True, "skip_load": True}, "; nothing is stored or loaded for the request"),
 }
-"""Settings that replace an unreadable value, and the words for them. Other unreadable settings count as not given."""
+"""For fields that restrict storing or sharing: the settings that replace an unreadable value, and the words for the
+warning. An unreadable value of any other field counts as not given."""
 
 Given = dict[str, Any]
-"""The fields of `RequestSettings` that a request gives, with their values."""
+"""Values by field of `RequestSettings`, for the fields that a request gives."""
 
 
 class SettingsReader:
     """Reads the settings of requests.
 
     Args:
+        counters: where unreadable fields are counted.
+        logger: where unreadable fields are logged.
         clock: returns monotonic seconds.
     """
 
@@ -50,8 +54,11 @@ class SettingsReader:
         """Adds a known setting to `given`. If two names set the same field, the more restrictive value holds.
 
         Args:
-            place: where in the request the name is.
+            request_id: the engine's id of the request, for the log.
+            place: the part of the request that contains the name, for the log.
             name: one of NAMES.
+            value: the value that the caller gave; None counts as not given.
+            given: the settings of the request so far; updated.
         """
         setting = NAMES[name]
         before = given.get(setting.field, setting.default)
@@ -74,10 +81,15 @@ class SettingsReader:
         given: Given,
         served: Sequence[str] = OWN_NAMES,
     ) -> None:
-        """Takes the settings from a place that callers use for other things too: names without a dot are not ours.
+        """Adds to `given` the settings from a part of the request that callers use for other purposes too. Names
+        without a dot are ignored, because they are not flexkv's. A name that is meant for flexkv but unknown is logged.
 
         Args:
-            served: flexkv's own names of the settings that this engine heeds.
+            request_id: the engine's id of the request, for the log.
+            place: the part of the request that contains `found`, for the log.
+            found: names and values in that part of the request.
+            given: the settings of the request so far; updated.
+            served: flexkv's own names of the settings that take effect in this engine.
         """
         for name, value in found.items():
             if not (isinstance(name, str) and "." in name):
@@ -95,14 +107,20 @@ class SettingsReader:
         value: object,
         known: Sequence[str] = OWN_NAMES,
     ) -> None:
-        """Names a field that is meant for flexkv but is unknown, or unknown under this engine."""
+        """Logs and counts a field that is meant for flexkv, but that flexkv does not know or does not support in this
+        engine."""
         self.warn(request_id, f"{place}.{shown(name)}", value, "name", ", ".join(known))
 
     def warn(self, request_id: str, place: str, value: object, what: str, allowed: str) -> None:
-        """Counts a field that cannot be read, and names it in the log at most once per minute.
+        """Counts a field that cannot be read, and logs it unless another field was logged in the last WARN_EVERY_S
+        seconds.
 
         Args:
-            what: the part that is not known: its name, value or type.
+            request_id: the engine's id of the request.
+            place: the field's path in the request.
+            value: the field's value.
+            what: the part of the field that is unknown: "name", "value" or "type".
+            allowed: the allowed names or values, in words.
         """
         self._counters.add("flexkv_unread_request_fields_total", 1, reason=what)
         now_s = self._clock()

@@ -1,7 +1,7 @@
 """flexkv for SGLang: an external linker (`FlexKVLinker`) and a HiCache storage class (`FlexKVHiCache`).
 
-The classes are imported on first use: SGLang loads the entry point of this package in each of its processes, and that
-must not import the engine's memory pools.
+The classes are imported on first use, because SGLang loads this package's entry point in each of its processes, and
+doing so must not import the engine's memory pools.
 """
 
 from __future__ import annotations

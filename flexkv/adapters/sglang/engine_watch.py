@@ -1,9 +1,9 @@
-"""Watches what SGLang's scheduler does without calling its caches: it changes weights, releases KV memory, queues
-requests and publishes events. Also gives separate keys to requests whose tokens do not determine everything that they
-compute.
+"""Hooks into SGLang's scheduler for actions of which SGLang does not inform its caches: it changes weights, releases KV
+memory, queues requests and publishes events. One of the hooks also gives separate keys to requests whose tokens do not
+determine everything that they compute.
 
-SGLang calls its caches for a flush, but a flush does not say whether the weights change, and comes after the pool's
-memory was released. SGLang's own registry of hooks covers all of this.
+SGLang informs its caches of a flush, but it does not say whether the weights change, and it does so after the pool's
+memory was released. Therefore flexkv uses SGLang's registry of hooks.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from flexkv.errors import ConfigError
 
 RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
-"""Is put into the extra key of this run's requests with images or other inputs."""
+"""Text that is put into the extra key of this run's requests with images or other non-text inputs."""
 
 OWN_EMBEDDINGS = f"flexkv-embeddings-{os.urandom(16).hex()}-"
-"""Begins the extra key of a request with embeddings; random digits for that request follow. No client can know it, so
-no client's own extra key can pass for one that has it already."""
+"""Text that is put into the extra key of a request with embeddings, before random digits for that request. No client
+can know this text, so no client can send an extra key that already contains it."""
 
 
 class EngineListener:
-    """Base class of listeners, whose methods the engine's scheduler thread calls if `watch` has named them. The methods
-    here do nothing."""
+    """Base class of listeners. The engine's scheduler thread calls those methods for which the listener was registered
+    with `watch`. The methods of this class do nothing."""
 
     def new_weights(self) -> None:
         """Called when the weights are about to change."""
@@ -38,40 +38,42 @@ class EngineListener:
         """Called when the pool's memory is about to be released.
 
         Raises:
-            ClosedError: a copy did not end.
+            ClosedError: a copy did not finish.
         """
 
     def enter(self, request: Any) -> None:
-        """Called when a request enters a queue, before any of it is looked up."""
+        """Called when a request enters any queue, before the first lookup for it."""
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
         """Called when a request enters the scheduler's queue."""
 
     def begin_insert(self, request: Any) -> None:
-        """Called when the engine's tree begins to take the request's KV, and with None when it has taken it."""
+        """Called when the engine's tree begins to insert a request's KV, and again with None when it has finished."""
 
     def begin_walk(self, key: Any, of_pairs: bool) -> None:
         """Called when the engine's tree begins to insert a key.
 
         Args:
-            of_pairs: the tree's keys are pairs of tokens.
+            key: the key that is inserted, a `RadixKey`.
+            of_pairs: whether the tree's keys consist of pairs of tokens.
         """
 
     def end_walk(self) -> None:
-        """Called when the tree has inserted it. `begin_walk` stands for both in `watch`."""
+        """Called when the tree has inserted the key of the last `begin_walk`. A listener that is registered for
+        `begin_walk` gets both calls."""
 
     def add_to(self, events: list[Any]) -> list[Any]:
-        """The events that the engine publishes instead of its own."""
+        """Called with the events that the engine is about to publish; returns the events that it publishes instead."""
         return events
 
 
 _listeners: dict[str, WeakSet[EngineListener]] = {}
-"""By the method that they watch."""
+"""Registered listeners, by the name of the method that they are registered for."""
 _hooked: set[str] = set()
 
 
 def watch(listener: EngineListener, *calls: str) -> None:
-    """Has this process's scheduler call these methods of the listener from now on.
+    """Registers a listener: from now on, this process's scheduler calls the listener's methods that `calls` names.
 
     Raises:
         ConfigError: see `put_hook`.
@@ -82,16 +84,16 @@ def watch(listener: EngineListener, *calls: str) -> None:
 
 
 def put_hook(call: str) -> None:
-    """Installs the hook that calls this method of the listeners, once in each process.
+    """Installs the hook that calls the method `call` of the listeners, unless this process has it already.
 
     Raises:
-        ConfigError: this SGLang has no function to hook for it, or another plugin has hooked it.
+        ConfigError: this version of SGLang lacks the function to hook, or another plugin has hooked it.
     """
     if call in _hooked:
         return
     target, function, when = _HOOKS[call]
     kind, _, method = target.rpartition(".")
-    # Resolved only now, because a cache may be made in a process that imports no scheduler.
+    # The path is resolved only here, because a cache may be made in a process that does not import the scheduler.
     owner = pkgutil.resolve_name(kind)
     before = getattr(owner, method, None)
     if before is not None:
@@ -106,13 +108,15 @@ def put_hook(call: str) -> None:
 
 
 def name_inputs(request: Any) -> None:
-    """Changes the request's extra key if its tokens do not determine everything that it computes. Idempotent.
+    """Changes a request's extra key if the request's tokens do not determine everything that it computes. Idempotent.
 
-    SGLang represents an image among the tokens by numbers made from 64 bits of its digest, or from a client's own
-    value. That is too little to distinguish one image reliably from all others. So every request with images or other
-    inputs gets an extra key that no other run has. The extra key enters SGLang's page hashes, so the pages of such a
-    request are found only in this run. It also keeps such requests apart from text in SGLang's tree. The tokens of a
-    request with embeddings say nothing about its content, so it gets an extra key that no other request has.
+    Among the tokens, SGLang represents an image by numbers made from 64 bits of the image's digest, or from a value
+    that the client chose. That is not enough to distinguish one image reliably from all others. So every request with
+    images or other non-text inputs gets an extra key that no other run of the engine has. The extra key enters SGLang's
+    page hashes, so the pages of such a request are found only in this run. In SGLang's tree, it also separates such
+    requests from text.
+
+    The tokens of a request with embeddings say nothing about its content, so each such request gets its own extra key.
     """
     if getattr(request, "multimodal_inputs", None) is not None:
         add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)
@@ -122,7 +126,7 @@ def name_inputs(request: Any) -> None:
 
 
 def add_to_extra_key(request: Any, mark: str, name: str) -> None:
-    """Adds a name to the request's extra key, unless the key has the mark already."""
+    """Appends `name` to the request's extra key, unless the key already contains `mark`."""
     before = request.extra_key or ""
     if mark not in before:
         request.extra_key = f"{before}|{name}"
@@ -131,7 +135,7 @@ def add_to_extra_key(request: Any, mark: str, name: str) -> None:
 # --- hooks ---
 
 _HOOKS: dict[str, tuple[str, Callable[..., Any], HookType]] = {}
-"""By the method of listeners: path of a method of SGLang, the hook, and when it runs."""
+"""Name of a listener's method -> (path of the method of SGLang to hook, the hook, when the hook runs)."""
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -152,22 +156,22 @@ def _all(call: str) -> list[Any]:
 
 @_hook("new_weights", f"{_UPDATER}._observe_weight_load", HookType.BEFORE)
 def _tell_of_weights(*_arguments: object, **_named: object) -> None:
-    """Every update of weights in place (from disk, tensors, IPC, distributed) comes here before the first byte
-    changes."""
+    """SGLang calls the hooked method for every update of weights in place (from disk, tensors, IPC or distributed),
+    before the first byte changes."""
     for listener in _all("new_weights"):
         listener.new_weights()
 
 
 @_hook("end_copies", f"{_UPDATER}.release_memory_occupation", HookType.BEFORE)
 def _tell_of_release(*_arguments: object, **_named: object) -> None:
-    """The engine is idle, but its last stores may still be under way."""
+    """When SGLang calls the hooked method, the engine is idle, but its last stores may still be in flight."""
     for listener in _all("end_copies"):
         listener.end_copies()
 
 
 @_hook("enter", f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE)
 def _tell_of_entry(_scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:
-    """Each request comes here before it enters any queue, and before any of it is looked up."""
+    """SGLang calls the hooked method for each request before the request enters any queue and is first looked up."""
     name_inputs(request)
     for listener in _all("enter"):
         listener.enter(request)
@@ -175,8 +179,8 @@ def _tell_of_entry(_scheduler: Any, request: Any, *_arguments: object, **_named:
 
 @_hook("prefetch", f"{_SCHEDULER}._prefetch_kvcache", HookType.BEFORE)
 def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:
-    """Each request that enters the scheduler's queue comes here, with or without HiCache."""
-    # This hook may run before that of `enter`, and a prefetch looks the request up.
+    """SGLang calls the hooked method for each request that enters the scheduler's queue, with or without HiCache."""
+    # A prefetch looks the request up, so the `enter` listeners must be called first; this hook may run before theirs.
     _tell_of_entry(scheduler, request)
     for listener in _all("prefetch"):
         listener.prefetch(scheduler.tree_cache, request)
@@ -184,7 +188,7 @@ def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named
 
 @_hook("begin_insert", f"{_TREE}.checkpoint_into_tree", HookType.AROUND)
 def _tell_of_insert(insert: Callable[..., Any], cache: Any, req: Any, *arguments: Any, **named: Any) -> Any:
-    """The tree takes a request's KV in `insert`, and offloads nodes there."""
+    """SGLang's tree inserts a request's KV in the hooked method, and offloads nodes meanwhile."""
     for listener in _all("begin_insert"):
         listener.begin_insert(req)
     try:
@@ -196,7 +200,7 @@ def _tell_of_insert(insert: Callable[..., Any], cache: Any, req: Any, *arguments
 
 @_hook("begin_walk", f"{_TREE}.insert", HookType.AROUND)
 def _tell_of_walk(insert: Callable[..., Any], cache: Any, params: Any, *arguments: Any, **named: Any) -> Any:
-    """Every insert of the tree, which offloads nodes of the key within it."""
+    """SGLang's tree inserts every key in the hooked method, and offloads nodes of the key meanwhile."""
     for listener in _all("begin_walk"):
         listener.begin_walk(params.key, cache.tree_core.is_eagle)
     try:
@@ -208,7 +212,7 @@ def _tell_of_walk(insert: Callable[..., Any], cache: Any, params: Any, *argument
 
 @_hook("add_to", f"{_TREE}.take_events", HookType.AROUND)
 def _add_events(take: Callable[..., list[Any]], cache: Any, *arguments: Any, **named: Any) -> list[Any]:
-    """The scheduler publishes what this returns."""
+    """SGLang's scheduler publishes the events that the hooked method returns."""
     events = take(cache, *arguments, **named)
     for listener in _all("add_to"):
         events = listener.add_to(events)

@@ -1,7 +1,8 @@
-"""flexkv as HiCache's storage: SGLang keeps its host tier, and pages beyond it go to flexkv's host memory and disks.
+"""flexkv as HiCache's storage: SGLang keeps its own host tier, and stores pages beyond it in flexkv's host memory and
+disks.
 
-Start SGLang with `--hicache-storage-backend dynamic`, this class and `"interface_v1": 1`. flexkv's lanes copy pages
-between SGLang's host pool and flexkv's slots, each byte once.
+To use it, start SGLang with `--hicache-storage-backend dynamic`, and name this class and `"interface_v1": 1` in the
+extra config. flexkv's lanes copy pages directly between SGLang's host pool and flexkv's slots, each byte once.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from flexkv.unit.build import share_of_node
 logger = get_logger(__name__)
 
 OWN_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-"""Entries of the extra config that are for SGLang; all others are settings of flexkv."""
+"""Entries of the extra config that are for SGLang; all other entries are settings of flexkv."""
 
 
 class FlexKVHiCache(HiCacheStorage, EngineListener):
-    """One rank's storage. SGLang calls it from its prefetch and backup threads at once.
+    """One rank's storage. SGLang may call it from its prefetch and backup threads at the same time.
 
     Raises:
-        ConfigError: a setting is wrong, or nothing identifies the weights.
+        ContractError: the extra config lacks `"interface_v1": 1`.
+        ConfigError: a setting is unknown or not allowed.
     """
 
     @log_refusal(logger)
@@ -52,13 +54,14 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
 
     @log_refusal(logger)
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes SGLang's host pool. Registering the same pool again changes nothing.
+        """Registers SGLang's host pool. Registering the same pool again changes nothing.
 
         Raises:
-            GeometryError: the pool's layout is not one that can be moved piece by piece.
-            ContractError: another pool is registered already, so this one's pages would be read and written in the
-                other's memory.
-            ConfigError: this SGLang does not say when weights change, and HiCache keeps its storage over a flush.
+            GeometryError: flexkv does not support the pool's layout.
+            ContractError: a different pool is registered already. The second pool's pages would be read from and
+                written to the first pool's memory.
+            ConfigError: nothing identifies the weights, or this version of SGLang has no hook for changes of weights.
+                The hook is needed because HiCache keeps its storage over a flush.
         """
         if self._batches is not None:
             registered = self.mem_pool_host
@@ -68,7 +71,8 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
                 f"a second host pool, {type(mem_pool_host).__name__} of {mem_pool_host.size} tokens, beside "
                 f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
             )
-        # Checked before memory and folders are taken, because a storage that is refused must hold neither.
+        # The hook is installed before memory and folders are acquired, because this fails if the hook is missing, and a
+        # storage that failed must hold neither.
         watch(self, "new_weights")
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)
@@ -93,10 +97,10 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
 
     @log_refusal(logger)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuses any pool other than that of keys and values, which comes by `register_mem_pool_host`.
+        """Accepts only the pool of keys and values, which `register_mem_pool_host` registers.
 
         Raises:
-            GeometryError: the pool holds something other than keys and values, which would not be stored.
+            GeometryError: the pool holds anything other than keys and values; flexkv would not store that.
         """
         if host_pool is not getattr(self, "mem_pool_host", None) and str(host_pool_name) != "kv":
             raise GeometryError(
@@ -110,10 +114,10 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             raise ContractError("SGLang has not registered its host pool")
         return self._batches
 
-    # --- what SGLang asks ---
+    # --- called by SGLang ---
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Number of leading pages that can be loaded; pages on disk are promoted for that."""
+        """Number of leading pages that can be loaded. Pages on disk are read into host memory first."""
         return self._ready.exists(keys)
 
     def exists(self, key: str) -> bool:
@@ -122,7 +126,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See `PageBatches.load`. SGLang uses or frees the pages of its host pool once the call has returned."""
+        """See `PageBatches.load`. SGLang uses or frees the pages of its host pool as soon as this returns."""
         batches = self._ready
         blocks = pages_of(host_indices, batches.cache.page_tokens)
         loaded: list[bool] = batches.load(keys, blocks).tolist()
@@ -138,16 +142,16 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
         return stored
 
     def clear(self) -> None:
-        """Makes everything stored a miss."""
+        """Forgets everything that was stored."""
         self._ready.clear()
 
     def close(self) -> None:
-        """Writes the pages that wait for the disk, and frees the memory."""
+        """Writes the pages that still have to go to disk, and frees the memory."""
         if self._batches is not None:
             self._batches.close()
 
     def new_weights(self) -> None:
-        """Called when the weights are about to change: permanently makes everything stored so far a miss."""
+        """Called when the weights are about to change. Nothing stored so far is ever found again."""
         if self._batches is not None:
             self._batches.new_weights()
 

@@ -1,4 +1,4 @@
-"""Names the owner of a rank's pages: the namespace of its keys, and its folder on disk."""
+"""Identifies the owner of a rank's pages: makes the namespace of the rank's keys, and names its folder on disk."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from flexkv.unit.capacity import PromptLimit
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 
 NO_COMMIT = "default"
-"""Revision of weights besides the model's that are not on this machine: no argument says which commit of the hub is
-meant, so nothing names them for good."""
+"""Revision that is used for weights besides the model's if they are given by a hub name. No argument says which commit
+of the hub is meant, so they have no permanent name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,13 @@ class Place:
     """One rank's place among all ranks that hold KV. Every rank has its own cache.
 
     Attributes:
-        units_on_node: caches that share this node's memory and disks: one per rank of every data-parallel replica.
-        is_whole: the rank's pages hold all heads and layers.
-        rank: its tensor-parallel rank.
-        is_alone: no other rank keeps a part of the same pages. With data-parallel attention, even one of several ranks
-            may be alone.
+        name: the rank's numbers and the sizes of its groups, such as `dp0.pp0of1.tp1of2`.
+        units_on_node: number of caches that share this node's memory and disks: one per rank on the node, over all
+            data-parallel replicas.
+        is_whole: whether the rank's pages hold all heads and layers.
+        rank: the tensor-parallel rank.
+        is_alone: whether no other rank holds a part of the same pages. With data-parallel attention, this may be true
+            even if there are several ranks.
     """
 
     name: str
@@ -73,11 +75,12 @@ def owner_of(
     server_args: Any, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> UnitOwner:
     """The owner of this rank's pages. Its namespace contains everything that must be equal before one engine may use
-    another's KV. From this call on, requests with images or embeddings get extra keys of their own (`name_inputs`).
+    KV of another engine. From this call on, requests with images or embeddings get separate extra keys
+    (`name_inputs`).
 
     Raises:
-        ConfigError: nothing identifies the weights of the model or of an adapter, or this SGLang does not say when a
-            request enters a queue.
+        ConfigError: nothing identifies the weights of the model or of an adapter, the common key scheme cannot be used,
+            or this version of SGLang has no hook for requests that enter a queue.
     """
     model = ModelConfig.from_server_args(server_args)
     put_hook("enter")
@@ -95,7 +98,7 @@ def _fields(
 ) -> dict[str, Any]:
     return _apart(server_args) | {
         "engine": "sglang",
-        # Another version may compute different KV for the same model.
+        # A different version of SGLang may compute different KV for the same model.
         "version": sglang_version.partition("+")[0],
         "weights": config.identity.model or _weights_of(model),
         # Random weights are the same only for the same seed.
@@ -108,7 +111,7 @@ def _fields(
         "kv_dtype": kv_dtype,
         "layers": pool.layers,
         "page_tokens": pool.block_tokens,
-        # Heads and layers are split over ranks: with another split, a page of the same tokens has different
+        # Heads and layers are split over ranks: with a different split, a page of the same tokens has different
         # bytes.
         "place": place.name.partition(".")[2],
         # With EAGLE the engine hashes pairs of tokens.
@@ -119,7 +122,8 @@ def _fields(
 
 
 def _apart(server_args: Any) -> dict[str, Any]:
-    """Whatever else the KV may depend on, by its kind; without the kinds that this engine has nothing of."""
+    """Anything else that the KV may depend on, by kind: adapters, weights besides the model's, and special kernels.
+    Kinds that this engine does not use are left out."""
     found = {
         "adapters": _adapters(),
         "other_weights": _other_weights(server_args),
@@ -129,17 +133,17 @@ def _apart(server_args: Any) -> dict[str, Any]:
 
 
 def _architecture(model: ModelConfig) -> Any:
-    """The model's configuration as SGLang has it, with overrides: the text model's or, for a model that takes images,
-    the whole."""
+    """The model's configuration as SGLang uses it, with the user's overrides. For a model that takes images, the
+    complete configuration; otherwise only the text model's."""
     whole = model.hf_config if model.is_multimodal else model.hf_text_config
     return plain_config(whole.to_dict())
 
 
 def _files(server_args: Any, model: ModelConfig, named: bool) -> dict[str, Any]:
-    """The content of files beside the weights that decides KV, by purpose; empty where no such file counts.
+    """The content of the files beside the weights that determines KV, by purpose; empty if there are no such files.
 
     Args:
-        named: the user names the weights, so the key has no commit for them.
+        named: whether the user names the weights, so that the key does not contain their commit.
     """
     path, revision, found = str(model.model_path), resolved_commit(model) or model.revision, {}
     if model.quantization is not None:
@@ -161,9 +165,10 @@ def prompt_limit(server_args: Any) -> PromptLimit:
 def _shared_model(
     server_args: Any, model: ModelConfig, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> SharedModel:
-    """
+    """The description of the model for the common key scheme.
+
     Raises:
-        ConfigError: this engine cannot take part in the common key scheme; the message says why.
+        ConfigError: this engine cannot use the common key scheme. The message says why.
     """
     if server_args.speculative_algorithm is not None:
         raise draft_refusal(str(server_args.speculative_algorithm))
@@ -195,8 +200,8 @@ def _shared_model(
 
 
 def _kernels(server_args: Any) -> str:
-    """The mode whose kernels give other bits than the usual ones, and which no other engine has; empty for the usual
-    kernels.
+    """The mode whose kernels give different bits than the usual kernels, and which no other engine has; empty if the
+    engine uses the usual kernels.
     """
     if target := server_args.rl_on_policy_target:
         return f"sglang, as {target}"
@@ -208,8 +213,8 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names only by samples. A draft model's weights are not among them, because its KV
-    is in separate pools and in no page.
+    """The weights that the namespace identifies only by samples of their content. A draft model's weights are not
+    included, because its KV is in separate pools and in no page.
     """
     named = config.identity.model or str(server_args.load_format) == "dummy"
     content = NAMED if named else weights_content(model.model_path, model.revision, resolved_commit(model))
@@ -219,26 +224,27 @@ def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> W
 
 
 def _other_paths(server_args: Any) -> dict[str, str]:
-    """The paths of weights besides the model's, by the argument that gives each."""
+    """The paths of weights besides the model's, by the name of the argument that gives each path."""
     said = {name: getattr(server_args, name, None) for name in OTHER_WEIGHTS}
     return {name: str(path) for name, path in said.items() if path}
 
 
 def _other_weights(server_args: Any) -> dict[str, str]:
-    """The names of the weights besides the model's, by argument.
+    """The `weights_identity` of each set of weights besides the model's, by the name of the argument that gives it.
 
     Raises:
-        ConfigError: a path holds no weights of a known format, or nothing says which commit of the hub is meant.
+        ConfigError: a path holds no weights of a known format.
     """
     paths = _other_paths(server_args)
     return {name: weights_identity(path, None, NO_COMMIT) for name, path in paths.items()}
 
 
 def _adapters() -> dict[str, str]:
-    """The content of each adapter that the engine was started with, by name and path.
+    """The name of the content of each adapter that the engine was started with, by the adapter's name and path.
 
-    A page's hash identifies such an adapter only by name and path, and a linker gets only hashes. For an adapter that
-    is loaded while the engine runs, SGLang puts a random number into its pages' hashes, so no other run finds them.
+    SGLang's page hashes identify such an adapter only by name and path, and a linker gets only hashes. So the content
+    must enter the namespace. For an adapter that is loaded while the engine runs, SGLang puts a random number into the
+    hashes of the adapter's pages, so no other run finds these pages.
     """
     return {
         f"{adapter.lora_name}={adapter.lora_path}": content_before(
@@ -249,8 +255,12 @@ def _adapters() -> dict[str, str]:
 
 
 def _adapter_folder(path: str) -> Path:
-    """The folder with the adapter's files: SGLang takes a path that is not a folder for a hub name, and has downloaded
-    it by now."""
+    """The folder with the adapter's files. If `path` is not a folder, SGLang has taken it for a hub name and has
+    downloaded the adapter by now.
+
+    Raises:
+        ConfigError: the adapter is neither a folder nor in the hub's cache.
+    """
     folder = Path(path)
     if folder.is_dir():
         return folder

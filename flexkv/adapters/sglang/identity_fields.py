@@ -1,4 +1,4 @@
-"""The arguments of SGLang that decide the KV of a page, and so enter its key."""
+"""The arguments of SGLang that determine the KV of a page, and therefore enter the page's key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from flexkv.adapters.common.identity_table import FieldTable, names
 from flexkv.adapters.common.loader_settings import EXTRA_RULE, FORMAT_RULE, files_of_format, loader_settings
 
 OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path")
-"""Arguments for weights besides the model's. A draft's LoRA counts too: such drafts have no pages of their own."""
+"""Arguments that give weights besides the model's. `uno_lora_path`, a draft's LoRA, is one of them, because the KV of
+such a draft is in the model's own pages."""
 
 ARGUMENTS = FieldTable(
     "ServerArgs",

@@ -33,18 +33,21 @@ logger = get_logger(__name__)
 class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     """One rank's linker. SGLang's scheduler thread calls all methods.
 
-    All ranks give the same answers by construction: `load` never refuses, `offload` refuses only what a request's
-    settings exclude, and offloads complete in the order in which they began. Whether a rank had room shows only in a
-    completion's result, which SGLang reduces over its ranks.
+    SGLang needs the same answers from all ranks. Therefore `load` never refuses, `offload` refuses only pages that a
+    request's settings exclude, and offloads complete in the order in which they began. If a rank has no free slots,
+    only the result of the completion shows it, and SGLang reduces these results over its ranks.
 
     Args:
-        components: parts of the engine's tree; only full attention can be stored.
-        extra_config: settings of flexkv, as dotted keys or nested (`linker_extra_config`).
+        server_args: SGLang's arguments.
+        params: the parameters of the engine's tree.
+        components: the components of the engine's tree; flexkv accepts only full attention.
+        extra_config: settings of flexkv, with dotted keys or nested (`linker_extra_config`).
         forward_stream: the stream on which the engine's forward passes write the pool; None on a CPU.
 
     Raises:
         GeometryError: the engine has a pool, draft pool or tree component that flexkv does not store.
-        ConfigError: a setting is wrong, nothing identifies the weights, or this SGLang cannot be watched.
+        ConfigError: a setting is wrong, nothing identifies the weights, or this version of SGLang lacks a function that
+            flexkv hooks.
     """
 
     @log_refusal(logger)
@@ -85,8 +88,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         try:
             watch(self, "new_weights", "end_copies")
             watch(self._requests, "enter", "begin_insert")
-            # Depends only on the settings, because SGLang reduces a lookup over its ranks, so all ranks must prefetch,
-            # or none.
+            # SGLang reduces lookups over its ranks, so either all ranks must prefetch or none. Therefore this depends
+            # on nothing but the settings.
             if config.disk.folders and config.disk.prefetch_requests:
                 watch(self, "prefetch")
             if params.enable_kv_cache_events:
@@ -96,7 +99,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
             raise
 
     def _announce_pages(self, params: Any, place: Place) -> None:
-        """The engine publishes events: adds those of flexkv's pages."""
+        """Adds the events of flexkv's pages to those that the engine publishes, if no other rank holds a part of the
+        same pages."""
         if not place.is_alone:
             logger.warning(
                 "KV events name the pages of SGLang's cache alone: each rank keeps its part of a page and evicts it "
@@ -107,14 +111,15 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         watch(self._events, "begin_walk", "add_to")
 
     def make_mover(self) -> Any:
-        """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
+        """The mover of the host lanes; None for the transfer engine's own. Subclasses override this to decorate the
+        mover."""
         return None
 
     # --- lookups ---
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Returns the lengths of all prefixes that can be restored: every prefix of the found pages can be, because
-        each page has its own index entry.
+        """Returns the lengths in pages of all prefixes that can be restored: 1 to the number of leading pages found,
+        because each page has its own index entry. During `prefetch`, only starts reads from disk and returns no length.
         """
         hashes = _only(transfers).keys
         settings = self._requests.of(rid)
@@ -127,9 +132,11 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         return list(range(1, pages + 1))
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
-        """Called when a request enters the engine's queue: starts reading its pages on disk, and promises nothing.
+        """Called when a request enters the engine's queue. Starts reading the request's pages on disk, and promises
+        nothing.
 
-        The engine's own lookup runs here, because it computes the hashes of the pages that the engine's tree lacks.
+        Runs the engine's own lookup, which computes the hashes of the pages that the engine's tree lacks and passes
+        them to `lookup`.
         """
         self._prefetching = True
         try:
@@ -140,7 +147,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- loads ---
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Never refuses. If the promised pages are gone, the load fails later, on all ranks alike."""
+        """Queues a load of promised pages; never refuses. If the pages are gone, the load fails later, and then SGLang
+        treats it as failed on all ranks."""
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._cache.page_tokens)
         settings = self._requests.of(rid)
@@ -166,8 +174,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- offloads ---
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Refuses pages that the settings of the request being inserted exclude. An offload without room completes as
-        not stored.
+        """Starts to store a tree node's pages. Refuses them if the settings of the request that is being inserted
+        exclude storing. If there are no free slots, the offload is accepted but completes as not stored.
         """
         settings = self._requests.inserting
         if settings.skip_save:
@@ -181,7 +189,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         return True
 
     def num_completed_offloads(self) -> int:
-        """Also does the cache's own work, because the scheduler calls this in every step, idle ones too."""
+        """Number of completed offloads. Also polls the cache, because the scheduler calls this in every step, even when
+        it is idle."""
         self._cache.poll()
         self._loads.log_left_out()
         return self._offloads.completed()
@@ -194,19 +203,20 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- life ---
 
     def new_weights(self) -> None:
-        """Called when the weights are about to change: permanently makes everything stored so far a miss."""
+        """Called when the weights are about to change. Nothing stored so far is ever found again."""
         logger.info("new weights: everything stored is forgotten")
         self._cache.new_weights()
 
     def reset(self) -> None:
-        """Called when the engine empties its tree. No copy is under way when this returns. Stored pages stay."""
+        """Called when the engine empties its tree. Waits for all copies, so that none is in flight when this returns.
+        Stored pages stay valid."""
         self._settle()
 
     def end_copies(self) -> None:
         """Waits for all copies, because the pool's memory is about to be released.
 
         Raises:
-            ClosedError: a copy did not end.
+            ClosedError: a copy did not finish.
         """
         self._wait_for_copies("a copy has not ended: the memory that it reads or writes must not be released")
         # cuFile pins registered memory; the next copy between disk and pool registers the pool again.
@@ -217,9 +227,10 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         self._cache.close()
 
     def _settle(self) -> None:
-        """
+        """Cancels queued loads, waits for all copies, and ends all batches and offloads.
+
         Raises:
-            ClosedError: a copy did not end.
+            ClosedError: a copy did not finish.
         """
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
@@ -230,9 +241,10 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
             self._events.end_stores()
 
     def _wait_for_copies(self, failure: str) -> None:
-        """
+        """Waits for all copies, for at most twice `transfer.stuck_s`.
+
         Raises:
-            ClosedError: a copy did not end within twice `transfer.stuck_s`; `failure` is the error's text.
+            ClosedError: a copy did not finish in that time; `failure` is the error's text.
         """
         if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
             raise ClosedError(failure)
@@ -240,7 +252,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- streams ---
 
     def _writer_stream(self) -> int | None:
-        """The stream whose work writes the pool's pages: stores and loads start after that work."""
+        """The stream on which the engine writes the pool's pages; stores and loads start after its work. None on a
+        CPU."""
         if self._cache.device is None or self.forward_stream is None:
             return self._cache.current_stream()
         return stream_address(self.forward_stream)
@@ -258,7 +271,7 @@ def _check(params: Any, components: Collection[ComponentType]) -> None:
 
 
 def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
-    """The transfer of the only pool."""
+    """The only transfer in the list, which is that of the only pool."""
     [transfer] = transfers
     assert transfer.name == PoolName.KV, f"a transfer of pool {transfer.name}, which was never offered"
     return transfer

@@ -1,4 +1,4 @@
-"""Loads of a forward batch, layer by layer: SGLang's KV pools wait for each layer before they read it."""
+"""Layerwise loads of a forward batch. SGLang's KV pools wait for each layer before they read it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flexkv.transfer.graph import BlockIds
 logger = get_logger(__name__)
 
 NO_BATCH = -1
-"""The batch number that tells SGLang that a forward waits for no load."""
+"""The batch number that stands for "no batch": SGLang's forward pass then waits for no load."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """A promise that the engine took up: `blocks[i]` will hold the page of `keys[i]`."""
+    """A load that the engine has requested and that was not started yet. The page of `keys[i]` goes to `blocks[i]`."""
 
     keys: Keys
     blocks: BlockIds
@@ -35,12 +35,13 @@ class LoadBatch:
     """The loads that one forward pass reads.
 
     Attributes:
-        ends_s: when a layer that is not in place is given up (`time.monotonic`).
+        requests: ids of the requests whose loads are in the batch.
+        ends_s: deadline for all layers (`time.monotonic`).
         pages: number of pages that the batch loads.
-        jobs: the loads, one for each request.
-        failed: number of those pages that are known to have failed.
-        layers: number of layers in place, from the first on.
-        lost: why the batch is incomplete; empty while all of it may arrive.
+        jobs: the started loads, at most one per request.
+        failed: number of the batch's pages that are known to have failed.
+        layers: number of leading layers that are in place.
+        lost: why the batch is incomplete; empty while all of it may still arrive.
     """
 
     requests: tuple[str, ...]
@@ -58,15 +59,15 @@ class LoadBatch:
 
 
 class LoadBatches:
-    """Batches under way. This is the `layer_done_counter` of SGLang's pools, which call `set_consumer` and then
-    `wait_until` for each layer.
+    """The batches in flight. This object is the `layer_done_counter` of SGLang's pools, which call `set_consumer` and
+    then `wait_until` for each layer.
 
-    A failed layer raises no error in the forward pass that waits for it: the forward pass runs with whatever its slots
-    hold, and `finish` returns False before the output is used.
+    A failed layer raises no error in the forward pass that waits for it. The forward pass runs with whatever its slots
+    hold, and then `finish` returns False, before the output is used.
 
     Attributes:
-        num_layers: layers of the pool.
-        consumer_index: number of the batch whose forward pass runs; NO_BATCH for none.
+        num_layers: number of layers of the pool.
+        consumer_index: number of the batch that the current forward pass reads; NO_BATCH if it reads none.
     """
 
     def __init__(self, cache: RankCache) -> None:
@@ -77,15 +78,15 @@ class LoadBatches:
         self._batches: dict[int, LoadBatch] = {}
         self._failed = FailedOps(logger)
 
-    # --- the engine's side: called by its pools ---
+    # --- called by the engine's pools ---
 
     def set_consumer(self, index: int) -> None:
         """Sets the batch that the next forward pass reads."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Returns once this layer of the batch is in place, or is lost. On a device, it returns once work enqueued from
-        now on starts after the layer's copies."""
+        """Waits until this layer of the current batch is in place or lost. On a device, waits only until work that is
+        enqueued from now on is sure to start after the layer's copies."""
         batch = self._batches.get(self.consumer_index)
         if batch is None or layer < batch.layers or batch.lost:
             return
@@ -95,7 +96,7 @@ class LoadBatches:
                 return
         batch.layers = layer + 1
 
-    # --- the linker's side ---
+    # --- called by the linker ---
 
     def start(self, queued: dict[str, QueuedLoad], stream: int | None) -> int:
         """Starts the loads of a forward pass together; returns the number of their batch."""
@@ -103,8 +104,8 @@ class LoadBatches:
         batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
         index = next(self._numbers)
         self._batches[index] = batch
-        # If direct loads have failed for others meanwhile, promised pages on disk are read into host memory first. The
-        # engine stands still during that, so all requests of the batch share one wait.
+        # If direct loads from disk have failed since these pages were promised, they are read into host memory first.
+        # The engine stands still meanwhile, so all requests of the batch together wait at most `lookup_wait_s`.
         wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
         waits_until_s = time.monotonic() + wait_s
         for request_id, load in queued.items():
@@ -116,8 +117,8 @@ class LoadBatches:
         self, batch: LoadBatch, request_id: str, load: QueuedLoad, wait_s: float, stream: int | None
     ) -> None:
         manager = self._cache.manager
-        # Looked up again, because the lease may be gone, or may belong to a later lookup that the engine did not act
-        # upon.
+        # The pages are looked up again, because their lease may have expired, or may be of a later lookup that the
+        # engine did not follow up with a load.
         if self._cache.match(request_id, load.keys, wait_s, settings=load.settings) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"
@@ -130,11 +131,11 @@ class LoadBatches:
         self._cache.counters.add("flexkv_hit_tokens_total", len(load.blocks) * self._cache.page_tokens)
 
     def finish(self, index: int) -> bool:
-        """Waits until no copy of the batch is under way; returns whether every page arrived in time.
+        """Waits until no copy of the batch is in flight; returns whether every page arrived in time.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: its pages may be written at any time, so the engine
-                can neither use nor free them.
+            ClosedError: a copy neither finished nor could be cancelled. Its pages may be written at any time, so the
+                engine can neither use nor free them.
         """
         batch = self._batches.get(index)
         if batch is None:
@@ -143,21 +144,21 @@ class LoadBatches:
         cache.finish_load(*batch.jobs)
         del self._batches[index]
         for request_id in batch.requests:
-            # The engine ends all requests of a batch that failed, without a call to its caches.
+            # The engine ends all requests of a failed batch, without informing its caches.
             cache.manager.end_request(request_id)
         if batch.lost:
             name = f"of {len(batch.requests)} request(s), which the engine ends"
-            # If no op lost a page, a layer arrived after the forward pass had read it, so all pages count.
+            # If no op lost a page, a layer arrived after the forward pass had read it, so all pages count as failed.
             failed = batch.failed or batch.pages
             self._failed.warn("load of a forward", name, failed, batch.pages, batch.lost)
         return not batch.lost
 
     def log_left_out(self) -> None:
-        """Once the current minute is over, logs how many of its failures got no log line."""
+        """If the current minute is over, logs how many of its failures were not logged."""
         self._failed.flush()
 
     def reset(self) -> None:
-        """Ends all batches; no copy of them is under way when this returns."""
+        """Ends all batches. None of their copies is in flight when this returns."""
         for index in list(self._batches):
             self.finish(index)
         self._failed.flush(at_end=True)

@@ -1,10 +1,11 @@
-"""Counts the ranks of an engine that share a node's memory and disks: each rank has its own cache."""
+"""Counts the ranks of an engine on one node. Each rank has its own cache, and they share the node's memory and
+disks."""
 
 from __future__ import annotations
 
 
 def units_on_node(dp_size: int, tp_size: int, pp_size: int, nnodes: int) -> int:
-    """Ranks on each node. SGLang spreads every data-parallel replica over all nodes: it first divides pipeline stages
-    among the nodes and then, if there are more nodes than stages, the tensor-parallel ranks of each stage. Attention
-    data parallelism splits `tp_size` and is not a width of its own."""
+    """Number of ranks on each node. SGLang spreads every data-parallel replica over all nodes: it first divides the
+    pipeline stages among the nodes and then, if there are more nodes than stages, the tensor-parallel ranks of each
+    stage. Data parallelism of the attention does not multiply the ranks, because it splits the `tp_size` ranks."""
     return dp_size * max(pp_size // nnodes, 1) * (tp_size // max(nnodes // pp_size, 1))

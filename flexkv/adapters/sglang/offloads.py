@@ -1,4 +1,4 @@
-"""Offloads in the order in which the engine began them; their completions are reported in the same order."""
+"""Offloads: stores of the engine's tree nodes, whose completions are reported in the order in which they began."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from flexkv.transfer.graph import BlockIds
 
 @dataclass(slots=True)
 class Offload:
-    """The store of one tree node, to the host tier, to disk, or partly to each.
+    """The store of one tree node.
 
     Attributes:
-        stored: every page of the node is stored, as far as is known.
-        under_way: number of ops that have not ended.
+        request_id: id under which the manager knows the offload.
+        stored: whether every page of the node is stored, as far as is known.
+        under_way: number of ops that have not finished.
     """
 
     request_id: str
@@ -31,8 +32,9 @@ class Offload:
 
 
 class Offloads:
-    """A first-in, first-out queue of offloads. The order matters because the engine reduces the number of completions
-    over its ranks: a rank that completed another offload first would publish the wrong node."""
+    """A first-in, first-out queue of offloads. The order matters because the ranks agree only on the number of
+    completed
+    offloads: if one rank completed its offloads in a different order, the engine would publish the wrong node."""
 
     def __init__(self, cache: RankCache) -> None:
         self._cache = cache
@@ -40,26 +42,32 @@ class Offloads:
         self._numbers = count(1)
 
     def add(self, keys: Keys, blocks: BlockIds, stream: int | None, ttl_s: int | None = None) -> None:
-        """Starts to store a node's pages, which expire after `ttl_s`. If a page finds no room, the offload completes as
-        not stored."""
+        """Starts to store a node's pages. If a page gets no slot, the offload completes as not stored.
+
+        Args:
+            keys: index keys of the pages.
+            blocks: the engine's pages.
+            stream: the copies start after all work enqueued on this stream so far; None for the engine's stream.
+            ttl_s: seconds after which the pages expire; None if they do not.
+        """
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream, ttl_s)
-        # `ended` is called only in later polls, also for ops that a full queue refused.
+        # `ended` is called only in later polls, even for ops that were refused because a queue was full.
         offload.under_way = 0 if plan.graph is None else len(plan.graph.ops)
         offload.stored = not plan.dropped
 
     def completed(self) -> int:
-        """Number of offloads that have ended, from the oldest on without a gap."""
+        """Number of offloads at the head of the queue that have finished."""
         return sum(1 for _ in takewhile(lambda offload: not offload.under_way, self._queue))
 
     def pop(self) -> bool:
-        """Removes the oldest offload; returns whether all its pages are stored."""
+        """Removes the oldest offload, and returns whether all its pages are stored."""
         offload = self._queue.popleft()
         self._cache.manager.release(offload.request_id)
         return offload.stored
 
     def reset(self) -> None:
-        """Removes all offloads. None of their copies may be under way."""
+        """Removes all offloads. Precondition: none of their copies is in flight."""
         while self._queue:
             self.pop()

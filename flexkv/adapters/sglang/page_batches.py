@@ -1,4 +1,4 @@
-"""One rank's cache for calls from several threads at once, each for a batch of pages."""
+"""Makes one rank's cache usable from several threads at once; each call is for a batch of pages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ POLL_S = 0.005
 
 
 class PageBatches:
-    """Serialises the calls with a lock. A lookup that waits for its disk does not delay the others, because it releases
-    the lock between two polls.
+    """Serialises the calls to a cache with a lock. A lookup that waits for the disks does not delay other calls,
+    because it releases the lock between two polls.
 
     Args:
-        wait_s: seconds that a lookup waits for pages on disk.
+        cache: the rank's cache.
+        wait_s: most seconds that a lookup waits for pages on disk.
 
     Attributes:
-        lock: held while `cache` is used.
+        lock: must be held while `cache` is used.
     """
 
     def __init__(self, cache: RankCache, wait_s: float) -> None:
@@ -44,7 +45,7 @@ class PageBatches:
         NamedThread("flexkv-hicache", self._write_to_disk).start()
 
     def exists(self, hashes: Sequence[str]) -> int:
-        """Number of leading pages that can be loaded; pages on disk are promoted for that.
+        """Number of leading pages that can be loaded. Pages on disk are read into host memory first.
 
         Raises:
             ClosedError: `close` was called before.
@@ -56,11 +57,17 @@ class PageBatches:
             return pages
 
     def load(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
-        """Fills engine pages; returns for each whether it was filled, bool [pages]. Pages behind the first one that is
-        not stored are not filled.
+        """Loads stored pages into engine pages. Pages after the first page that is not stored are not loaded.
+
+        Args:
+            hashes: SGLang's hashes of the pages.
+            blocks: the engine pages to fill.
+
+        Returns:
+            For each page, whether it was loaded, bool [pages].
 
         Raises:
-            ClosedError: see `RankCache.finish_load`; or `close` was called before.
+            ClosedError: `close` was called before, or see `RankCache.finish_load`.
         """
         with self.lock:
             request, cache = self._request(), self._open
@@ -75,11 +82,18 @@ class PageBatches:
             return arrived
 
     def store(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
-        """Stores engine pages; returns for each whether it is stored, now or before, bool [pages]. If any page found no
-        room, only pages stored by this call are True.
+        """Stores engine pages, and waits until they are stored.
+
+        Args:
+            hashes: SGLang's hashes of the pages.
+            blocks: the engine pages to store.
+
+        Returns:
+            For each page, whether it is stored, by this call or before, bool [pages]. If any page got no slot, only
+            pages that this call stored are True.
 
         Raises:
-            ClosedError: as for `load`.
+            ClosedError: `close` was called before, or see `RankCache.finish_store`.
         """
         with self.lock:
             request, cache = self._request(), self._open
@@ -87,8 +101,8 @@ class PageBatches:
             plan = cache.store(request, cache.keys(hashes), blocks, ended.append, None)
             stored = np.ones(len(hashes), np.bool_)
             if plan.dropped:
-                # The plan does not say which of the other pages were dropped and which were stored before, so none of
-                # them counts as stored.
+                # The plan does not distinguish pages that were dropped from pages that were stored before, so neither
+                # count as stored.
                 stored[:] = False
                 stored[plan.stored] = True
             if plan.graph is not None:
@@ -99,18 +113,18 @@ class PageBatches:
             return stored
 
     def clear(self) -> None:
-        """Makes everything stored a miss."""
+        """Forgets everything that was stored."""
         with self.lock:
             self._open.manager.reset()
 
     def new_weights(self) -> None:
-        """Called when the weights are about to change: permanently makes everything stored so far a miss."""
+        """Called when the weights are about to change. Nothing stored so far is ever found again."""
         with self.lock:
             if not self._closed:
                 self.cache.new_weights()
 
     def close(self) -> None:
-        """Writes the pages that wait for the disk, and frees the memory. Idempotent."""
+        """Writes the pages that still have to go to disk, and frees the memory. Idempotent."""
         with self.lock:
             if not self._closed:
                 self.cache.close()
@@ -138,7 +152,8 @@ class PageBatches:
             raise ClosedError("the storage was closed while a lookup waited for its disk")
 
     def _write_to_disk(self) -> None:
-        """A thread's loop: continues writes to disk after a store, even if no further call comes. Ends with `close`."""
+        """The loop of a thread that, after a store, polls the cache until all writes to disk have finished, because no
+        further call may come. `close` ends the loop."""
         while True:
             self._stored.wait()
             self._stored.clear()
@@ -156,5 +171,5 @@ class PageBatches:
 
 
 def _failed(blocks: BlockIds, ended: Sequence[Completion]) -> NDArray[np.bool_]:
-    """For each block, whether an op named it as failed, bool [blocks]."""
+    """For each block, whether one of the finished ops reported it as failed, bool [blocks]."""
     return np.isin(blocks, np.concatenate([done.failed_blocks for done in ended]))

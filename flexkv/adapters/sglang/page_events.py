@@ -1,8 +1,9 @@
-"""KV events of flexkv's pages, in SGLang's format: pages that came to host memory (`CPU_PINNED`) and to the unit's own
-disks (`DISK`), and pages that left them.
+"""KV events of flexkv's pages, in SGLang's format. They report the pages that came to host memory (`CPU_PINNED`) or to
+the unit's own disks (`DISK`), and the pages that left them.
 
-SGLang gives a linker only the hashes of pages. Their tokens, and the hashes that events have, come from the key that
-SGLang's tree inserts while it offloads, made by SGLang's own recorder of events.
+SGLang passes only the hashes of pages to a linker, but events also contain the pages' tokens, and hashes of a different
+kind. flexkv gets both from the key that SGLang's tree is inserting when it offloads the pages: SGLang's own recorder of
+events makes them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flexkv.facts.keys import Keys
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
 CALLERS = 1024
-"""The most callers whose records share what they have in common."""
+"""Most callers for whose pages one shared event with the common fields is kept."""
 
 _encode = Encoder().encode
 _decode = Decoder().decode
@@ -40,7 +41,7 @@ _decode = Decoder().decode
 
 @dataclass(slots=True)
 class _Node:
-    """A part of a key, with the fields of a tree's node that SGLang's recorder reads."""
+    """A part of a key. It has those fields of a tree node that SGLang's recorder reads."""
 
     key: RadixKey
     parent: _Node | None
@@ -50,12 +51,14 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """What events say about one page. In a file it is a MessagePack array of the fields of SGLang's event.
+    """What events say about one page. Packed for a file, it is a MessagePack array of the fields of SGLang's event.
 
     Attributes:
-        of_caller: an event without hashes, tokens and medium, which the pages of a caller share.
-        tokens: EAGLE has pairs of tokens, which follow each other here. An array, because a list would keep an object
-            for each token.
+        of_caller: an event without hashes, tokens and medium, which all pages of a caller share.
+        block_hash: the page's hash in events.
+        parent: the hash of the page before it in events; None for the first page of a prompt.
+        tokens: the page's tokens. With EAGLE, which has pairs of tokens, the pairs follow each other. They are in an
+            array, because a list would keep an object for each token.
     """
 
     of_caller: BlockStored
@@ -76,15 +79,17 @@ class StoredPage:
         )
 
     def packed(self) -> bytes:
-        """The page as in a file, without the session that stored it."""
+        """The page as bytes for a file, without the id of the session that stored it."""
         return _encode(astuple(replace(self.event(None), session_id=None)))
 
 
 class PageEvents(EngineListener):
-    """Names the pages of stores as events do, and adds events for them to SGLang's. SGLang's scheduler thread calls it.
+    """Describes the pages of stores for events, and adds the events of flexkv's pages to SGLang's events. SGLang's
+    scheduler thread calls all methods.
 
     Args:
         params: the parameters of the engine's tree.
+        announcements: records where pages are.
     """
 
     def __init__(self, params: Any, announcements: Announcements) -> None:
@@ -96,15 +101,16 @@ class PageEvents(EngineListener):
             lora_names=params.kv_event_lora_names,
         )
         self._stores: deque[list[bytes]] = deque()
-        """What the stores under way began, which end in the order in which they began."""
+        """For each store in flight, the value that `Announcements.begin_store` returned. Stores end in the order in
+        which they began."""
         self._key: RadixKey | None = None
         self._hashes: list[str] | None = None
-        """Hashes of all pages of the key, once a store needs them."""
+        """SGLang's hashes of all pages of `_key`; None until a store needs them."""
 
-    # --- what the tree inserts ---
+    # --- inserts of the tree ---
 
     def begin_walk(self, key: RadixKey, of_pairs: bool) -> None:
-        # EAGLE has pairs of tokens.
+        # With EAGLE, the tree converts the key to pairs of tokens.
         if of_pairs and not key.is_bigram:
             key = RadixKey(key.token_ids, key.extra_key, True, key.limit, key.cache_salt)
         self._key, self._hashes = key.page_aligned(self._recorder.page_size), None
@@ -119,7 +125,8 @@ class PageEvents(EngineListener):
 
         Args:
             keys: flexkv's keys of the pages.
-            hashes: SGLang's names of them.
+            hashes: SGLang's hashes of the pages.
+            session_id: id of the session that stores them; None if it has no id.
         """
         named = self._named(hashes, session_id)
         keys = keys[: len(named)]
@@ -135,8 +142,8 @@ class PageEvents(EngineListener):
             self.end_store()
 
     def _named(self, hashes: Sequence[str], session_id: str | None) -> list[Named]:
-        """The event data of consecutive pages of the key; none for pages that are not in it or that events cannot
-        name."""
+        """The descriptions of consecutive pages of the key that the tree is inserting. Empty if the pages are not in
+        the key, or if events cannot distinguish them (see `_is_named`)."""
         key = self._key
         if key is None or not hashes or not self._is_named(key):
             return []
@@ -150,7 +157,7 @@ class PageEvents(EngineListener):
         if first:
             parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
         self._recorder.record_store(_Node(key[slice(*tokens)], parent, hashes), session_id=session_id)
-        # The name of an adapter may stand for different content in the next process.
+        # An adapter may have different content under the same name in the next process.
         return [
             Named(page, page.of_caller.lora_name is None)
             for event in self._recorder.take()
@@ -158,8 +165,9 @@ class PageEvents(EngineListener):
         ]
 
     def _is_named(self, key: RadixKey) -> bool:
-        """Whether the hashes of events distinguish pages with this extra key from pages without it. In SGLang's own
-        format they do so only for the name of an adapter, and a router would expect one caller's pages for another.
+        """Whether the hashes in events distinguish the key's pages from pages of the same tokens without an extra key.
+        In SGLang's own format they do so only if the extra key is the name of an adapter. For any other extra key, a
+        router would take one caller's pages for another caller's.
         """
         recorder = self._recorder
         return (
@@ -168,10 +176,10 @@ class PageEvents(EngineListener):
             or recorder.lora_names.get(key.extra_key) is not None
         )
 
-    # --- what is published ---
+    # --- published events ---
 
     def add_to(self, events: list[Any]) -> list[Any]:
-        """The engine's events, which it is about to publish, with those of flexkv's pages."""
+        """Returns the events that the engine is about to publish, together with the events of flexkv's pages."""
         if any(isinstance(event, AllBlocksCleared) for event in events):
             self._announcements.forget_told()
         news = self._announcements.take(_unpacked)
@@ -188,7 +196,7 @@ class PageEvents(EngineListener):
 
 
 def words_identity(params: Any) -> bytes:
-    """32 bytes that differ between engines that give the same page different names in events.
+    """32 bytes that differ between engines whose events have different hashes for the same page.
 
     Args:
         params: the parameters of the engine's tree.
@@ -198,7 +206,7 @@ def words_identity(params: Any) -> bytes:
 
 
 def _pages_of(event: BlockStored) -> list[StoredPage]:
-    """The pages of an event."""
+    """Splits an event into the descriptions of its pages."""
     fields = astuple(replace(event, block_hashes=(), parent_block_hash=None, token_ids=(), medium=None))
     of_caller = _of_caller(*fields)
     size, parent, pages = event.block_size, event.parent_block_hash, []

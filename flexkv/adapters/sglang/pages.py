@@ -1,6 +1,6 @@
-"""SGLang's pages: which pages of the pool an allocation fills, and the index keys made of their hashes.
+"""SGLang's pages: converts token slots to pages of the pool, and page hashes to index keys.
 
-SGLang's page hashes are chained SHA-256 over tokens, seeded with the extra key, salt and LoRA.
+SGLang's page hashes are a chain of SHA-256 over the tokens, seeded with the extra key, the salt and the LoRA adapter.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:
 
     Args:
         namespace: as in `EngineKeyChain`.
-        hashes: the hash by which SGLang names each page, 64 hexadecimal digits.
+        hashes: SGLang's hash of each page, 64 hexadecimal digits.
 
     Raises:
-        KeySchemeError: a hash has another form.
+        KeySchemeError: a hash has a different form.
     """
     try:
         joined = bytes.fromhex("".join(hashes))
@@ -46,10 +46,11 @@ def pages_of(slots: Any, page_size: int) -> BlockIds:
     """The pages that token slots fill, in order, int32 [tokens / page_size].
 
     Args:
-        slots: integer tensor [tokens] on any device: the slots of whole pages, those of each page consecutive.
+        slots: integer tensor [tokens] on any device, with all slots of each page in ascending order.
+        page_size: tokens per page.
 
     Raises:
-        GeometryError: the slots do not fill whole pages in order.
+        GeometryError: the slots do not fill complete pages in order.
     """
     table = np.asarray(slots.cpu(), np.int64)
     if len(table) % page_size:

@@ -1,8 +1,9 @@
-"""SGLang's plugin entry point (group `sglang.srt.plugins`): makes flexkv the dynamic linker if no other is named.
+"""SGLang's plugin entry point (group `sglang.srt.plugins`): makes flexkv the dynamic linker if the user configured no
+linker.
 
-SGLang calls `activate` in each of its processes before it resolves its arguments. With flexkv installed,
-`--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic` is enough; settings then come
-only from FLEXKV_CONFIG and FLEXKV_*.
+SGLang calls `activate` in each of its processes before it resolves its arguments. If flexkv is installed, the arguments
+`--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic` are enough to select flexkv.
+Its settings then come only from FLEXKV_CONFIG and FLEXKV_*.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 LINKER = {"linker": "FlexKVLinker", "linker_module_path": "flexkv.adapters.sglang"}
-"""The value that `--unified-cache-external-linker-config` would need."""
+"""The value for `--unified-cache-external-linker-config` that selects flexkv."""
 
 TARGET = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
 """SGLang's function that resolves and checks the linker's arguments."""
 
 
 def activate() -> None:
-    """Registers the hook. If this fails, SGLang logs the error and goes on without the hook."""
+    """Registers the hook that calls `name_linker`. If this fails, SGLang logs the error and goes on without the
+    hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, name_linker, HookType.BEFORE)

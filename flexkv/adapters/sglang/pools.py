@@ -1,4 +1,5 @@
-"""Views of SGLang's KV pools, on a device and in HiCache's host memory; refuses pools that flexkv does not store."""
+"""Makes views of SGLang's KV pools, on a device and in HiCache's host memory, and refuses pools that flexkv does not
+support."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ HOST_LAYOUTS = {
     "page_first_direct": "sglang-host-page-first-direct",
     "page_head": "sglang-host-page-head",
 }
-"""Layout of a host pool -> name of the interior of its pages, which only SGLang can read."""
+"""Layout of a host pool -> name of the format of its pages' bytes, which only SGLang can interpret."""
 
 
 def view_of(pool: Any, page_size: int) -> RankPool:
-    """A plain multi-head or latent (MLA) pool, of which page 0 is never touched. An fp8 pool holds uint8, and needs no
-    special treatment.
+    """Describes a plain multi-head or latent (MLA) pool on a device. SGLang never uses page 0. An fp8 pool holds uint8,
+    and needs no special treatment.
 
     Raises:
-        GeometryError: the pool is of another kind, orders its bytes differently, or has scales beside them; the message
-            says which.
+        GeometryError: the pool is of a different kind, orders its bytes differently, or has scales beside K and V. The
+            message says which.
     """
     kind = type(pool)
-    # Subclasses order their bytes in another way, or have further buffers, so only these two classes are accepted.
+    # Subclasses order their bytes differently or have further buffers, so only these two classes are accepted.
     if kind is MHATokenToKVPool:
         if pool.kv_cache_layout != "nhd":
             raise GeometryError(
@@ -59,10 +60,11 @@ def view_of(pool: Any, page_size: int) -> RankPool:
 
 
 def view_of_host_pool(pool: Any) -> RankPool:
-    """A host pool: `get_page_buffer_meta` gives the pieces of a page, each at a constant stride.
+    """Describes a host pool of HiCache. The pool's `get_page_buffer_meta` gives the pieces of a page; from page to
+    page, each piece must be at a constant stride.
 
     Raises:
-        GeometryError: the pool has another layout, fewer than 2 pages, or pages that do not lie at equal distances.
+        GeometryError: the pool has an unknown layout, has fewer than 2 pages, or its pages are not at equal distances.
     """
     if pool.layout not in HOST_LAYOUTS:
         raise GeometryError(
@@ -85,7 +87,7 @@ def view_of_host_pool(pool: Any) -> RankPool:
 
 
 def _pieces(pool: Any, page: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Address and bytes of each piece of a page, int64 [pieces, 2]."""
+    """Address and length in bytes of each piece of a page, int64 [pieces, 2]."""
     slots = torch.arange(page * pool.page_size, (page + 1) * pool.page_size)
     addresses, sizes = pool.get_page_buffer_meta(slots)
     return np.array([addresses, sizes], np.int64).T

@@ -1,4 +1,4 @@
-"""One rank's cache: host unit, lanes and keys, driven by one thread. Independent of SGLang's classes."""
+"""One rank's cache: its unit, lanes and keys, driven by one thread. It does not use SGLang's classes."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ Watcher = Callable[[Completion], None]
 
 
 class RankCache(RankWorker):
-    """The manager of one rank and its transfers. One thread calls it; completions are handled inside `take_results`.
+    """The unit of one rank, with the rank's manager and transfers. All calls must come from one thread at a time;
+    completions are handled inside `take_results`.
 
     Args:
-        pool: the pool that pages are loaded to and stored from.
-        owner: the owner of the pages; its namespace is that of the keys.
-        stream_of: see `RankWorker`.
-        mover: see `RankWorker.make_mover`.
+        config: flexkv's settings.
+        pool: the pool that pages are loaded into and stored from.
+        owner: the owner of the pages, whose namespace the keys use.
+        stream_of: `current_stream` of `RankWorker`.
+        mover: the mover of the host lanes; None for the transfer engine's own.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
         rank: the engine's number of the rank, for its plugins.
 
     Attributes:
-        manager: the control plane.
+        manager: the unit's cache manager.
     """
 
     def __init__(
@@ -110,10 +112,12 @@ class RankCache(RankWorker):
     # --- lookups ---
 
     def keys(self, hashes: Sequence[str], named: str = "") -> Keys:
-        """Index keys of SGLang's page hashes.
+        """Index keys made from SGLang's page hashes.
 
         Args:
-            named: `RequestSettings.namespace`, which the hashes have in their extra key.
+            hashes: SGLang's hashes of the pages.
+            named: the request's `RequestSettings.namespace`, which is also part of the extra key in the hashes; empty
+                if it has none.
         """
         return page_keys(self._namespace + named_mark(named), hashes)
 
@@ -125,11 +129,12 @@ class RankCache(RankWorker):
         pause: Pause | None = None,
         settings: RequestSettings = NO_SETTINGS,
     ) -> int:
-        """Leases for `request_id` the leading pages that can be loaded, and returns their number: pages that are
-        verified in host memory and, where `loads_from_disk`, pages on disk.
+        """Leases for `request_id` the leading pages that can be loaded, and returns their number. These are pages in
+        host memory and, if `loads_from_disk`, pages on disk.
 
-        Other pages on disk are read first, for up to `wait_s` seconds, because SGLang cannot be asked to come back.
-        Between two polls `pause` is called; other callers may use this cache meanwhile. If it raises, the lookup ends.
+        Other pages on disk are first read into host memory, which this awaits for up to `wait_s` seconds, because
+        SGLang cannot be asked to repeat the lookup later. Between two polls it calls `pause`, which may let other
+        threads use this cache. If `pause` raises, the lookup ends.
         """
         ends_s = time.monotonic() + wait_s
         self.poll()
@@ -145,14 +150,14 @@ class RankCache(RankWorker):
             self.manager.end_request(request_id)
             raise
         if not match.blocks:
-            # Nothing is leased, and no call will follow when the request ends.
+            # Nothing is leased, and SGLang will not report the request's end to this cache.
             self.manager.release(request_id)
         return match.blocks
 
     def prefetch(self, request_id: str, keys: Keys, settings: RequestSettings = NO_SETTINGS) -> None:
-        """Starts reading the request's pages on disk before `match` needs them.
+        """Starts reading the request's pages from disk to host memory, before `match` needs them.
 
-        If no `match` follows, the pages are kept from eviction for at most twice `disk.wait_s`.
+        If no `match` follows, the pages are protected from eviction for at most twice `disk.wait_s`.
         """
         self.poll()
         if self.manager.prefetch(request_id, [keys], 0, settings):
@@ -163,11 +168,13 @@ class RankCache(RankWorker):
     def load(
         self, request_id: str, graph: TransferGraph, watcher: Watcher, stream: int | None = None
     ) -> LoadJob:
-        """Starts a load that the manager planned, once the lane's queue has room; `watcher` is called once for each of
-        its ops.
+        """Starts a load that the manager planned. If the lane's queue is full, later polls start it.
 
         Args:
-            stream: the copies start after all work enqueued on it so far; None for the engine's stream.
+            request_id: id of the request.
+            graph: the load's ops.
+            watcher: called once for each of the ops, when it has finished.
+            stream: the copies start after all work enqueued on this stream so far; None for the engine's stream.
         """
         job = LoadJob(request_id, graph, sync=True)
         self._watchers.update((op.op_id, watcher) for op in graph.ops)
@@ -183,10 +190,14 @@ class RankCache(RankWorker):
         stream: int | None,
         ttl_s: int | None = None,
     ) -> StorePlan:
-        """Stores pages that are not stored yet, as far as there is room. If the plan has a graph, `watcher` is called
-        once for each of its ops.
+        """Starts to store those of these pages that are not stored yet, as far as there are slots. Returns the plan; if
+        the plan has a graph, it was submitted.
 
         Args:
+            request_id: id of the request.
+            keys: index keys of the pages.
+            blocks: the engine's pages.
+            watcher: called once for each op of the plan's graph, when the op has finished.
             stream: see `load`.
             ttl_s: see `CacheManager.begin_store`.
         """
@@ -202,37 +213,37 @@ class RankCache(RankWorker):
         return self._ops.wait_layer(job, layer, ends_s, stream)
 
     def finish_load(self, *jobs: LoadJob) -> None:
-        """Waits until no copy of the loads is under way; their watchers have been called for every op when this
-        returns. Pages that take longer than `load.deadline_s` count as failed.
+        """Waits until no copy of the loads is in flight. When this returns, the watchers have been called for every op.
+        Pages that take longer than `load.deadline_s` count as failed.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: its pages may be written at any time.
+            ClosedError: a copy neither finished nor could be cancelled, so its pages may be written at any time.
         """
         self._ops.finish_load(*jobs)
         self.take_results()
 
     def finish_store(self, graph: TransferGraph) -> None:
-        """Waits until no copy of a store is under way, as `finish_load` does.
+        """Waits until no copy of a store is in flight, as `finish_load` does for loads.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: its pages may be read at any time.
+            ClosedError: a copy neither finished nor could be cancelled, so its pages may be read at any time.
         """
         self._ops.finish_store(graph)
         self.take_results()
 
     def take_results(self) -> None:
-        """Takes the results of ended ops and calls their watchers."""
+        """Takes the results of finished ops, passes them to the manager, and calls the ops' watchers."""
         if not self._watchers:
             return
         self._ops.poll()
         for result in self._ops.reports.take_results():
             self._end(result)
-        # SGLang asks per batch whether pages have arrived, not per block or request.
+        # The failed blocks are dropped: SGLang asks per batch whether pages have arrived, not per block or request.
         self._ops.reports.take_failed_blocks()
 
     def poll(self) -> None:
-        """Takes results, drives the disks and the pool's growth, and ends expired leases. Costs a few microseconds;
-        never waits."""
+        """Takes results, advances the work of the disks and the growth of the host pool, ends expired leases, and
+        reports metrics. Costs a few microseconds; never waits."""
         self.take_results()
         self._unit.poll()
         self._unit.grow()
@@ -241,12 +252,13 @@ class RankCache(RankWorker):
 
     @property
     def loads_from_disk(self) -> bool:
-        """Whether pages on disk may be promised: see `disk.gds_may_fail_requests`."""
+        """Whether loads may read pages from disk directly, so that pages on disk may be promised; see
+        `disk.gds_may_fail_requests`."""
         return self._unit.slabs is not None
 
     @property
     def disk_busy(self) -> bool:
-        """Whether the disks have work, which continues only while `poll` is called."""
+        """Whether the disks have unfinished work, which advances only when `poll` is called."""
         return self._unit.busy
 
     def _end(self, result: OpResult) -> None:
@@ -258,13 +270,13 @@ class RankCache(RankWorker):
             done.loss.count(self.counters, len(done.failed_blocks))
         watcher(done)
 
-    # --- what is announced to routers ---
+    # --- announcements to routers ---
 
     def announce(self, identity: bytes) -> Announcements:
-        """Begins to record where pages are, for events. Called once, before the first page is stored.
+        """Begins to record where pages are, for events. Must be called once, before the first page is stored.
 
         Args:
-            identity: what the words of events mean; see `EventBook`.
+            identity: identifies the meaning of packed records; see `EventBook`.
         """
         disk = self._unit.own_disks
         self._announcements = Announcements(self.manager.tiers[HUB], disk)
@@ -276,7 +288,7 @@ class RankCache(RankWorker):
     # --- life ---
 
     def quiesce(self, deadline_s: float) -> bool:
-        """Waits for all copies; returns whether they ended within `deadline_s` seconds."""
+        """Waits for all copies; returns whether they finished within `deadline_s` seconds."""
         ends_s = time.monotonic() + deadline_s
         self.take_results()
         while self._watchers:
@@ -287,23 +299,25 @@ class RankCache(RankWorker):
         return True
 
     def new_weights(self) -> None:
-        """Makes everything stored before a miss, and keeps pages stored from now on separate from all other runs.
+        """Forgets everything stored so far, and changes the namespace, so that no other run finds pages that are stored
+        from now on.
 
-        The namespace was made from the weights with which the engine was started; its present weights have no name.
+        The former namespace identifies the weights with which the engine was started. Nothing identifies its current
+        weights.
         """
         self.manager.reset()
         self._namespace = namespace_digest({"before": self._namespace, "run": os.urandom(16)})
         self.counters.add("flexkv_resets_total")
 
     def close(self) -> None:
-        """Closes the lanes, writes the pages that wait for the disk, and frees the memory. Waits up to
-        `transfer.close_s` for copies, and as long again for the lanes."""
+        """Closes the lanes, writes the pages that still have to go to disk, and frees the memory. Waits up to
+        `transfer.close_s` for copies, and up to the same time again for the lanes."""
         self.quiesce(self.config.transfer.close_s)
         self.close_lanes()
         self.take_results()
         self._report.close()
         self._unit.close()
         if self._announcements is not None:
-            # After the unit, whose close writes the pages that wait for the disk.
+            # The unit is closed first, because that still writes pages to disk, which the announcements must record.
             self._announcements.close()
         super().close()

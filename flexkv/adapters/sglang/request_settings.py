@@ -1,5 +1,5 @@
-"""The settings that callers give in SGLang's requests: names with a prefix in the sampling parameters'
-`custom_params`."""
+"""The settings that callers give in SGLang's requests: names with flexkv's prefix in `custom_params` of the sampling
+parameters."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from flexkv.facts.request_settings import NO_SETTINGS, PREFIX, RequestSettings
 PLACE = "custom_params"
 
 SERVED = ("skip_save", "skip_load", "max_load_tokens", "tiers", "ttl_s", "namespace")
-"""The fields that SGLang's hooks allow to heed. A store is of a node of its tree as a whole, so no limit can end it."""
+"""The fields of `RequestSettings` that take effect in SGLang. A limit of stored tokens does not, because each store is
+of a complete node of SGLang's tree."""
 
 SERVED_NAMES = tuple(PREFIX + name for name in SERVED)
 
 
 class RequestBook(EngineListener):
-    """The settings of an engine's requests, as long as the engine has the requests."""
+    """The settings of an engine's live requests."""
 
     def __init__(self, reader: SettingsReader) -> None:
         self._reader = reader
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.inserting = NO_SETTINGS
-        """The settings of the request whose KV the engine's tree takes now."""
+        """The settings of the request whose KV the engine's tree is inserting; NO_SETTINGS if it inserts none."""
 
     def enter(self, request: Any) -> None:
-        """Called whenever a request enters a queue: reads its settings, and makes its namespace a part of its extra
-        key, which enters SGLang's page hashes and tree. Idempotent.
+        """Called whenever a request enters a queue. Reads the request's settings, and adds the namespace among them to
+        the request's extra key, which enters SGLang's page hashes and tree. Idempotent.
         """
         custom = getattr(request.sampling_params, PLACE, None)
         if not isinstance(custom, Mapping) or self._requests.get(request.rid) is request:
@@ -51,6 +52,6 @@ class RequestBook(EngineListener):
         self.inserting = getattr(request, "flexkv_settings", NO_SETTINGS)
 
     def of(self, rid: str) -> RequestSettings:
-        """The settings of the request with this id."""
+        """The settings of the request with this id; NO_SETTINGS if it gave none."""
         request = self._requests.get(rid)
         return NO_SETTINGS if request is None else request.flexkv_settings
