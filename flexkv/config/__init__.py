@@ -1,7 +1,8 @@
-"""One configuration: typed, validated, frozen.
+"""flexkv's configuration: typed, validated and frozen.
 
-Defaults < YAML file (FLEXKV_CONFIG) < FLEXKV_* environment < the engine's extra config. Settings are read once, in one
-place, and passed on; nothing else in flexkv reads settings from the environment.
+Its sources are, the weakest first: defaults, the YAML file (FLEXKV_CONFIG), FLEXKV_* environment variables, and the
+engine's extra config. Settings are read once, in one place, and passed on. No other part of flexkv reads settings from
+the environment.
 """
 
 from flexkv.config.blending import BlendConfig

@@ -1,4 +1,4 @@
-"""The settings of blending inside vLLM, and the values that only they have."""
+"""The settings of blending inside vLLM, and the types of values that only these settings have."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from flexkv.config.values import (
 MAX_TOKEN = 2**32 - 1
 
 Separator = str | tuple[int, ...]
-"""A text, which the model's tokenizer encodes without tokens of its own, or the ids of its tokens."""
+"""A separator between segments: a text, which the model's tokenizer encodes without special tokens, or token ids."""
 
 
 def separators_of(value: object) -> object:
-    """One text, or a list of texts and lists of token ids; a variable may have the list in JSON."""
+    """Converts one text, or a list of texts and lists of token ids, to a tuple of separators. An environment variable
+    may have the list as JSON."""
     if none_is_a_word(value) is None:
         return ()
     if isinstance(value, str) and value:
@@ -57,7 +58,7 @@ Separators = Annotated[tuple[Separator, ...], BeforeValidator(separators_of)]
 
 
 class BlendConfig(Section):
-    """Blending inside vLLM: pieces of text reused at other positions."""
+    """Settings of blending inside vLLM, which reuses the KV of pieces of text at other positions."""
 
     enabled: bool = Field(
         False,

@@ -1,5 +1,5 @@
-"""Which engine uses which setting. At its start an engine logs each given setting that it does not use, because the
-user would otherwise assume that the setting works.
+"""Which engine uses which setting. When an engine starts, flexkv logs each given setting that this engine does not use,
+because the user would otherwise assume that the setting works.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class NoEffect:
     """Why an engine does not use a setting.
 
     Attributes:
-        acts_as: the value, if any, that describes what the engine does anyway; if it is given, nothing is logged.
-        named_by_tier: whether the tier that would use the setting logs its own warning.
+        because: the reason, for the log and the documentation.
+        acts_as: the value that describes what the engine does anyway; None if no value does. If the user gives this
+            value, nothing is logged.
+        named_by_tier: whether the tier that would use the setting logs a warning itself, so that none is logged here.
     """
 
     because: str
@@ -85,7 +87,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
 }
-"""Setting -> the engines that do not use it, and why."""
+"""Setting -> engine that does not use it -> why not."""
 
 EVERYWHERE = frozenset(
     [
@@ -161,7 +163,7 @@ EVERYWHERE = frozenset(
 
 
 def without_effect(config: FlexKVConfig, engine: str) -> list[str]:
-    """One sentence for each setting that was given and that the engine does not use.
+    """Returns one sentence for each setting that the user gave although the engine does not use it.
 
     Args:
         engine: a key of `ENGINES`.
@@ -179,7 +181,7 @@ def without_effect(config: FlexKVConfig, engine: str) -> list[str]:
 
 
 def markdown_engines() -> str:
-    """The table of settings that not every engine uses."""
+    """Returns the Markdown table of the settings that not every engine uses."""
     lines = [f"| setting | {' | '.join(ENGINES.values())} |", "|---" * (1 + len(ENGINES)) + "|"]
     for key, engines in PARTLY.items():
         cells = [f"no effect: {engines[name].because}" if name in engines else "works" for name in ENGINES]

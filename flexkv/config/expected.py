@@ -1,4 +1,4 @@
-"""Says what a setting accepts, in this package's words instead of those of the library that checks it."""
+"""Says what a setting accepts, in flexkv's words instead of those of pydantic, which checks the value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = {
     "less_than_equal": "expected at most {le}",
     "multiple_of": "expected a multiple of {multiple_of}",
 }
-"""Kind of pydantic's error -> our message, with the values of the error's context."""
+"""Kind of pydantic's error -> our message, a template that is filled from the error's context."""
 
 NUMBERS = {
     "int_parsing": "a whole number",
@@ -29,15 +29,16 @@ NUMBERS = {
     "float_parsing": "a number",
     "float_type": "a number",
 }
-"""Kinds of errors whose value is not a number, so the message states the bounds as well."""
+"""Kind of pydantic's error for a value that is no number, or no whole one -> what was expected. The message adds the
+bounds."""
 
 
 def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
-    """Says what was expected instead of one value that pydantic rejected; returns a validator's own message unchanged.
+    """Says what was expected instead of a value that pydantic rejected. Messages of our own validators stay unchanged.
 
     Args:
         fault: an item of pydantic's `ValidationError.errors()`.
-        name: the field's name, whose end gives the unit.
+        name: the field's name. Its ending gives the unit: `_s` for seconds.
     """
     kind = fault["type"]
     if kind in NUMBERS:
@@ -49,7 +50,8 @@ def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> list[str]:
-    """The narrowest bound on each side; none for an optional field, whose bounds lie deeper in its type."""
+    """Returns the narrowest bound on each side, in words. Returns none for an optional field, because its bounds are
+    nested in its type."""
 
     def given(name: str) -> list[float]:
         return [getattr(part, name) for part in field.metadata if hasattr(part, name)]

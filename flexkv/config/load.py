@@ -1,4 +1,5 @@
-"""Merges the sources: defaults < YAML file < environment < the engine's extra config."""
+"""Reads all sources of settings, checks them and merges them. The engine's extra config overrides the environment, the
+environment overrides the YAML file, and the file overrides the defaults."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from flexkv.config.sources import (
 from flexkv.errors import ConfigError
 
 ALTERNATIVES = ("host.bytes", "host.bytes_per_rank")
-"""Two ways to set the same thing: a source may use only one of them, and a stronger source's choice replaces both."""
+"""Two settings of the same size: a source may give only one of them. If a stronger source gives one, both settings of
+weaker sources are dropped."""
 
 NEEDED_BESIDE = {
     "disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager")),
     "disk.gds_may_fail_requests": (("disk.gds", "on"),),
 }
-"""Settings that, if on, require a certain value of other settings."""
+"""Setting -> the values that other settings must have if this one is on."""
 
 Layer = dict[str, tuple[object, str]]
 """Dotted key -> (checked value, origin) of one source."""
@@ -41,13 +43,14 @@ def load_config(
     """Reads the configuration from every source.
 
     Args:
-        extra: the engine's extra config (vLLM: `kv_connector_extra_config`): dotted keys, nested sections, aliases.
-        environ: the environment; `os.environ` when None.
+        extra: the engine's extra config (vLLM: `kv_connector_extra_config`), with dotted keys, nested sections or
+            aliases; None if there is none.
+        environ: the environment variables; None for `os.environ`.
 
     Raises:
-        ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value, and what
-            is allowed or the nearest known name. Reports all faults together. Checks every value, even if a stronger
-            source overrides it; requirements between settings are checked on the merged values.
+        ConfigError: a name is unknown, or a value is not allowed. The message has the setting, its source, its value,
+            and what is allowed or the nearest known name. All faults are reported together. Every value is checked,
+            even if a stronger source overrides it. Requirements between settings are checked on the merged values.
     """
     environ = os.environ if environ is None else environ
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
@@ -86,15 +89,15 @@ def _config_file(text: str) -> Path:
 
 
 def _together(faults: list[ConfigError]) -> ConfigError:
-    """One error that lists all faults, so that the user can fix them together."""
+    """Returns one error that lists all faults, so that the user can fix all of them at once."""
     if len(faults) == 1:
         return faults[0]
     return ConfigError("\n".join([f"{len(faults)} settings are wrong:", *(f"- {fault}" for fault in faults)]))
 
 
 def _check_layer(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Layer:
-    """Checks one source's settings and returns them by dotted key. Adds values that are not allowed, and contradictions
-    within the source, to `faults`."""
+    """Checks one source's settings and returns them by dotted key. Adds an error to `faults` for each value that is not
+    allowed, and for each contradiction within the source."""
     layer: Layer = {}
     given_as: dict[str, RawSetting] = {}
     for setting in _readable(settings, faults):
@@ -114,7 +117,7 @@ def _check_layer(settings: Iterable[RawSetting], faults: list[ConfigError]) -> L
 
 
 def _readable(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Iterator[RawSetting]:
-    """Yields settings until their source can be read no further, and adds that error to `faults`."""
+    """Yields settings until an error in their source stops the reading, and adds that error to `faults`."""
     try:
         yield from settings
     except ConfigError as fault:
@@ -122,10 +125,10 @@ def _readable(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Iter
 
 
 def _check_setting(setting: RawSetting) -> tuple[str, object]:
-    """The dotted key and the checked value.
+    """Returns the dotted key of a setting, and its checked value.
 
     Raises:
-        ConfigError: no such setting, or a value that is not allowed.
+        ConfigError: there is no such setting, or its value is not allowed.
     """
     fields = setting_fields()
     alias = ALIASES.get(setting.name)
@@ -149,10 +152,10 @@ def _check_setting(setting: RawSetting) -> tuple[str, object]:
 
 
 def _check_value(key: str, value: object) -> object:
-    """`value` as the type of the setting `key`, checked by its section's own model.
+    """Converts `value` to the type of the setting `key`, and checks it with the pydantic model of the key's section.
 
     Raises:
-        ValueError: says what is allowed.
+        ValueError: the value is not allowed; the message says what is allowed.
     """
     section, name = key.split(".")
     model = SECTIONS[section]
@@ -165,7 +168,7 @@ def _check_value(key: str, value: object) -> object:
 
 
 def _unmet_needs(config: FlexKVConfig) -> list[ConfigError]:
-    """An error for each setting whose value does not meet the requirement of another setting that is on."""
+    """Returns an error for each setting whose value contradicts the requirement of another setting that is on."""
     rows = {row.key: row for row in config.rows()}
     return [
         ConfigError(

@@ -1,4 +1,4 @@
-"""How much host memory there is, and how much of it one unit takes."""
+"""How much host memory this machine has, and how much of it one unit takes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from flexkv.config.sizes import format_size
 from flexkv.errors import CapacityError, ConfigError, ContractError
 
 HEADROOM_BYTES = 256 << 20
-"""Available memory that the native pool leaves free (`kHeadroomBytes`)."""
+"""Available memory that the native host pool leaves free (`kHeadroomBytes` in C++)."""
 
 SMALLEST_SLOT_BYTES = 4096
-"""Slot images are rounded up to a multiple of this."""
+"""Size of the smallest slot, because slot images are rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """Memory this process could use, in bytes.
+    """Memory that this process could use, in bytes.
 
     Attributes:
         total: memory of the machine.
-        usable: the memory that this process may take: the minimum of MemAvailable and the room left in each control
-            group above it.
-        limited_by: which limit determines `usable`: `MemAvailable`, or the control group's file.
-        huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if there are none.
-        huge_pages_free: reserved and unused pages of that size; they are not part of `usable`.
+        usable: memory that this process may take: the smallest of MemAvailable and of what each control group above
+            the process has left.
+        limited_by: the limit that determines `usable`: `MemAvailable`, or the control group's file.
+        huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if the kernel has none.
+        huge_pages_free: number of huge pages that are reserved and unused. They are not part of `usable`.
     """
 
     total: int
@@ -37,10 +37,10 @@ class MemoryState:
 
 
 def read_memory(root: Path = Path("/")) -> MemoryState:
-    """The memory of this machine and control group; `root` stands for / in tests.
+    """Reads the memory of this machine and of this process's control groups. Tests pass another folder as `root`.
 
     Raises:
-        ConfigError: /proc/meminfo does not report how much is available.
+        ConfigError: /proc/meminfo does not say how much memory is available.
         ImportError: the native core was not built.
     """
     from flexkv import (
@@ -70,17 +70,17 @@ def read_memory(root: Path = Path("/")) -> MemoryState:
 def resolve_host_bytes(
     config: FlexKVConfig, ranks: int, available_bytes: int, huge_free_bytes: int = 0
 ) -> int:
-    """Bytes of host memory that one ownership unit takes.
+    """Returns the bytes of host memory that one ownership unit takes.
 
     Args:
-        ranks: workers of the unit.
-        available_bytes: memory free for this process (`read_memory().usable`).
-        huge_free_bytes: reserved huge pages that are unused; an explicit size may use them too.
+        ranks: number of workers of the unit.
+        available_bytes: memory that this process may take (`read_memory().usable`).
+        huge_free_bytes: bytes of unused reserved huge pages, which count only if the size is set.
 
     Raises:
         ConfigError: `ranks` is less than 1.
-        CapacityError: the requested size is not available, or too small for any model's block; names the setting and
-            its allowed values.
+        CapacityError: the requested size is not available, or is too small for any model's block. The message has the
+            setting and what is allowed.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: a unit has at least 1 rank")
@@ -94,7 +94,7 @@ def resolve_host_bytes(
         return min(share, max(0, available_bytes - HEADROOM_BYTES)) // host.units_per_node
     times = f" x {ranks} ranks" if key == "host.bytes_per_rank" else ""
     asked = f"{key} ({config.origin(key)}){times} asks for {format_size(size)} of host memory"
-    # The pool uses reserved huge pages if all of it fits into them.
+    # The host pool uses reserved huge pages if all of the pool fits into them.
     room = max(0, available_bytes - HEADROOM_BYTES, huge_free_bytes)
     if size > room:
         raise CapacityError(
@@ -110,7 +110,7 @@ def resolve_host_bytes(
 
 
 def times_of(key: str, ranks: int) -> int:
-    """How many times the setting's bytes a unit takes."""
+    """Returns the factor by which a unit multiplies the size that the setting gives."""
     return ranks if key == "host.bytes_per_rank" else 1
 
 
@@ -118,7 +118,8 @@ def check_numa_node(config: FlexKVConfig, root: Path = Path("/")) -> None:
     """Checks that memory can be taken from `host.numa_node`, if that is set.
 
     Raises:
-        ConfigError: this machine has no such node with memory, or this process may not use it; names the allowed nodes.
+        ConfigError: this machine has no such node with memory, or this process may not use the node. The message lists
+            the allowed nodes.
     """
     node = config.host.numa_node
     nodes = allowed_nodes(root)
@@ -130,7 +131,7 @@ def check_numa_node(config: FlexKVConfig, root: Path = Path("/")) -> None:
 
 
 def allowed_nodes(root: Path = Path("/")) -> set[int]:
-    """NUMA nodes with memory that this process may use; empty if the kernel does not report them."""
+    """Returns the NUMA nodes with memory that this process may use; empty if the kernel does not report them."""
     found: set[int] | None = None
     for text in (_allowed_list(root), _text(root / "sys/devices/system/node/has_memory")):
         if text:
@@ -151,7 +152,7 @@ def _text(path: Path) -> str:
 
 
 def _parse_list(text: str) -> set[int]:
-    """Numbers of a list in the kernel's notation, such as "0-2,7"."""
+    """Returns the numbers of a list in the kernel's notation, such as "0-2,7"."""
     numbers: set[int] = set()
     for part in text.split(","):
         low, _, high = part.partition("-")

@@ -1,4 +1,4 @@
-"""The whole configuration, and where each of its values came from."""
+"""The complete configuration, and where each of its values came from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SettingRow:
 
 
 class FlexKVConfig(Section):
-    """Every setting of one flexkv instance. Frozen, picklable; made by `load_config`."""
+    """All settings of one flexkv instance. `load_config` makes it; it is frozen and can be pickled."""
 
     host: HostConfig = HostConfig()
     store: StoreConfig = StoreConfig()
@@ -64,13 +64,14 @@ class FlexKVConfig(Section):
 
     @classmethod
     def with_origins(cls, values: dict[str, dict[str, object]], origins: dict[str, str]) -> FlexKVConfig:
-        """The configuration of `values` (section -> field -> value), remembering the origin of each dotted key."""
+        """Makes a configuration from `values` (section -> field -> value) and the origin of each given dotted key."""
         config = cls.model_validate(values)
         config._origins.update(origins)
         return config
 
     def origin(self, key: str) -> str:
-        """Where the value of a dotted key came from: "default", "file X line N", "env NAME" or "engine extra config".
+        """Returns where the value of a dotted key came from: "default", "file X line N", "env NAME" or "engine extra
+        config".
 
         Raises:
             ConfigError: there is no such setting.
@@ -80,7 +81,7 @@ class FlexKVConfig(Section):
         return self._origins.get(key, DEFAULT_ORIGIN)
 
     def given(self, key: str) -> bool:
-        """Whether some source sets the dotted key.
+        """Returns whether any source sets the dotted key.
 
         Raises:
             ConfigError: there is no such setting.
@@ -88,7 +89,8 @@ class FlexKVConfig(Section):
         return self.origin(key) != DEFAULT_ORIGIN
 
     def replaced(self, values: Mapping[str, Any]) -> FlexKVConfig:
-        """This configuration with other values of some dotted keys, which are not checked and keep their origins."""
+        """Returns a copy with different values for some dotted keys. The values are not checked, and the keys keep
+        their origins."""
         config = self
         for key, value in values.items():
             section, name = key.split(".")
@@ -97,7 +99,7 @@ class FlexKVConfig(Section):
         return config
 
     def rows(self) -> Iterator[SettingRow]:
-        """Every setting with value and origin, in the order of the sections."""
+        """Yields every setting with its value and origin, in the order of the sections."""
         for key, field in setting_fields().items():
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
@@ -109,11 +111,11 @@ SECTIONS: dict[str, type[Section]] = {
     for name, info in FlexKVConfig.model_fields.items()
     if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 }
-"""Section name -> its model."""
+"""Section name -> pydantic model of the section."""
 
 
 def setting_fields() -> dict[str, FieldInfo]:
-    """Dotted key -> field, for every setting."""
+    """Returns the pydantic field of every setting, by the setting's dotted key."""
     return {
         f"{section}.{name}": field
         for section, model in SECTIONS.items()

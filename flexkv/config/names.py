@@ -1,4 +1,4 @@
-"""Names of settings: aliases from other systems, and the error for an unknown name."""
+"""Names of settings: aliases that come from other systems, and what is said about an unknown name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.config.other_systems import other_system_hint
 from flexkv.errors import ConfigError
 
 PREFIX = "FLEXKV_"
-"""Prefix of every variable that flexkv reads."""
+"""Prefix of every environment variable that flexkv reads."""
 
 TRUE_WORDS = {True, "true", "1", "yes", "on"}
 FALSE_WORDS = {False, "false", "0", "no", "off"}
@@ -22,8 +22,9 @@ class Alias:
     """Another system's name for one of our settings.
 
     Attributes:
-        key: the dotted key it stands for.
-        translate: turns its value into ours; raises ValueError saying what is allowed.
+        key: the dotted key of our setting.
+        translate: converts the other system's value to ours. If the value is not allowed, raises a ValueError that says
+            what is allowed.
         meaning: how the values correspond, for the documentation.
     """
 
@@ -50,7 +51,12 @@ def _choice(when_true: str, when_false: str) -> Callable[[object], object]:
 
 
 def _only_item(value: object) -> object:
-    """The item of a list of one, because there is one check."""
+    """Returns the only item of a list, and any other value unchanged. Other systems give one value per check layer;
+    flexkv has one check layer.
+
+    Raises:
+        ValueError: the list does not have exactly one item.
+    """
     if isinstance(value, (list, tuple)):
         if len(value) != 1:
             raise ValueError("expected one value: there is one check")
@@ -75,14 +81,15 @@ ALIASES: dict[str, Alias] = {
 
 
 def environment_name(key: str) -> str:
-    """FLEXKV_HOST_BYTES for "host.bytes"; the name of a variable is returned as it is."""
+    """Returns a setting's environment variable, such as FLEXKV_HOST_BYTES for "host.bytes". Returns the name of a
+    variable unchanged."""
     return key if key.startswith(PREFIX) else PREFIX + key.replace(".", "_").upper()
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name most similar to `name`, ignoring case, or None if none is similar.
+    """Returns the allowed name that is most similar to `name`, ignoring case; None if none is similar.
 
-    A name without its section ("bytes") is compared with the last parts as well.
+    If no complete name is similar, the last part of `name` ("bytes") is compared with the last parts of the others.
     """
     names = list(allowed)
     by_folded = {n.lower(): n for n in names}
@@ -95,8 +102,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: object = None) -> ConfigError:
-    """The error for a setting that does not exist. As a hint it names our equivalent of another system's setting of
-    that name, else the nearest name, else the command that lists all.
+    """Makes the error for a setting that does not exist. If another system has a setting of that name, the error hints
+    at our equivalent. Otherwise it suggests the nearest name, or the command that lists all names.
     """
     names = list(allowed)
     hint = other_system_hint(name, value, str)
@@ -108,14 +115,15 @@ def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: objec
 
 
 def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """The warning for an environment variable with our prefix that nothing reads.
+    """Makes the warning for an environment variable that looks like one of flexkv's, but that flexkv does not read.
 
-    It is not an error, because an environment is shared, and another program's variable must not stop an engine.
+    This is a warning, not an error, because programs share an environment, and another program's variable must not stop
+    an engine.
 
     Args:
-        name: the variable's name with our prefix spelled right.
+        name: the variable's name with the prefix spelled correctly.
     """
-    # Compares without the common prefix, with which every name would be similar.
+    # Compares names without the common prefix, because with it every name would be similar.
     by_rest = {name.removeprefix(PREFIX): name for name in allowed}
     hint = other_system_hint(name, value, environment_name)
     if hint is None:
@@ -125,7 +133,7 @@ def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to one line, without the parts of a URL that may be secret."""
+    """Returns `value` as text for an error message: at most 120 characters, without secret parts of URLs."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to format a number with this many digits

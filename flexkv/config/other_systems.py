@@ -1,7 +1,8 @@
-"""Names of settings in systems that flexkv is often compared with, and their equivalents here.
+"""Names of settings in systems with which flexkv is often compared, and flexkv's equivalent settings.
 
 Each name's meaning comes from that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's HiCache,
-vLLM's offloading connectors. A name with another meaning has no row, because a wrong hint is worse than none.
+vLLM's offloading connectors. A name that has a different meaning there is left out, because a wrong hint is worse than
+none.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ ENGINE_METRICS = "metrics are in the engine's own (docs/metrics.md)"
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """Another system's name for something.
+    """What flexkv has for a setting of another system.
 
     Attributes:
         systems: the systems that use this name.
-        setting: our equivalent; empty if there is none.
-        how: how to give the value here, or why there is no such setting.
-        unit: the value's unit there, if it is a size.
+        setting: flexkv's equivalent setting; empty if there is none.
+        how: how to give the value to flexkv, or why flexkv has no such setting.
+        unit: the unit of the other system's value; empty if the value is not a size.
     """
 
     systems: str
@@ -78,7 +79,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "remote_url": OtherName(LMCACHE, "remote.urls", A_STORE),
     "remote_serde": OtherName(LMCACHE, how="values in a store are pages as they are in host memory"),
     "enable_p2p": OtherName(f"{LMCACHE} and {TACO}", how=NO_PEERS),
-    # The FlexKV of taco-project: as a variable with FLEXKV_ before it, or in its file
+    # The FlexKV of taco-project: names in its file, or variables with the prefix FLEXKV_
     "config_path": OtherName(TACO, "FLEXKV_CONFIG", "path of a YAML file with flexkv's own settings"),
     "cpu_cache_gb": OtherName(TACO, "host.bytes", "of one unit: a data-parallel rank", "GiB"),
     "ssd_cache_gb": OtherName(
@@ -151,17 +152,19 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     **_all("block_size blocks_per_chunk", OtherName(VLLM, how=ENGINE_BLOCK)),
 }
-"""Name in the other system, in lower case and without that system's prefix -> its equivalent here."""
+"""Name in the other system, in lower case and without that system's prefix -> what flexkv has instead."""
 
 _PREFIXES = ("flexkv_", "lmcache_", "lmcache.")
 _BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9}
 
 
 def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -> str | None:
-    """The setting to use instead of another system's name; None for a name that no known system uses.
+    """Returns a hint on what to use instead of another system's setting; None if no known system uses the name.
 
     Args:
-        spelled: spells one of our settings in the way of `name`'s source.
+        name: the other system's name, as the user wrote it.
+        value: the user's value, to show it with its unit if it is a size.
+        spelled: spells the dotted key of a setting as the source of `name` does, for example as a variable.
     """
     plain = name.lower().replace("-", "_")
     for prefix in _PREFIXES:
@@ -179,7 +182,8 @@ def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -
 
 
 def _with_unit(value: object, unit: str) -> str:
-    """The size in our notation, such as '5GiB'; an example if it is not a positive whole number of bytes."""
+    """Returns a size in our notation, such as '5GiB'. If the value is not a positive whole number of bytes, returns an
+    example."""
     try:
         number = Fraction(str(value).strip())
     except (ValueError, ZeroDivisionError):

@@ -1,6 +1,6 @@
-"""The settings, one frozen model per section. A field's description is its documentation and says why it exists.
+"""The settings, one frozen pydantic model per section. A field's description documents it and says why it exists.
 
-The environment name of a field is FLEXKV_<SECTION>_<FIELD>.
+The environment variable of a field is FLEXKV_<SECTION>_<FIELD>.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from flexkv.config.values import (
 )
 
 IoBackend = Literal["auto", "uring", "threads"]
-"""The I/O between files and plain memory; `auto` uses io_uring if the kernel allows it."""
+"""How files are read into plain memory and written from it; `auto` uses io_uring if the kernel allows it."""
 
 MIB = 1 << 20
 GIB = 1 << 30
 SMALL_MACHINE_CPUS = 4
-"""With this many CPUs or fewer, a second copy thread takes time from the engine's own threads."""
+"""With this many CPUs or fewer, a second copy thread would take CPU time from the engine's own threads."""
 MAX_VERIFY_THREADS = 16
-"""More threads are no faster for a piece of 8 MiB, and the native core accepts no more."""
+"""More threads digest a piece of 8 MiB no faster, and the native core accepts no more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
-"""With two, one layer is filled while another is emptied; more than sixteen hide no more latency than sixteen do."""
+"""With two layers, one is filled while the other is used. More than sixteen hide no more latency than sixteen do."""
 
 
 class Section(BaseModel):
-    """Base of every section."""
+    """Base of the models of all sections."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class HostConfig(Section):
-    """The tier in host memory."""
+    """Settings of the tier in host memory."""
 
     bytes: OptionalSizeBytes = Field(
         None,
@@ -110,7 +110,7 @@ class HostConfig(Section):
 
 
 class StoreConfig(Section):
-    """Which blocks are stored, and when."""
+    """Settings that decide which blocks are stored, and when."""
 
     mode: Literal["eager", "lazy", "layerwise"] = Field(
         "eager",
@@ -163,7 +163,7 @@ class StoreConfig(Section):
 
 
 class LoadConfig(Section):
-    """How hits are loaded."""
+    """Settings that decide how hits are loaded."""
 
     mode: Literal["async", "sync", "layerwise"] = Field(
         "async",
@@ -210,7 +210,7 @@ class LoadConfig(Section):
 
 
 class TransferConfig(Section):
-    """The data plane."""
+    """Settings of the data plane."""
 
     queue_ops: Count = Field(
         1024,
@@ -250,7 +250,7 @@ class TransferConfig(Section):
     )
 
     def copy_thread_count(self, cpus: int | None = None) -> int:
-        """`copy_threads` with `auto` decided for `cpus` (default: those this process may run on)."""
+        """Returns `copy_threads`, or for `auto` the choice for `cpus` CPUs (None: all that this process may use)."""
         if self.copy_threads != "auto":
             return int(self.copy_threads)
         count = cpus if cpus is not None else len(os.sched_getaffinity(0))
@@ -258,7 +258,7 @@ class TransferConfig(Section):
 
 
 class DiskConfig(Section):
-    """The tier on local disks."""
+    """Settings of the tier on local disks."""
 
     folders: Folders = Field(
         (),
@@ -361,7 +361,7 @@ class DiskConfig(Section):
 
 
 class RemoteConfig(Section):
-    """The tier in a store that machines share."""
+    """Settings of the tier in a store that machines share."""
 
     urls: Urls = Field(
         (),
@@ -428,7 +428,7 @@ class RemoteConfig(Section):
 
 
 class GdsConfig(Section):
-    """Transfers between files and the engine's pool."""
+    """Settings of transfers between files and the engine's pool."""
 
     use_staged_transfer: bool = Field(
         True,
@@ -461,7 +461,7 @@ class GdsConfig(Section):
 
 
 class IndexConfig(Section):
-    """The index of stored pages."""
+    """Settings of the index of stored pages."""
 
     policy: Literal["lru", "bonus_lru"] = Field(
         "lru",
@@ -472,7 +472,7 @@ class IndexConfig(Section):
 
 
 class KeysConfig(Section):
-    """The parts of a block's key."""
+    """Settings that decide what a block's key is made from."""
 
     scheme: Literal["engine", "common"] = Field(
         "engine",
@@ -497,7 +497,7 @@ class IdentityConfig(Section):
 
 
 class PluginsConfig(Section):
-    """Programs of the user that run beside the units."""
+    """Settings of the user's programs that run beside the units."""
 
     folder: OptionalFolder = Field(
         None,
@@ -509,7 +509,7 @@ class PluginsConfig(Section):
 
 
 class PeersConfig(Section):
-    """Units of the same user that share their pages while they run."""
+    """Settings of page sharing between running units of the same user."""
 
     share: Annotated[Literal["auto", "host+disk", "disk", "off"], BeforeValidator(off_is_a_word)] = Field(
         "auto",
@@ -543,7 +543,7 @@ class PeersConfig(Section):
 
 
 class ObserveConfig(Section):
-    """Logs, metrics and traces."""
+    """Settings of logs, metrics and traces."""
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",

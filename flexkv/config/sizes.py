@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(value: object) -> object:
-    """Converts a string with a size to bytes; returns any other type unchanged, for the type check.
+    """Converts a string with a size to bytes. Returns any other type unchanged, because pydantic checks the type later.
 
     Refuses a bare "40G", which means 1000**3 to some users and 1024**3 to others.
 
@@ -39,7 +39,7 @@ def parse_size(value: object) -> object:
 
 
 def format_size(size_bytes: int) -> str:
-    """The size for display, in the largest unit (a power of 1024) in which it is at least 1: "40.0 GiB"."""
+    """Returns a size for display, such as "40.0 GiB", in the largest power of 1024 in which it is at least 1."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

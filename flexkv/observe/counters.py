@@ -1,4 +1,4 @@
-"""Values of the metrics since they were last taken: plain data that can be added over ranks and intervals."""
+"""Values of the metrics since they were last taken: plain data that can be added up over ranks and intervals."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 
 MAX_SAMPLES = 65_536
-"""How many observations are kept per histogram series between two takes (512 KiB); an engine takes them every step."""
+"""Most observations per series of a histogram between two takes (512 KiB). An engine takes them every step."""
 
 LOST_SAMPLES = "flexkv_lost_samples_total"
 
 
 class Counters:
-    """Metric values of one process. Not thread-safe: one thread records and takes.
+    """Metric values of one process. Not thread-safe: one thread records and takes them.
 
-    `data` is plain (metric name -> series -> number, or list of numbers for a histogram), so it goes through pickle,
-    msgpack and JSON alike.
+    `data` is a plain dict (metric name -> series -> number, or list of numbers for a histogram), so pickle, msgpack and
+    JSON can all encode it.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        """Starts empty, or from the `data` of other counters (copied).
+        """Starts empty, or with a copy of the `data` of other counters.
 
         Raises:
-            ValueError: `data` names a metric that does not exist.
+            ValueError: `data` has a metric that does not exist.
         """
         for name in data or {}:
             _metric(name)
@@ -36,7 +36,7 @@ class Counters:
         """Adds to a counter.
 
         Raises:
-            ValueError: no such counter, wrong labels, or a negative amount.
+            ValueError: there is no such counter, the labels are wrong, or the amount is negative.
         """
         series = _COUNTERS.get((name, *labels.items()))
         if series is None:
@@ -51,7 +51,7 @@ class Counters:
         """Sets a gauge.
 
         Raises:
-            ValueError: no such gauge, or wrong labels.
+            ValueError: there is no such gauge, or the labels are wrong.
         """
         series = _GAUGES.get((name, *labels.items()))
         if series is None:
@@ -59,10 +59,10 @@ class Counters:
         self.data.setdefault(name, {})[series] = value
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Records one observation of a histogram.
+        """Records one observation of a histogram. If its series has `MAX_SAMPLES` already, only counts it as lost.
 
         Raises:
-            ValueError: no such histogram, or wrong labels.
+            ValueError: there is no such histogram, or the labels are wrong.
         """
         series = _HISTOGRAMS.get((name, *labels.items()))
         if series is None:
@@ -74,25 +74,26 @@ class Counters:
             self.add(LOST_SAMPLES)
 
     def take(self) -> dict[str, Any]:
-        """Returns `data` and starts again empty."""
+        """Returns `data` and starts again with none."""
         taken, self.data = self.data, {}
         return taken
 
     def value(self, name: str, **labels: str) -> float:
-        """A counter's or gauge's value; 0 if it was never set."""
+        """Returns a counter's or gauge's value; 0 if it has none."""
         return float(self.data.get(name, {}).get(_metric(name).series(labels), 0))
 
     def samples(self, name: str, **labels: str) -> list[float]:
-        """A histogram's observations."""
+        """Returns the observations of one series of a histogram."""
         return list(self.data.get(name, {}).get(_metric(name, MetricKind.HISTOGRAM).series(labels), []))
 
     def __bool__(self) -> bool:
         return bool(self.data)
 
     def summary(self) -> dict[str, float]:
-        """One number per series, for a log line: a counter's sum, a gauge's level, a histogram's mean.
+        """Returns one number per series, for a log line: a counter's sum, a gauge's level or a histogram's mean.
 
-        Names lose their prefix and `_total`; label values follow in brackets.
+        A key is the metric's name without `flexkv_` and `_total`, followed by the label values in brackets. The key of
+        a mean begins with `mean_`.
         """
         numbers: dict[str, float] = {}
         for name, values in self.data.items():
@@ -107,10 +108,10 @@ class Counters:
 
 
 def merge_values(into: dict[str, Any], newer: Mapping[str, Any]) -> None:
-    """Adds `newer`, the `data` of other counters, to `into`. A gauge takes its value from `newer`.
+    """Adds `newer`, the `data` of other counters, to `into`. A gauge's value in `newer` replaces that in `into`.
 
     Raises:
-        ValueError: `newer` names a metric that does not exist.
+        ValueError: `newer` has a metric that does not exist.
     """
     lost = 0
     for name, values in newer.items():
@@ -140,7 +141,7 @@ def _metric(name: str, kind: MetricKind | None = None) -> Metric:
 
 
 def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
-    """The series of every metric of a kind, by the metric's name and its labels in the table's order."""
+    """Returns all series of a kind of metric. Keys are the metric's name, then (label, value) in the table's order."""
     found: dict[tuple[Any, ...], str] = {}
     for metric in METRICS.values():
         if metric.kind is kind:
@@ -152,8 +153,8 @@ def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
     return MappingProxyType(found)
 
 
-# For the lookups at each step of an engine. A call that misses this table has its labels in another order, or
-# fails.
+# Computed once, because metrics are recorded at every step of an engine. If a call is not found here, its labels are in
+# a different order, or it fails.
 _COUNTERS = _series_of(MetricKind.COUNTER)
 _GAUGES = _series_of(MetricKind.GAUGE)
 _HISTOGRAMS = _series_of(MetricKind.HISTOGRAM)

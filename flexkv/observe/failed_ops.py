@@ -1,5 +1,5 @@
-"""Warns about failed ops: each warning says which op, where, how much and why, and a storm of
-failures stays readable.
+"""Warns about failed ops. Each warning says which op failed, between which tiers, how many pages failed and why. The
+number of warnings is limited, so that the log of a storm of failures stays readable.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LINES = 10
-"""Warnings per kind of op within `PERIOD_S`. Enough to see whether failures are alike; a storm has thousands."""
+"""Most warnings per kind of op within `PERIOD_S`: enough to see whether failures are alike. A storm has thousands."""
 
 PERIOD_S = 60.0
 
 
 @dataclass(slots=True)
 class _Period:
-    """Lines logged for one kind of op since `began_s`, and failures left out."""
+    """Number of warnings that were logged for one kind of op since `began_s`, and of failures that were left out."""
 
     began_s: float
     lines: int = 0
@@ -27,10 +27,10 @@ class _Period:
 
 
 class FailedOps:
-    """Logs each failure once; those beyond `MOST_LINES` per period are only counted. Thread-safe.
+    """Logs failed ops, at most `MOST_LINES` per kind of op and period. Further failures are only counted. Thread-safe.
 
     Args:
-        clock: monotonic, in seconds.
+        clock: returns a monotonic time in seconds.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,13 +40,14 @@ class FailedOps:
         self._periods: dict[str, _Period] = {}
 
     def warn(self, kind: str, name: str, failed: int, pages: int, reason: str) -> None:
-        """Logs that one op has failed.
+        """Logs or counts one failed op.
 
         Args:
-            kind: what the op moves, and between which tiers; one of a small fixed set.
-            name: which op it is, and for whom.
-            failed: how many of its `pages` failed.
-            reason: what went wrong.
+            kind: what the op moves, and between which tiers; one of a small fixed set of texts.
+            name: which op it is, and for which request.
+            failed: number of pages that failed.
+            pages: number of pages of the op.
+            reason: what went wrong; empty if that is unknown.
         """
         with self._lock:
             period = self._periods.get(kind)
@@ -68,7 +69,7 @@ class FailedOps:
             )
 
     def flush(self, at_end: bool = False) -> None:
-        """Logs how many failures were left out in ended periods; with `at_end` also in the current ones."""
+        """Logs how many failures were left out in periods that are over; with `at_end`, also in current periods."""
         with self._lock:
             for kind, period in list(self._periods.items()):
                 if at_end or self._clock() - period.began_s >= PERIOD_S:

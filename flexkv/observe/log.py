@@ -1,4 +1,4 @@
-"""Logging under the name `flexkv`. Above DEBUG, only failures are logged per request (`failed_ops`)."""
+"""Logging under the name `flexkv`. Per request, only failures are logged above level DEBUG (`failed_ops`)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 _warned: set[str] = set()
 _own_level = [logging.NOTSET]
-"""The level that was set here last."""
+"""One item: the level that `configure_logging` set last."""
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module of flexkv (`name` is its `__name__`)."""
+    """Returns the logger of a module of flexkv, whose `__name__` is `name`."""
     return logging.getLogger(name)
 
 
 def configure_logging(level: str, given: bool = False) -> None:
     """Sets the lowest level to log, unless the program's own logging configuration (such as vLLM's
-    VLLM_LOGGING_CONFIG_PATH) has set one, and prints to stderr unless the program has set up logging already.
+    VLLM_LOGGING_CONFIG_PATH) has set one. If no handler would get flexkv's messages, adds one that prints to stderr.
 
-    An engine usually configures its own loggers but not the root; another package's messages would then appear only
-    from WARNING up, and without a format.
+    The handler is needed because an engine usually configures its own loggers but not the root logger. Python would
+    then print other packages' messages only from WARNING up, and without a format.
 
     Args:
         level: "debug", "info", "warning" or "error".
-        given: whether the user asked for this level, which then overrides the program's.
+        given: whether the user asked for this level. It then overrides the level of the program's configuration.
     """
     logger = logging.getLogger(ROOT)
     if given or logger.level in (logging.NOTSET, _own_level[0]):
@@ -43,7 +43,7 @@ def configure_logging(level: str, given: bool = False) -> None:
 
 
 def log_package(logger: logging.Logger) -> None:
-    """Logs this package's version and folder, and warns of another package of its name, once per process."""
+    """Logs this package's version and folder, and warns of other packages with its name. Does so once per process."""
     if "package" not in _warned:
         _warned.add("package")
         for is_warning, words in name_this_package():
@@ -54,8 +54,8 @@ def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> 
     """Logs a warning the first time `key` comes up in this process.
 
     Args:
-        key: kept forever, so keys must be a bounded set: fixed ones, and one for each unknown environment variable. No
-            key may contain anything from a request.
+        key: identifies the warning. Keys are kept forever, so they must be a bounded set: fixed texts, or one key for
+            each unknown environment variable. No key may contain anything from a request.
     """
     if key not in _warned:
         _warned.add(key)

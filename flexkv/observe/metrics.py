@@ -1,6 +1,4 @@
-"""The table of metrics, which is the only place that names them. Prometheus hooks and the documentation are made from
-it.
-"""
+"""The table of all metrics. The Prometheus hooks and the documentation are made from it."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ class MetricKind(Enum):
     """How values of a metric add up."""
 
     COUNTER = "counter"
-    """Only grows; the values of ranks and intervals are added."""
+    """A number that only grows. Values of ranks and intervals are added up."""
     GAUGE = "gauge"
-    """A level; the latest value counts. Only the manager's process sets gauges, so ranks never set the same one."""
+    """A level, whose latest value counts. Only the manager's process sets gauges, so two ranks never set the same."""
     HISTOGRAM = "histogram"
-    """Single observations; those of all ranks and intervals are combined."""
+    """Single observations. Those of all ranks and intervals are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,10 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: Prometheus name; counters end in `_total`, and the unit comes before that.
-        labels: label name -> its possible values. Bounded on purpose: no request, model or key is ever a label.
-        buckets: upper bounds of a histogram.
+        name: Prometheus name. The name of a counter ends in its unit and `_total`.
+        labels: name of each label, and its possible values. These are few on purpose: no request, model or key is ever
+            a label.
+        buckets: upper bounds of a histogram's buckets; empty for other kinds.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
     def series(self, labels: dict[str, str]) -> str:
-        """The name of the series with these label values: the values in the table's order, joined by commas.
+        """Returns the name of the series with these label values: the values in the table's order, joined by commas.
 
         Raises:
             ValueError: a label is missing, unknown, or has a value that is not in the table.
@@ -67,16 +66,16 @@ class Metric:
         return ",".join(labels[name] for name, _ in self.labels)
 
     def all_series(self) -> list[str]:
-        """Every possible series, so that each is exported from the start: a rate over a counter that appears with its
-        first increment misses that increment."""
+        """Returns every possible series, so that each can be exported from the start. If a counter appeared only with
+        its first increment, a rate over it would miss that increment."""
         return [",".join(values) for values in itertools.product(*(values for _, values in self.labels))]
 
     def label_values(self, series: str) -> tuple[str, ...]:
-        """The label values of a series, in the table's order."""
+        """Returns the label values of a series, in the table's order."""
         return tuple(series.split(",")) if self.labels else ()
 
     def add_to(self, series: Any, value: Any) -> None:
-        """Adds the value that an interval's `Counters` have of a series to the series of prometheus_client."""
+        """Adds a series' value from an interval's `Counters` to the same series of prometheus_client."""
         if self.kind is MetricKind.COUNTER:
             series.inc(value)
         elif self.kind is MetricKind.GAUGE:
@@ -87,7 +86,7 @@ class Metric:
 
 
 _DIRECTION = ("direction", ("load", "store"))
-# From a hit of a few blocks (under a millisecond) to the default load deadline.
+# Bounds of buckets, from a hit of a few blocks (under a millisecond) to the default load deadline.
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _TABLE = (
@@ -472,7 +471,7 @@ METRICS: MappingProxyType[str, Metric] = MappingProxyType({metric.name: metric f
 
 
 def markdown_table() -> str:
-    """The table of metrics for the documentation."""
+    """Returns the table of metrics for the documentation."""
     rows = ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
     for metric in METRICS.values():
         labels = "; ".join(f"{name}: {', '.join(values)}" for name, values in metric.labels)

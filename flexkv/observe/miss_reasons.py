@@ -1,4 +1,4 @@
-"""Why a lookup does not promise more: the reasons that metrics, docs and the control plane share."""
+"""Reasons why a lookup does not promise more. Metrics, documentation and the control plane share this list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class MissReason(Enum):
-    """One reason. A new one needs a line here and the place in `flexkv/cache/promise/` that finds it.
+    """One reason. A new reason needs a line here, and code in `flexkv/cache/promise/` that finds it.
 
     Attributes:
         reason: the value of the label `reason` of `flexkv_missed_blocks_total`.
@@ -29,7 +29,7 @@ class MissReason(Enum):
 
 
 def markdown_table() -> str:
-    """The table of reasons for the documentation."""
+    """Returns the table of reasons for the documentation."""
     rows = ["| reason | why no more was promised |", "|---|---|"]
     rows += [f"| `{miss.reason}` | {miss.words} |" for miss in MissReason]
     return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""Threads whose names appear in `top -H` and /proc, like those of the native core."""
+"""Threads whose names appear in `top -H` and /proc, as the names of the native core's threads do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 15
-"""How many characters of a thread's name Linux keeps (TASK_COMM_LEN without the final zero)."""
+"""Longest name of a thread that Linux keeps, in characters (TASK_COMM_LEN without the final zero)."""
 
 
 class NamedThread(threading.Thread):
-    """A daemon thread whose name is also set in the system, which Python itself does only since 3.14.
+    """A daemon thread whose name the operating system also shows. Python itself sets that name only since 3.14.
 
     Args:
-        name: `flexkv-...`, at most LONGEST characters.
+        name: begins with `flexkv-` and has at most LONGEST characters.
     """
 
     def __init__(self, name: str, target: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
@@ -29,7 +29,7 @@ class NamedThread(threading.Thread):
 
 
 def name_this_thread(name: str) -> None:
-    """Sets the calling thread's name in the system. Thread pools use it as their initializer."""
+    """Sets the calling thread's name in the operating system. Thread pools call this as their initializer."""
     check_name(name)
     with contextlib.suppress(OSError):  # no /proc: the thread works without a name
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

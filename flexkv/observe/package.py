@@ -1,5 +1,5 @@
-"""Which `flexkv` runs here. Another project installs a package of the same name; if both are installed, Python silently
-imports the first on its path.
+"""Finds out which `flexkv` package runs. Another project installs a package of the same name. If both are installed,
+Python silently imports the first one on its path.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NAME = "flexkv"
 
 @dataclass(frozen=True, slots=True)
 class OtherPackage:
-    """Another installed distribution that provides a package called `flexkv`.
+    """Another installed distribution that provides a package named `flexkv`.
 
     Attributes:
-        name, version: the distribution's, as pip lists it.
+        name, version: name and version of the distribution, as pip lists them.
         folder: the folder of its package.
     """
 
@@ -35,14 +35,14 @@ class OtherPackage:
 
 
 def package_folder() -> Path:
-    """Where this package was imported from."""
+    """Returns the folder from which this package was imported."""
     assert flexkv.__file__ is not None, "a package with an __init__.py has a file"
     return Path(flexkv.__file__).resolve().parent
 
 
 def other_packages() -> list[OtherPackage]:
-    """Other distributions in this environment that provide `flexkv`, each once. Reads all metadata: 0.2 s with 200
-    distributions.
+    """Returns the other distributions in this environment that provide `flexkv`, each once. Reads the metadata of all
+    distributions, which takes 0.2 s for 200 of them.
     """
     names = importlib.metadata.packages_distributions().get(NAME, ())
     found = {
@@ -57,7 +57,7 @@ def other_packages() -> list[OtherPackage]:
 
 
 def name_this_package() -> Iterator[tuple[bool, str]]:
-    """Yields lines for a log, each as (whether it is a warning, text)."""
+    """Yields the lines that `log_package` logs, each as (whether it is a warning, text)."""
     ours = package_folder()
     yield False, f"flexkv {__version__}, imported from {ours}"
     for other in other_packages():
@@ -70,10 +70,10 @@ def name_this_package() -> Iterator[tuple[bool, str]]:
 
 
 def _folder_of(installed: importlib.metadata.Distribution) -> Path:
-    """The package's folder; an editable installation has it beside its source."""
+    """Returns the folder of a distribution's `flexkv`. For an editable installation, it is in the source tree."""
     try:
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    except ValueError:  # damaged; the files' place is known without it
+    except ValueError:  # the file is damaged, but the folder can be found without it
         origin = {}
     if not isinstance(origin, dict):
         origin = {}

@@ -1,5 +1,5 @@
-"""The only list of reasons why a page is not stored, or a stored page is not served. The metrics' labels and a table of
-the documentation are made from it.
+"""The only list of reasons why a page is not stored, or why a stored page is not served. Labels of metrics and a table
+in the documentation are made from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ NOT_BLENDED = "flexkv_blend_missed_pages_total"
 
 
 class Adds(Protocol):
-    """The part of `Counters` that counts. (Importing `Counters` here would be circular: it imports the metrics, which
-    import these reasons.)
+    """The one method of `Counters` that is needed here. `Counters` itself cannot be imported: it imports the metrics,
+    which import these reasons.
     """
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None: ...
@@ -27,7 +27,7 @@ class PageLoss(Enum):
     """One reason.
 
     Attributes:
-        metric: the counter of the pages lost.
+        metric: name of the counter of pages that are lost for this reason.
         reason: the value of that counter's label `reason`; empty if the counter has only one reason.
         words: what happened, for the operator.
     """
@@ -106,26 +106,26 @@ class PageLoss(Enum):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The label of the counter that names this reason."""
+        """The label of the counter that gives this reason; empty if the counter has only one reason."""
         return {"reason": self.reason} if self.reason else {}
 
     def count(self, counters: Adds, pages: int, **labels: str) -> None:
-        """Adds pages that were lost for this reason.
+        """Counts pages that were lost for this reason.
 
         Args:
-            labels: the counter's labels beside the reason, such as a direction.
+            labels: other labels of the counter, such as a direction.
         """
         if pages > 0:
             counters.add(self.metric, pages, **labels, **self.labels)
 
 
 def reasons_of(metric: str) -> tuple[str, ...]:
-    """The values of a counter's label `reason`."""
+    """Returns the values of a counter's label `reason`."""
     return tuple(loss.reason for loss in PageLoss if loss.metric == metric)
 
 
 def markdown_table() -> str:
-    """The table of reasons for the documentation."""
+    """Returns the table of reasons for the documentation."""
     rows = ["| metric | reason | what happened to the pages |", "|---|---|---|"]
     for loss in PageLoss:
         rows.append(f"| `{loss.metric}` | {loss.reason and f'`{loss.reason}`'} | {loss.words} |")

@@ -1,6 +1,6 @@
-"""Makes one OpenTelemetry span per op if the process traces; the engine's provider receives it.
+"""Makes one OpenTelemetry span per op if the engine's process is traced. The engine's tracer provider receives them.
 
-Uses OpenTelemetry if it is installed: vLLM brings it, and sets a provider before it makes its connector.
+Uses OpenTelemetry if it is installed. vLLM installs it, and sets a tracer provider before it makes its connector.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 
 try:
     from opentelemetry import trace as trace
-except ImportError:  # not every engine brings it
+except ImportError:  # not every engine installs it
     trace = None  # type: ignore[assignment]
 
 TRACER = "flexkv"
 REQUEST_ID = "gen_ai.request.id"
-"""The name that vLLM's own spans use, so that one search finds both."""
+"""Attribute with the request's id. vLLM's own spans use the same name, so one search finds both."""
 
 AttributeValue = str | int | list[str]
 
 
 class OpSpans:
-    """Makes spans of ended ops, if a tracer provider was set before this object was made.
+    """Makes spans of finished ops, if a tracer provider was set before this object was made.
 
     Attributes:
-        wanted: whether one was set.
+        wanted: whether a tracer provider was set.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,13 @@ class OpSpans:
     def ended(
         self, name: str, seconds: float, attributes: Mapping[str, AttributeValue], failure: str = ""
     ) -> None:
-        """Makes the span of an op that has just ended. Precondition: spans are `wanted`.
+        """Makes the span of an op that has just finished. Precondition: `wanted` is true.
 
         Args:
-            name: what the op moves, and between which tiers; one of a small fixed set.
+            name: what the op moves, and between which tiers; one of a small fixed set of texts.
             seconds: how long ago the op was planned.
-            failure: why some of its pages failed; empty if none did.
+            attributes: attributes of the span.
+            failure: why some of the op's pages failed; empty if none failed.
         """
         end_ns = time.time_ns()
         span = trace.get_tracer(TRACER).start_span(

@@ -1,1 +1,1 @@
-"""Programs of the user beside a unit and its ranks, in processes of their own, and what they may ask of their unit."""
+"""Plugins: programs of the user that run beside a unit and its ranks in separate processes, and their calls to it."""

@@ -1,4 +1,4 @@
-"""The contracts of plugins: where they run, what they get, how they are restarted and ended.
+"""The contracts of plugins: where they run, what their environment has, how they are restarted and ended.
 
 ```
 engine's process                 keeper (one process per place)         plugins
@@ -6,8 +6,8 @@ engine's process                 keeper (one process per place)         plugins
     (a thread)   <-- lines ----  bounds their output     <-- output --  worker_0_*, all_*
 ```
 
-The keeper is in between so that a plugin's output, its end and the processes that it leaves behind cost the engine no
-time.
+The keeper is a separate process, so that the engine spends no time on a plugin's output, its end and the processes that
+it leaves behind.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ SOCKET_VARIABLE = "FLEXKV_PLUGIN_SOCKET"
 
 
 class Role(Enum):
-    """The process that a plugin accompanies."""
+    """The process beside which a plugin runs."""
 
     SCHEDULER = "scheduler"
-    """The unit, in the process of its manager."""
+    """The process of the unit's manager."""
     WORKER = "worker"
-    """One rank."""
+    """The process of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where plugins run.
+    """A process beside which plugins run.
 
     Attributes:
-        rank: the worker's rank; None beside a unit.
-        socket: name of the unit's socket; see `UnitServer`.
+        rank: the worker's rank; None if the plugins run beside the unit's manager.
+        socket: name of the unit's socket, on which `UnitServer` serves the plugins' calls.
     """
 
     role: Role
@@ -44,7 +44,7 @@ class Place:
     socket: str
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of plugins. A unit's plugins have an empty rank."""
+        """Returns the environment variables of plugins. The rank is empty for plugins beside the unit's manager."""
         rank = "" if self.rank is None else str(self.rank)
         return {ROLE_VARIABLE: self.role.value, RANK_VARIABLE: rank, SOCKET_VARIABLE: self.socket}
 
@@ -57,8 +57,8 @@ class Program:
     """One plugin.
 
     Attributes:
-        name: its file's name.
-        command: what runs it.
+        name: name of the plugin's file.
+        command: the command that runs the plugin.
     """
 
     name: str
@@ -70,10 +70,11 @@ class Times:
     """Deadlines and pauses, in seconds.
 
     Attributes:
-        first_restart_s: pause before a plugin that failed is started again; each further failure doubles it.
-        longest_restart_s: the longest pause. After a run of that length the pause is the first one again.
-        grace_s: time for a plugin to end after SIGTERM. kill_s: time for the kernel to end the remaining processes
-            after SIGKILL.
+        first_restart_s: pause before a plugin that failed is started again. Each further failure doubles the pause.
+        longest_restart_s: the longest pause. If a plugin ran at least this long before it failed, the pause is
+            `first_restart_s` again.
+        grace_s: time that a plugin has to end after SIGTERM.
+        kill_s: time that the kernel has to end the remaining processes after SIGKILL.
     """
 
     first_restart_s: float = 1.0
@@ -82,7 +83,7 @@ class Times:
     kill_s: float = 2.0
 
     def pause_after(self, pause_s: float, ran_s: float) -> float:
-        """The pause after a run of `ran_s` seconds; `pause_s` is the last pause, 0 before the first."""
+        """Returns the pause after a failed run of `ran_s` seconds. `pause_s` is the previous pause, or 0."""
         if not pause_s or ran_s >= self.longest_restart_s:
             return self.first_restart_s
         return min(2 * pause_s, self.longest_restart_s)
@@ -93,8 +94,10 @@ class Order:
     """Arguments of a keeper.
 
     Attributes:
-        parent: process that started it.
-        folder: the plugins' current folder.
+        parent: id of the process that starts the keeper.
+        folder: current folder of the plugins' processes.
+        programs: the plugins to run.
+        times: deadlines and pauses of the plugins.
     """
 
     parent: int
@@ -103,7 +106,7 @@ class Order:
     times: Times
 
     def plain(self) -> dict[str, Any]:
-        """The order as JSON takes it."""
+        """Returns the order in a form that JSON can encode."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A plugin's calls to its unit.
+"""Lets a plugin call its unit:
 
 from flexkv.plugins.client import connect
 
@@ -23,7 +23,7 @@ from flexkv.plugins.unit_socket import MOST_LINE_BYTES, decoded, encoded, is_sam
 CHUNK_BYTES = 1 << 16
 
 MARGIN_S = 1.0
-"""How much longer than a call's deadline the client waits, for the unit's own answer that the call was too late."""
+"""Seconds that the client waits beyond a call's deadline, because the unit itself answers that a call was too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class CachedPages:
     """The cached pages of a prompt in one KV group.
 
     Attributes:
-        pages: whole blocks of the prompt.
-        cached: how many of them are in host memory, on the unit's disks, or with peers.
-        leading: how many pages from the first one on are cached without a gap.
-        in_host: how many of them are in host memory.
+        pages: number of complete blocks of the prompt.
+        cached: number of these blocks whose pages are in host memory, on the unit's disks, or with peers.
+        leading: number of blocks from the first one on that are cached without a gap.
+        in_host: number of blocks whose pages are in host memory.
     """
 
     pages: int
@@ -44,12 +44,12 @@ class CachedPages:
 
 
 class UnitClient:
-    """A connection to a unit; made by `connect`. One thread uses it at a time.
+    """A connection to a unit. `connect` makes it. Only one thread may use it at a time.
 
-    Each call waits for `deadline_s` seconds at most. The unit's engine carries out all calls but `status` in its
-    steps, so they wait while it has nothing to do.
+    The unit abandons a call after `deadline_s` seconds, and the client waits `MARGIN_S` longer. The unit carries out
+    all calls except `status` in the engine's steps, so they wait while the engine has nothing to do.
 
-    Every method raises PluginCallError: the unit refuses the call (the message says why), did not answer in time, or is
+    Every call raises PluginCallError if the unit refuses it (the message says why), does not answer in time, or is
     gone.
     """
 
@@ -58,42 +58,43 @@ class UnitClient:
         self._received = b""
 
     def status(self) -> dict[str, Any]:
-        """The unit as it was in the engine's last step: `age_s` says how long ago. docs/plugins.md names the fields."""
+        """Returns the state that the unit had in the engine's last step; `age_s` says how many seconds ago that was.
+        docs/plugins.md lists the fields."""
         return self._call("status")
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
-        """The cached pages of a prompt, for each KV group. Changes nothing.
+        """Returns which pages of a prompt are cached, for each KV group. Changes nothing.
 
         Args:
             tokens: the prompt's token ids, from its first token on.
-            salt: the request's cache salt.
+            salt: the request's cache salt; empty if it has none.
         """
         return self._pages(self._call("lookup", tokens=list(tokens), salt=salt))
 
     def prefetch(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
-        """Reads a prompt's pages from the tiers behind host memory, as far as there is room. Once they have arrived,
-        returns what is cached. Host memory evicts them like any other pages.
+        """Reads a prompt's pages from the tiers behind host memory, as far as host memory has free slots. Returns which
+        pages are cached after they have arrived. Host memory may evict them like any other pages.
         """
         return self._pages(self._call("prefetch", tokens=list(tokens), salt=salt))
 
     def forget(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Makes a prompt's pages misses in all tiers; returns how many there were. Prompts that begin alike share
-        pages, so they lose them too."""
+        """Makes a prompt's pages misses in all tiers, and returns how many there were. Prompts with the same beginning
+        share pages, so these become misses for them too."""
         return int(self._call("forget", tokens=list(tokens), salt=salt)["pages"])
 
     def erase_namespace(self, name: str) -> int:
-        """Makes all pages of the requests that gave `flexkv.namespace` this name misses in all tiers; returns how many
-        there were. Pages that such requests store afterwards are cached again."""
+        """Makes all pages of requests with this `flexkv.namespace` misses in all tiers, and returns how many there
+        were. Pages that such requests store afterwards are cached again."""
         return int(self._call("erase_namespace", namespace=name)["pages"])
 
     def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:
-        """Keeps a prompt's pages that are in host memory from being evicted, for `seconds` (an hour at most), as
-        far as there is room for pins; returns how many pages, from the prompt's first one on. `unpin`, the end of this
-        connection and a reset of the cache end it earlier."""
+        """Keeps pages of a prompt that are in host memory from being evicted for `seconds`, at most an hour. Pins pages
+        from the prompt's first one on, up to the limit of pinned pages, and returns how many. `unpin`, the end of this
+        connection and a reset of the cache end the pins earlier."""
         return int(self._call("pin", tokens=list(tokens), salt=salt, seconds=seconds)["pages"])
 
     def unpin(self) -> int:
-        """Ends the pins of this connection; returns how many pages they kept."""
+        """Ends the pins of this connection, and returns how many pages were pinned."""
         return int(self._call("unpin")["pages"])
 
     def _pages(self, reply: dict[str, Any]) -> list[CachedPages]:
@@ -106,7 +107,7 @@ class UnitClient:
             self._connection.sendall(encoded({"call": name, "deadline_s": self._deadline_s, **arguments}))
             reply = decoded(self._line(ends_s))
         except OSError as error:
-            self.close()  # a late answer would be taken for the answer to the next call
+            self.close()  # because a late answer would look like the answer to the next call
             raise PluginCallError(f"{name}: {error or type(error).__name__}") from error
         if refusal := reply.pop("error", ""):
             raise PluginCallError(f"{name}: {refusal}")
@@ -138,11 +139,12 @@ def connect(name: str | None = None, deadline_s: float = 30.0) -> UnitClient:
     """Connects to a unit on this machine.
 
     Args:
-        name: its socket's name; None for the unit of this plugin, from its environment.
-        deadline_s: how long each call may take, 600 s at most.
+        name: name of the unit's socket; None for the unit of this plugin, whose environment has the name.
+        deadline_s: seconds that each call may take, at most 600.
 
     Raises:
-        PluginCallError: no name is given and this process is not a plugin, or no unit of this user listens there.
+        PluginCallError: no name is given and this process is not a plugin, or no unit of this user listens at the
+            socket.
     """
     name = name or os.environ.get("FLEXKV_PLUGIN_SOCKET", "")
     if not name:

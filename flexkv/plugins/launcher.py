@@ -1,4 +1,4 @@
-"""The engine's side of plugins: starts, restarts and ends the keeper of one place, and logs what it writes."""
+"""The engine's side of plugins: starts, restarts and ends the keeper of one place, and logs the keeper's messages."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from flexkv.remote.own_program import own_program
 logger = get_logger(__name__)
 
 LEVELS = {"I": logger.info, "W": logger.warning}
-"""How the first letter of a keeper's message is logged; other lines are Python's own, of a keeper that failed."""
+"""First letter of a keeper's message -> function that logs the message. Lines that begin otherwise come from Python, if
+the keeper failed."""
 
 LINE_BYTES = 4096
-"""Longest line that is read at once; a keeper writes none that is longer."""
+"""Longest line that is read at once. A keeper does not write longer ones."""
 
 MARGIN_S = 2.0
-"""Time beyond its plugins' grace for a keeper to be scheduled on a busy machine."""
+"""Seconds that a keeper has to end beyond its plugins' deadlines, because a busy machine may schedule it late."""
 
 
 class PluginLauncher:
-    """One thread, which lives as long as the unit or rank: Linux ends the keeper with the thread that started it. Only
-    `close` waits, and no method raises: an engine can do without its plugins.
+    """A thread that runs the keeper of one place. It lives as long as the unit or rank, because Linux ends the keeper
+    with the thread that started it. Only `close` waits. No method raises, because an engine can run without plugins.
 
     Args:
+        place: the process beside which the plugins run.
         programs: the plugins of the place; at least one.
-        folder: their current folder.
+        folder: current folder of the plugins' processes.
+        times: deadlines and pauses; None for the defaults.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class PluginLauncher:
         self._thread = NamedThread("flexkv-plugins", self._run)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # the system allows no more threads
             logger.error("plugins of the %s are not started: %s", place, error)
             self._closing.set()
 
@@ -68,7 +71,7 @@ class PluginLauncher:
             self._closing.wait(pause_s)
 
     def _keep(self) -> str:
-        """Runs one keeper to its end; returns how it ended."""
+        """Runs one keeper until it ends, and returns how it ended."""
         order = Order(os.getpid(), self._folder, self._programs, self._times)
         try:
             with self._lock:
@@ -101,14 +104,14 @@ class PluginLauncher:
         return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
 
     def begin_close(self) -> None:
-        """Asks the plugins to end, and waits for nothing. Idempotent."""
+        """Asks the keeper to end the plugins, without waiting. Idempotent."""
         self._closing.set()
         with self._lock:
             if self._process is not None and self._process.stdin is not None:
                 self._process.stdin.close()
 
     def close(self) -> bool:
-        """Ends the plugins, and waits for that; returns whether all that was started has ended. Idempotent."""
+        """Ends the plugins and waits until the keeper has ended. Returns whether it has ended in time. Idempotent."""
         self.begin_close()
         if not self._thread.ident:
             return True

@@ -1,4 +1,4 @@
-"""Kills the descendants of a process."""
+"""Finds and kills the descendants of a process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes whose parent is `pid`, including those that have ended and were not reaped."""
+    """Returns the processes whose parent is `pid`, including those that have ended but were not reaped."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            # The name, in brackets, may have any characters; state and parent follow the last bracket.
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            # The process's name, in brackets, may have any characters. State and parent follow the last bracket.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[1]) == pid:
                 found.append(int(folder.name))
@@ -23,7 +23,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int) -> int:
-    """Sends SIGKILL to all descendants of `pid`, parents first; returns how many processes those were."""
+    """Sends SIGKILL to all descendants of `pid`, parents first. Returns to how many processes it was sent."""
     waiting, killed = children_of(pid), 0
     while waiting:
         child = waiting.pop()

@@ -13,13 +13,13 @@ import flexkv
 from flexkv.plugins.base import Program, Role
 
 MOST_PROGRAMS = 16
-"""Plugins of one place. Each is a process; more of them are a mistake rather than a wish."""
+"""Most plugins of a folder. Each is a process, and more of them are probably a mistake."""
 
 NAME = re.compile(r"(?:(?P<scheduler>scheduler)|worker_(?P<rank>\d{1,6})|(?P<all>all))_.")
 CLAIMS = re.compile(r"(scheduler|worker|all)_")
-"""Names that are meant for plugins, whether or not they say where."""
+"""Beginning of a name that is meant for a plugin, even if it does not say where the plugin runs."""
 
-# A plugin imports the modules beside it first, then this package, whatever else is installed.
+# A Python plugin finds modules in its own folder first, and then this flexkv, even if another one is installed.
 START = (
     "import os, runpy, sys; del sys.argv[0]; root = sys.argv.pop(0); "
     "sys.path[:] = [os.path.dirname(sys.argv[0]), root, *filter(None, sys.path)]; "
@@ -32,15 +32,16 @@ class FoundPrograms:
     """A folder's plugins.
 
     Attributes:
-        places: each program, with the role and rank that its name says; None stands for every role, and every rank.
-        refused: file, or the folder, and why it is not run.
+        places: role, rank and program of each plugin, as the name of its file says. None stands for every role, or for
+            every rank.
+        refused: path of each refused file, or of the folder if it was refused, and the reason.
     """
 
     places: list[tuple[Role | None, int | None, Program]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
 
     def at(self, role: Role, rank: int | None) -> tuple[Program, ...]:
-        """The programs that run at a place, in order of their names."""
+        """Returns the programs that run beside the process of a role and rank, in order of their names."""
         return tuple(
             program
             for wanted_role, wanted_rank, program in self.places
@@ -49,7 +50,7 @@ class FoundPrograms:
 
 
 def find_programs(folder: str) -> FoundPrograms:
-    """The plugins of a folder. Files whose names do not begin like a plugin's are ignored: data, modules, notes."""
+    """Finds the plugins of a folder. Ignores files whose names do not begin like a plugin's: data, modules, notes."""
     found = FoundPrograms()
     try:
         status = os.stat(folder)
@@ -83,7 +84,7 @@ def find_programs(folder: str) -> FoundPrograms:
 
 
 def _program(path: Path) -> tuple[Program | None, str]:
-    """The program of a file, or why it is not run."""
+    """Returns the program of a file and an empty text, or None and why the file is not run."""
     try:
         status = path.stat()
     except OSError as error:
@@ -101,13 +102,14 @@ def _program(path: Path) -> tuple[Program | None, str]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be logged. `os.listdir` makes surrogates of bytes that are not UTF-8; they do not print."""
+    """Returns whether a file's name can be logged. For bytes that are not UTF-8, `os.listdir` returns surrogates, which
+    cannot be printed."""
     return name.isprintable()
 
 
 def _distrusted_modules(folder: str, names: list[str]) -> str:
-    """Why a module in the folder is not trusted; empty if all are. Plugins search this folder first when they
-    import."""
+    """Returns why a module in the folder is not trusted; empty if all are trusted. Python plugins import from this
+    folder first."""
     for name in names:
         if name.endswith(".py") and CLAIMS.match(name) is None:
             try:
@@ -120,8 +122,8 @@ def _distrusted_modules(folder: str, names: list[str]) -> str:
 
 
 def _distrusted_above(path: Path) -> str:
-    """Why a folder above is not trusted: whoever may write there can replace the plugin's file. Folders whose
-    entries are their owners' (sticky, as /tmp) are trusted."""
+    """Returns why a folder above `path` is not trusted; empty if all are trusted. Whoever may write to such a folder
+    can replace the plugin's file, unless only an entry's owner may replace it (the sticky bit, as of /tmp)."""
     for above in path.resolve().parents:
         status = os.stat(above)
         if status.st_mode & stat.S_ISVTX:
@@ -132,8 +134,8 @@ def _distrusted_above(path: Path) -> str:
 
 
 def _distrusted(status: os.stat_result) -> str:
-    """Why a folder or file is not trusted: another user could make the engine's user run what he likes, or the program
-    would run as another user. Empty if it is."""
+    """Returns why a folder or file is not trusted; empty if it is trusted. It is not if another user could change what
+    the engine's user runs, or if the program would run as another user."""
     me = os.geteuid()
     if status.st_uid not in (0, me):
         return f"it belongs to user {status.st_uid}; allowed are the engine's user ({me}) and root"

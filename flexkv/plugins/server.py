@@ -1,4 +1,4 @@
-"""The unit's end of its socket: one thread that takes calls, hands them to the unit, and sends the answers."""
+"""The unit's end of its plugins' socket: a thread that receives calls, hands them to the unit, and sends answers."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from flexkv.plugins.unit_socket import MOST_LINE_BYTES, MOST_WAIT_S, decoded, en
 logger = get_logger(__name__)
 
 MOST_CONNECTIONS = 32
-"""Two for each plugin that a folder may have; further ones are closed."""
+"""Most connections at once: two for each plugin that a folder may have. Further ones wait until one has ended."""
 
 CHUNK_BYTES = 1 << 18
 
 DEFAULT_WAIT_S = 30.0
-"""Deadline of a call that names none."""
+"""Deadline in seconds of a call that does not give one."""
 
 PAUSE_S = 0.1
-"""How long the socket takes no connection after one that it could not take: a process of another user may try for ever,
-and a process without free descriptors would find the same connection again at once."""
+"""Seconds for which no connection is accepted after one was refused or failed. A process of another user may try for
+ever, and without free descriptors the same connection would fail again at once."""
 
 WARN_EVERY_S = 60.0
 
 CLOSE_S = 2.0
-"""How long a close waits for the thread, which never waits longer than a call of the system takes."""
+"""Seconds that a close waits for the thread, which is woken and then needs only the time of a few system calls."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a plugin. The server's thread makes it, and abandons it if it takes too long; the unit's thread
+    """One call of a plugin. The server's thread makes it, and abandons it if it takes too long. The unit's thread
     answers it.
 
     Attributes:
-        arguments: the call's arguments besides the name.
-        ends_s: when it is abandoned, on the monotonic clock.
-        connection: where it came from.
+        name: which function of the unit is called.
+        arguments: the arguments of the call.
+        ends_s: when the call is abandoned, on the monotonic clock.
+        connection: the connection from which the call came.
         reply: the answer; None until there is one.
-        is_over: it was answered or abandoned.
+        is_over: whether the call was answered or abandoned.
     """
 
     name: str
@@ -65,11 +66,11 @@ class Call:
 
 
 class CallTaker(ABC):
-    """The queue that takes a server's calls."""
+    """Interface through which the server hands calls to the unit."""
 
     @abstractmethod
     def take(self, call: Call) -> None:
-        """Answers the call, or keeps it to be answered later. Called by the server's thread; does not wait.
+        """Answers the call, or keeps it to be answered later. The server's thread calls this, so it must not wait.
 
         Raises:
             FlexKVError: the call is refused; the message is the answer.
@@ -78,13 +79,14 @@ class CallTaker(ABC):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One plugin's connection. It has one call at a time, until the last byte of its answer has left. Further ones wait
-    in the socket, so nothing piles up here.
+    """One plugin's connection. It has one call at a time, until the last byte of the call's answer was sent. Further
+    calls wait in the socket, so nothing piles up here.
 
     Attributes:
-        received: the beginning of a call. unsent: bytes that the socket had no room for.
-        call: the call that is not answered yet.
-        is_over: it has ended. Set by the server's thread, and read by the unit's.
+        received: received bytes of calls that have not begun.
+        unsent: bytes of an answer for which the socket's buffer had no space.
+        call: the call that is not answered yet; None if there is none.
+        is_over: whether the connection has ended. The server's thread sets it, and the unit's thread reads it.
     """
 
     socket: socket.socket
@@ -98,7 +100,8 @@ class UnitServer:
     """The thread that serves plugins' calls on the unit's socket.
 
     Args:
-        name: see `socket_name`.
+        name: name of the socket, from `socket_name`.
+        taker: receives the calls.
 
     Raises:
         OSError: the socket or the thread cannot be made.
@@ -128,25 +131,25 @@ class UnitServer:
             on_error.pop_all()
 
     def note_answer(self, call: Call) -> None:
-        """Tells the thread to send the answer of a call."""
+        """Queues the answer of a call, and wakes the server's thread, which sends it. Any thread may call this."""
         self._answered.append(call)
         if self._woken >= 0:
             self._wake()
 
     def close(self) -> bool:
-        """Ends all connections; returns whether the thread has ended. Idempotent. Called by the unit's thread."""
+        """Ends all connections, and returns whether the thread has ended. Idempotent. The unit's thread calls this."""
         self._is_closing = True
         if self._woken >= 0:
             self._wake()
             self._thread.join(CLOSE_S)
             if not self._thread.is_alive():
-                # No thread writes to it any more: answers come from this thread and from the server's own.
+                # Nothing else writes to it: answers come only from this thread and from the server's, which has ended.
                 os.close(self._woken)
                 self._woken = -1
         return self._woken < 0
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # so many wake-ups are pending that it will wake
+        with contextlib.suppress(BlockingIOError):  # the counter is full, so the thread will wake anyway
             os.eventfd_write(self._woken, 1)
 
     # --- the thread ---
@@ -159,7 +162,7 @@ class UnitServer:
         self._listener.close()
 
     def _turn(self) -> None:
-        """Waits for something to do, and does it."""
+        """Waits for connections, calls, answers or deadlines, and handles them."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         now_s = time.monotonic()
@@ -184,7 +187,7 @@ class UnitServer:
         self._give_up_late(time.monotonic())
 
     def _wanted(self, connection: Connection) -> int:
-        """The event to wait for: no call is taken before the last answer has left."""
+        """Returns the poll event to wait for. No call is received until the previous answer was sent."""
         if connection.unsent:
             return select.POLLOUT
         return select.POLLIN if connection.call is None else 0
@@ -203,7 +206,7 @@ class UnitServer:
         self._connections[accepted.fileno()] = Connection(accepted, bytearray(), bytearray())
 
     def _turn_away(self, reason: str) -> None:
-        """Counts a connection that was not taken, and names it in the log, once a minute at most."""
+        """Counts a connection that was not accepted. Logs the count and the last reason at most once per minute."""
         now_s = time.monotonic()
         self._listens_at_s = now_s + PAUSE_S
         self._turned_away += 1
@@ -239,7 +242,7 @@ class UnitServer:
         self._begin_call(connection)
 
     def _begin_call(self, connection: Connection) -> None:
-        """Passes on the first received call, if it is whole."""
+        """Hands the first received call to the unit, if the call is complete."""
         line, found, rest = connection.received.partition(b"\n")
         if not found:
             return
@@ -275,7 +278,7 @@ class UnitServer:
         self._go_on(connection)
 
     def _go_on(self, connection: Connection) -> None:
-        """Begins the next call once the last answer has left: a plugin that reads no answers gets no more of them."""
+        """Begins the next call after the last answer was sent. So answers cannot pile up if a plugin reads none."""
         if connection.socket.fileno() >= 0 and connection.call is None and not connection.unsent:
             self._begin_call(connection)
 

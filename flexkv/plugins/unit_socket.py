@@ -1,4 +1,4 @@
-"""The socket between a unit and its plugins: its name, who may use it, and one message per line of JSON."""
+"""The socket between a unit and its plugins: its name, which processes may use it, and its messages, lines of JSON."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from typing import Any
 from flexkv.errors import PluginCallError
 
 PEER = struct.Struct("3i")
-"""struct ucred"""
+"""Linux's `struct ucred`: process, user and group."""
 
 MOST_LINE_BYTES = 16 << 20
-"""The longest message: a call with `MOST_TOKENS` tokens."""
+"""Size of the longest message, enough for a call with `MOST_TOKENS` tokens."""
 
 MOST_TOKENS = 1 << 20
-"""Tokens of one call's prompt."""
+"""Most tokens in the prompt of a call."""
 
 MOST_WAIT_S = 600.0
-"""The longest that a call may take."""
+"""Longest deadline of a call, in seconds."""
 
 
 def socket_name(unit: bytes) -> str:
-    """Name of a unit's socket in the abstract namespace of this machine: it leaves no file behind, however the unit's
-    process ends. It has the 16 random bytes of the unit's id in it, but no secret is needed: only processes of the
-    unit's own user are answered."""
+    """Returns the name of a unit's socket in this machine's abstract namespace, where no file remains however the
+    unit's process ends. The name has the 16 random bytes of the unit's id, but need not be secret, because the unit
+    answers only processes of its own user."""
     return f"flexkv-unit-{unit.hex()}"
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this process's user, according to the kernel."""
+    """Returns whether the process at the other end belongs to this process's user, according to the kernel."""
     _, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     return bool(user == os.geteuid())
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """
+    """Returns a message as a line of JSON.
+
     Raises:
         PluginCallError: the message is too long.
     """
@@ -48,7 +49,8 @@ def encoded(message: dict[str, Any]) -> bytes:
 
 
 def decoded(line: bytes) -> dict[str, Any]:
-    """
+    """Returns the message in a line of JSON.
+
     Raises:
         PluginCallError: the line is not a JSON object.
     """

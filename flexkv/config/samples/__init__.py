@@ -1,4 +1,4 @@
-"""Commented files to start from: flexkv's own settings, and each engine's configuration that attaches flexkv."""
+"""Sample files with comments: settings of flexkv, and for each engine a configuration that attaches flexkv."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SAMPLES = {
 """File -> its description."""
 
 ENGINE_FILES = tuple(name for name in SAMPLES if name.startswith("engine-"))
-"""Samples that an engine reads; flexkv reads the others (FLEXKV_CONFIG)."""
+"""Samples that an engine reads. flexkv reads the others, if FLEXKV_CONFIG has their path."""
 
 
 def sample_text(name: str) -> str:
-    """The text of a sample, by its file's name with or without the ending.
+    """Returns the text of a sample. `name` is the name of its file, with or without the extension.
 
     Raises:
-        ConfigError: there is no such sample; lists the existing ones.
+        ConfigError: there is no such sample. The message lists all samples.
     """
     for file in SAMPLES:
         if name in (file, file.rpartition(".")[0]):

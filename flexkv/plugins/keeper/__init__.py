@@ -1,1 +1,2 @@
-"""A process between an engine and its plugins: starts, restarts and ends them, and bounds their output."""
+"""The keeper: a process between an engine and its plugins that starts, restarts and ends plugins, and bounds their
+output."""

@@ -1,5 +1,5 @@
-"""The keeper's entry point: runs the plugins of its order until the engine's process closes its end of the pipe, or is
-gone. Has one thread."""
+"""The keeper's entry point. Its one thread runs the plugins of its order until the engine's process closes its end of
+the pipe, or is gone."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from flexkv.plugins.process_tree import kill_descendants
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
-"""linux/prctl.h"""
+"""Options of prctl, from linux/prctl.h."""
 
 STDIN, STDOUT = 0, 1
 
 KILL_LOOK_S = 0.01
-"""How often the keeper looks whether what it killed has ended."""
+"""Seconds between two looks whether the processes that the keeper has killed have ended."""
 
 
 class Keeper:
     """Runs the plugins of one order, on one thread, until the engine's process is gone.
 
     Args:
-        woken: descriptor that a signal makes readable.
+        order: the plugins, their folder and their deadlines.
+        woken: descriptor that becomes readable when a signal arrives.
     """
 
     def __init__(self, order: Order, woken: int) -> None:
@@ -43,7 +44,7 @@ class Keeper:
         ]
 
     def say(self, level: str, name: str, line: str) -> None:
-        """Writes a message for the engine's log. If the pipe has no room, the message is counted and lost."""
+        """Writes a message for the engine's log. If the pipe is full, the message is lost and counted."""
         if self._lost and self._write("W", "keeper", f"{self._lost} lines were lost: the engine reads none"):
             self._lost = 0
         if not self._write(level, name, line):
@@ -52,12 +53,12 @@ class Keeper:
     def _write(self, level: str, name: str, line: str) -> bool:
         try:
             os.write(STDOUT, f"{level} {name}: {line}\n".encode())
-        except OSError:  # full, or the engine is gone
+        except OSError:  # the pipe is full, or the engine is gone
             return False
         return True
 
     def serve(self, is_ending: list[bool]) -> None:
-        """Runs the plugins until `is_ending` has an element, or the engine has closed its end."""
+        """Runs the plugins until `is_ending` has an item or the engine closes its end of the pipe, then ends them."""
         while not is_ending:
             now_s = time.monotonic()
             for run in self._runs:
@@ -68,14 +69,14 @@ class Keeper:
         self._end()
 
     def _wake_s(self, now_s: float) -> float | None:
-        """Seconds until there is something to do without an event; None if there is nothing."""
+        """Returns the seconds until a plugin is to be started or read again; None if neither is to be done."""
         due = [run.starts_at_s for run in self._runs if run.starts_at_s is not None]
         due += [run.reads_at_s for run in self._runs if run.reads_at_s]
         return max(0.0, min(due) - now_s) if due else None
 
     def _wait(self, timeout_s: float | None, *others: int) -> list[int]:
-        """Waits for output, ends of processes and `others`, and takes the first two; returns which of `others` have
-        something."""
+        """Waits for plugins' output, for processes that end, and for the descriptors `others`. Reads the output, reaps
+        the processes, and returns those of `others` that are readable."""
         poll = select.poll()
         now_s = time.monotonic()
         by_output = {run.output: run for run in self._runs if run.output >= 0 and run.reads_at_s <= now_s}
@@ -94,7 +95,7 @@ class Keeper:
         return [descriptor for descriptor in others if descriptor in ready]
 
     def _reap(self, now_s: float) -> None:
-        """Reaps every ended process: plugins, and their orphans, whose parent is the keeper."""
+        """Reaps every process that has ended: plugins, and their orphans, whose parent is now the keeper."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -104,14 +105,14 @@ class Keeper:
                 return
             run = next((run for run in self._runs if run.pid == ended.si_pid), None)
             if run is not None:
-                # Kills the rest of its group while the group's number cannot be another's.
+                # Kills the rest of the plugin's process group. After the reaping another group could get its number.
                 run.signal(signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
             if run is not None:
                 run.ended(os.waitstatus_to_exitcode(status), now_s)
 
     def _end(self) -> None:
-        """Asks all plugins to end, then kills the remaining processes."""
+        """Sends SIGTERM to all plugins, waits for their grace, then kills the remaining processes."""
         for run in self._runs:
             run.is_ending = True
             run.signal(signal.SIGTERM)
@@ -129,8 +130,8 @@ class Keeper:
 def main() -> None:
     order = Order.of(json.loads(sys.argv[1]))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    # Ends with the engine's thread that started it; gets the orphans of plugins; and neither it nor a plugin gains
-    # rights, by a file that runs as root for one.
+    # The keeper ends with the engine's thread that started it, and becomes the parent of plugins' orphans. Neither the
+    # keeper nor a plugin can gain rights, for example from a file that runs as root.
     for option, value in (
         (PR_SET_PDEATHSIG, int(signal.SIGTERM)),
         (PR_SET_CHILD_SUBREAPER, 1),
@@ -146,7 +147,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: is_ending.append(True))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if os.getppid() == order.parent:  # else the engine had ended before it could be watched
+    if os.getppid() == order.parent:  # otherwise the engine has ended before the keeper watched it
         Keeper(order, woken).serve(is_ending)
 
 

@@ -1,34 +1,35 @@
-"""One plugin's output as lines of the log: cut, made printable, and at a bounded rate."""
+"""Turns one plugin's output into lines of the log, which are cut, printable, and limited in number per second."""
 
 from __future__ import annotations
 
 LINES_PER_S = 10.0
 BURST_LINES = 100
-"""How many lines at once pass after a silence: a traceback, a table."""
+"""Lines that may pass at once after a silence, such as a traceback or a table."""
 
 LINE_BYTES = 1000
-"""Longer lines are cut here. A message for the engine stays below the 4096 bytes that a pipe takes in one piece, even
-where each byte becomes three."""
+"""Longer lines are cut to this many bytes. So a message for the engine stays below the 4096 bytes that a pipe takes in
+one piece, even if each byte becomes three."""
 
 MOST_SHOWN_BYTES = 3 * LINE_BYTES
 
 READ_BYTES = 1 << 16
-"""Bytes of one read."""
+"""Most bytes of one read."""
 
 READS_PER_S = 16.0
 BURST_READS = 16
-"""A plugin that writes more than this, a MiB per second, waits for its own pipe; the keeper stays idle."""
+"""Reads that may follow each other at once. A plugin that writes more than `READS_PER_S` allow, 1 MiB per second, waits
+until the keeper reads its pipe again. So no plugin can keep the keeper busy."""
 
 
 class TokenBucket:
-    """Lets `burst` events pass at once and `per_s` in the long run."""
+    """Allows `burst` events at once, and `per_s` events per second in the long run."""
 
     def __init__(self, per_s: float, burst: int, now_s: float) -> None:
         self._per_s, self._burst = per_s, burst
         self._left, self._at_s = float(burst), now_s
 
     def take(self, now_s: float) -> bool:
-        """Takes one event if one is allowed now."""
+        """Returns whether an event is allowed now, and counts it if so."""
         self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1.0:
@@ -37,12 +38,12 @@ class TokenBucket:
         return True
 
     def wait_s(self) -> float:
-        """Seconds from the last `take` until the next event is allowed."""
+        """Returns the seconds from the last `take` until the next event is allowed."""
         return max(0.0, (1.0 - self._left) / self._per_s)
 
 
 class OutputLines:
-    """Cuts what one run writes into lines; those beyond the rate are counted and lost."""
+    """Splits the output of one run into lines. Lines beyond the rate are lost and counted."""
 
     def __init__(self, now_s: float) -> None:
         self._bucket = TokenBucket(LINES_PER_S, BURST_LINES, now_s)
@@ -51,13 +52,13 @@ class OutputLines:
         self._lost = 0
 
     def take(self, chunk: bytes, now_s: float) -> list[str]:
-        """The lines that a piece of output completes, and the beginning of one that is too long. A line before them
-        says how many were lost."""
+        """Returns the lines that a piece of output completes, and the beginning of a line that is too long. After lines
+        were lost, a line before the next one says how many."""
         *whole, rest = (self._begun + chunk).split(b"\n")
         lines = []
         for number, line in enumerate(whole):
             if number == 0 and self._is_cut:
-                continue  # its beginning was already logged as a line
+                continue  # the beginning of this line was already logged
             lines += self._passed(line, now_s)
         if whole:
             self._is_cut = False
@@ -69,7 +70,7 @@ class OutputLines:
         return lines
 
     def end(self, now_s: float) -> list[str]:
-        """The last line if it has no line end, and how many lines were lost after the last one that passed."""
+        """Returns the last line if it has no line end, and a line that says how many were lost since the last one."""
         lines = self._passed(self._begun, now_s) if self._begun else []
         self._begun = b""
         if self._lost:
@@ -90,8 +91,8 @@ class OutputLines:
 
 
 def printable(line: bytes) -> str:
-    """The line without characters that could control a terminal or look like another line."""
+    """Returns the line without characters that could control a terminal or look like a new line."""
     text = line.decode(errors="replace").rstrip().expandtabs(4)
     shown = "".join(character if character.isprintable() else "?" for character in text)
-    # Cut after tabs became spaces, because the engine would treat the rest of a longer line as another message.
+    # Cut again, because tabs have become spaces and the engine would treat the rest of a long line as a new message.
     return shown.encode()[:MOST_SHOWN_BYTES].decode(errors="ignore")

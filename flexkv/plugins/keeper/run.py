@@ -1,4 +1,4 @@
-"""One plugin in its keeper: a process that runs, or a pause until it is started again."""
+"""One plugin in its keeper: its process, or the pause until the process is started again."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from flexkv.plugins.keeper.output import (
 )
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
+"""Option of prctl, from linux/prctl.h."""
 
 Say = Callable[[str, str, str], None]
-"""Takes a level (a letter of `LEVELS` in `launcher`), a plugin's name and a line."""
+"""Logs a line. Arguments: level (a letter of `LEVELS` in `launcher`), the plugin's name, the line."""
 
 PRCTL = ctypes.CDLL(None).prctl
 
 
 class PluginRun:
-    """One plugin's process, and when to start it again.
+    """One plugin's process, and when to start it again. Times are on the monotonic clock.
 
     Attributes:
-        pid: the process, which leads its own session; 0 while there is none.
-        output: descriptor to read its output from; -1 after its end.
-        starts_at_s: when to start it again, on the monotonic clock; None while it runs, and once it has ended
-            permanently.
-        reads_at_s: when to read its output again; 0 for at once.
-        is_ending: the unit ends, so the process is not started again.
+        pid: id of the process, which leads its own session; 0 while there is none.
+        output: descriptor from which the process's output is read; -1 after its end.
+        starts_at_s: when to start the process; None while it runs, and if it is not started again.
+        reads_at_s: when to read the output again; 0 for at once.
+        is_ending: whether the keeper ends its plugins, so that the process is not started again.
     """
 
     def __init__(self, program: Program, folder: str, times: Times, say: Say, now_s: float) -> None:
@@ -53,7 +52,7 @@ class PluginRun:
         self._reads = TokenBucket(READS_PER_S, BURST_READS, now_s)
 
     def start(self, now_s: float) -> None:
-        """Starts the process. If it cannot be started, that counts as an end of it."""
+        """Starts the process. If it cannot be started, that counts as a failed run."""
         self.starts_at_s = None
         self._started_s, self._lines = now_s, OutputLines(now_s)
         ours, theirs = os.pipe()
@@ -66,7 +65,7 @@ class PluginRun:
                 stderr=theirs,
                 cwd=self._folder,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # safe: the keeper has one thread
+                preexec_fn=_die_with_parent,  # safe, because the keeper has one thread
             )
         except (OSError, subprocess.SubprocessError) as error:
             os.close(ours)
@@ -75,14 +74,14 @@ class PluginRun:
         finally:
             os.close(theirs)
         self.pid, self.output = process.pid, ours
-        process.returncode = 0  # the keeper reaps it, with all that the plugins leave behind
+        process.returncode = 0  # so that subprocess does not wait for it: the keeper reaps all processes
         self._say("I", self.program.name, f"is started as process {self.pid}")
 
     def read(self, now_s: float, is_last: bool = False) -> None:
         """Reads one piece of output. Sets `reads_at_s` if the plugin has written enough for now.
 
         Args:
-            is_last: the process has ended, so this piece is read however much it has written.
+            is_last: whether the process has ended. Its last piece is read however much it has written.
         """
         self.reads_at_s = 0.0
         if not self._reads.take(now_s) and not is_last:
@@ -98,10 +97,10 @@ class PluginRun:
             self._close_output(now_s)
 
     def ended(self, code: int, now_s: float) -> None:
-        """Records that the process has ended with this code, negative for a signal, and was reaped."""
+        """Records that the process has ended and was reaped. A negative `code` is the number of a signal."""
         self.pid = 0
         if self.output >= 0:
-            self.read(now_s, is_last=True)  # its last words: a piece at most
+            self.read(now_s, is_last=True)  # reads at most one piece
             self._close_output(now_s)
         how = f"ended by signal {-code}" if code < 0 else f"ended with {code}"
         if code and not self.is_ending:
@@ -110,7 +109,7 @@ class PluginRun:
             self._say("I", self.program.name, f"{how}, and is not started again")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and all of its group."""
+        """Sends a signal to all processes of the plugin's process group."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
