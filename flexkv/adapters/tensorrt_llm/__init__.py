@@ -1,6 +1,7 @@
-"""flexkv for TensorRT-LLM: `connector_module: flexkv.adapters.tensorrt_llm` with these two classes.
+"""flexkv for TensorRT-LLM: set `connector_module: flexkv.adapters.tensorrt_llm`, and name the two classes below.
 
-It can be imported even if TensorRT-LLM is not installed. `docs/tensorrt-llm.md` has the complete `kv_connector_config`.
+The module can be imported even if TensorRT-LLM is not installed. `docs/tensorrt-llm.md` shows the complete
+`kv_connector_config`.
 """
 
 from flexkv.adapters.tensorrt_llm.connector import FlexKVScheduler, FlexKVWorker

@@ -1,7 +1,7 @@
-"""The connector's base classes: TensorRT-LLM's own if the package is installed, or else classes with the same
-interface.
+"""The base classes of the connector: TensorRT-LLM's own if the package is installed; otherwise replacements with the
+same interface.
 
-The package has the module at one path up to 1.2, and at another from 1.3 on; both are tried.
+The path of the package's module changed in version 1.3; both paths are tried.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ MODULES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 )
-"""The path from 1.3 on, and the one before."""
+"""Paths of the module with the base classes: from version 1.3 on, and in earlier versions."""
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
-"""Variables in which launchers give a process its rank, for a process without the package."""
+"""Environment variables in which launchers pass a process its rank; used if the package is not installed."""
 
 
 class BareWorker:
-    """Stands in for the worker's base class: keeps the arguments and the metadata bound last."""
+    """Replaces the worker's base class: keeps the engine's arguments and the metadata that was bound last."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -35,7 +35,7 @@ class BareWorker:
 
 
 class BareScheduler:
-    """Stands in for the scheduler's base class: keeps the arguments."""
+    """Replaces the scheduler's base class: keeps the engine's arguments."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -47,7 +47,8 @@ def find_api() -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # If any other module is missing, the installation is broken, and the user should see it.
+            # If a module other than this one and its parents is missing, the installation is broken, and the user
+            # should see the error.
             if error.name is None or not name.startswith(error.name):
                 raise
     return None
@@ -59,7 +60,8 @@ SchedulerBase: Any = BareScheduler if _api is None else _api.KvCacheConnectorSch
 
 
 def engine_version() -> str:
-    """The package's version without its local part; empty if it is not installed or has no version."""
+    """The version of TensorRT-LLM, without the part after "+"; empty if the package is not installed or has no
+    version."""
     if _api is None:
         return ""
     return str(getattr(importlib.import_module("tensorrt_llm"), "__version__", "")).partition("+")[0]

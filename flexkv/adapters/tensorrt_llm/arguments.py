@@ -16,7 +16,8 @@ from flexkv.unit.capacity import PromptLimit
 logger = get_logger(__name__)
 
 LATENT_TOKENS = 64
-"""Tokens per block of an MLA pool: the engine's kernels need this number, whatever the arguments say."""
+"""Tokens per block of an MLA pool. The engine's kernels require this number, so the engine ignores
+`tokens_per_block`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +26,26 @@ class EngineArguments:
 
     Attributes:
         model: the model's folder or hub name.
+        revision: the commit, branch or tag of a hub name; None if not given.
         ranks: tensor-parallel size, which is the number of ranks of the unit.
-        tokens_per_block: tokens per block by the arguments; an MLA pool has 64 whatever they say.
-        layers: number of layers of the model, without those of a draft model.
-        heads: number of heads of K and V on one rank; 0 for a latent.
-        head_size: elements of one head, or of the latent.
-        draft: how drafts are made; a draft model may have layers in the same pool.
-        draft_model: folder or hub name of the draft model; empty if there is none.
-        architecture: the model's own configuration.
-        quant_algo: the quantisation of the weights, by name; "None" for none.
+        tokens_per_block: tokens per block according to the arguments; an MLA pool ignores it (LATENT_TOKENS).
+        layers: number of layers of the model, without those of a draft model; 0 if unknown.
+        heads: number of heads of K and V on one rank; 0 for a latent, or if unknown.
+        head_size: elements of one head, or of the latent; 0 if unknown.
+        latent: whether the model is an MLA model, whose pool holds one latent per token and layer; None if unknown.
+        draft: the speculative decoding configuration as text; empty if there is none. A draft model may have layers in
+            the same pool.
+        architecture: the content of the model's `config.json`; empty if there is none.
+        quant_algo: name of the quantisation of the weights; "None" if they are not quantised.
         overrides: overrides of the model's configuration (`model_kwargs`).
-        without_hooks: the argument because of which forward passes may run without the hooks of their layers; empty if
-            every forward pass calls them.
-        prompt_limit: `max_seq_len`; None where the arguments leave it to the engine, which decides by model and
-            memory.
-        in_key: other arguments that decide KV, as plain values, by their names in the key.
-        random_weights: the weights are random, so no file identifies them.
-        remote_code: Python files in the model's folder are part of the model.
+        without_hooks: name of the argument that lets forward passes run without the hooks of their layers; empty if
+            every forward pass calls the hooks.
+        prompt_limit: the limit from `max_seq_len`; None if that argument is not given. The engine then chooses a limit
+            that depends on the model and the memory.
+        in_key: plain values of other arguments that determine KV, by their names in the key.
+        random_weights: whether the weights are random, so that no file identifies them.
+        remote_code: whether Python files in the model's folder are part of the model.
+        draft_model: folder or hub name of the draft model; empty if there is none.
     """
 
     model: str
@@ -65,15 +69,15 @@ class EngineArguments:
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
-        """Reads and checks `TorchLlmArgs`.
+        """Reads and checks the engine's arguments, a `TorchLlmArgs`.
 
         Raises:
-            ConfigError: the engine is split, or keeps KV, in a way that a page cannot describe. The message names the
-                argument.
+            ConfigError: the engine is parallelised, or keeps KV, in a way that a page cannot represent. The message
+                names the argument.
         """
         cache = getattr(llm_args, "kv_cache_config", None)
         _refuse(llm_args, cache)
-        architecture = model_config(str(llm_args.model))  # without one, shapes are not checked
+        architecture = model_config(str(llm_args.model))  # if empty, shapes are not checked
         text = architecture.get("text_config", architecture)
         _refuse_model(text, bool(getattr(llm_args, "sparse_attention_config", None)))
         ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
@@ -81,7 +85,7 @@ class EngineArguments:
         latent = "kv_lora_rank" in text if text else None
         heads, head_size = _heads(text, ranks)
         longest = getattr(llm_args, "max_seq_len", None)
-        # Some backends of the experts quantise what goes into them.
+        # Some backends for experts quantise the experts' inputs, so the backend enters the key.
         experts = getattr(getattr(llm_args, "moe_config", None), "backend", None)
         return cls(
             model=str(llm_args.model),
@@ -111,10 +115,15 @@ class EngineArguments:
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
-        """The shape against which a pool of `pool_layers` layers is checked; `latent` is what the pool itself says.
+        """The model's shape, against which the engine's pool is checked.
+
+        Args:
+            pool_layers: number of layers of the pool.
+            latent: whether the pool holds latents instead of K and V.
 
         Raises:
-            ConfigError: the pool is not of the model's kind, or lacks some of the model's layers.
+            ConfigError: `latent` contradicts the model's configuration, or the pool has a different number of layers
+                than the model (more are allowed if there is a draft).
         """
         if self.latent is not None and self.latent != latent:
             raise ConfigError(
@@ -131,15 +140,16 @@ class EngineArguments:
 
 
 def _draft_model(speculative: Any) -> str:
-    """The draft model's folder or hub name, whose field has different names in different versions of the engine;
-    n-grams have none.
+    """The draft model's folder or hub name. The name of its field differs between versions of the engine. Empty if
+    there is no draft model, as with n-grams.
     """
     names = ("speculative_model", "speculative_model_dir")
     return str(next((found for name in names if (found := getattr(speculative, name, None))), ""))
 
 
 def _without_hooks(llm_args: Any) -> str:
-    """See `EngineArguments.without_hooks`. An engine without `cuda_graph_config` may replay its forward passes too."""
+    """See `EngineArguments.without_hooks`. An engine that lacks the argument `cuda_graph_config` may replay CUDA graphs
+    too, so it counts as such an argument."""
     if not hasattr(llm_args, "cuda_graph_config"):
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
@@ -197,7 +207,8 @@ def _refuse_model(text: Mapping[str, Any], sparse: bool) -> None:
 
 
 def _heads(text: Mapping[str, Any], ranks: int) -> tuple[int, int]:
-    """KV heads on one rank, and elements of one head (for MLA: of the latent); zeros if unknown."""
+    """Number of KV heads on one rank, and elements of one head; for MLA, 1 and the elements of the latent. Zeros if
+    unknown."""
     if "kv_lora_rank" in text:
         return 1, int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))
     queries = int(text.get("num_attention_heads", 0))

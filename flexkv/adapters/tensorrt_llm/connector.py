@@ -1,4 +1,4 @@
-"""The two classes that TensorRT-LLM loads: they pass every hook on to the side that handles it."""
+"""The two classes that TensorRT-LLM loads. They pass the engine's calls on to `WorkerSide` and `SchedulerSide`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flexkv.observe import get_logger
 logger = get_logger(__name__)
 
 _schedulers: WeakValueDictionary[str, SchedulerSide] = WeakValueDictionary()
-"""Schedulers by their address. Rank 0's worker polls its scheduler, because the engine may not call the scheduler in an
-iteration."""
+"""The schedulers in this process, by address. Rank 0's worker polls its scheduler, because there are iterations in
+which the engine does not call the scheduler."""
 
 
 class FlexKVWorker(WorkerBase):
-    """One rank's worker. It is set as `connector_worker_class`.
+    """One rank's worker, the value of `connector_worker_class`.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, or the engine is split or configured in a way that is not
-            supported.
+        ConfigError: a setting is unknown or not allowed, or the engine is parallelised or configured in a way that
+            flexkv does not support.
     """
 
     supports_attention_dp = False
@@ -46,25 +46,26 @@ class FlexKVWorker(WorkerBase):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        """Takes the primary pool, shape [blocks, layers, 1 or 2, elements of a block].
+        """Registers the engine's primary pool, shape [blocks, layers, 1 or 2, elements of a block].
 
         Raises:
-            GeometryError, ConfigError: the pool has another shape, or is not all of the model's KV.
+            GeometryError, ConfigError: the pool has a different shape, or does not hold all of the model's KV.
         """
         self.side.register(geometry_of_pool(kv_cache_tensor, self._arguments))
 
     @log_refusal(logger)
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Takes the pools as versions from 1.3 on describe them.
+        """Registers the engine's pools, described as in versions from 1.3 on.
 
         Raises:
-            GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot describe.
-            ConfigError: the cache is not all of the model's KV.
+            GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot
+                represent.
+            ConfigError: the cache does not hold all of the model's KV.
         """
         self.side.register(geometry_of_layout(layout, self._arguments))
 
     def register_forward_pass_callable(self) -> None:
-        """No callable is needed: copies are ordered with the engine's stream when they are submitted."""
+        """Registers nothing, because copies are ordered relative to the engine's stream when they are submitted."""
 
     def start_load_kv(self, stream: Any) -> None:
         metadata = self.get_connector_meta()
@@ -75,13 +76,13 @@ class FlexKVWorker(WorkerBase):
         self.side.wait_for_layer(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Does nothing: stores copy whole blocks after a request has ended, because only then does the engine keep its
-        blocks for a connector.
+        """Does nothing. Stores copy complete blocks after a request has finished, because only then does the engine
+        keep the request's blocks for a connector.
         """
 
     def wait_for_save(self, stream: Any) -> None:
-        """Ends the forward pass's loads. Does not wait for stores: the engine keeps the blocks until `get_finished`
-        returns the request.
+        """Waits until the forward pass's loads have finished. Does not wait for stores, because the engine keeps a
+        request's blocks until `get_finished` returns the request.
         """
         self.side.forward_ended()
 
@@ -99,10 +100,10 @@ class FlexKVWorker(WorkerBase):
 
 
 class FlexKVScheduler(SchedulerBase):
-    """The scheduler on rank 0. It is set as `connector_scheduler_class`.
+    """The scheduler on rank 0, the value of `connector_scheduler_class`.
 
     Raises:
-        ConfigError: as for `FlexKVWorker`.
+        ConfigError: see `FlexKVWorker`.
     """
 
     supports_attention_dp = False
@@ -117,7 +118,7 @@ class FlexKVScheduler(SchedulerBase):
         _close_at_exit(self.shutdown)
 
     def wait_for_initialization(self) -> None:
-        """Does not wait: nothing is promised until every rank has joined, which takes the first iterations."""
+        """Does not wait. The ranks join during the first iterations, and nothing is promised before all have joined."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self.side.build(scheduler_output)
@@ -142,7 +143,8 @@ class FlexKVScheduler(SchedulerBase):
         return self.side.finished(request, only_group(cache_block_ids_by_layer_group))
 
     def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
-        """The engine hands back prompt tokens [start, end) of its promise: all of it, or a part at either end."""
+        """Called when the engine declines prompt tokens [start, end) of those it was promised: all of them, or some at
+        either end."""
         self.side.cancel_load(_id_of(request), start, end)
 
     def request_reset(self, request: Any) -> None:
@@ -155,13 +157,14 @@ class FlexKVScheduler(SchedulerBase):
 
 
 def _id_of(request: Any) -> int:
-    """The id of a request; the argument itself if it already is an id."""
+    """The id of a request. The argument may also be an id, which is returned unchanged."""
     return int(getattr(request, "request_id", request))
 
 
 def _close_at_exit(method: Any) -> None:
-    """Calls `method` when the process exits, because some versions of the package close no connector. Pages that wait
-    for a disk are written then."""
+    """Calls the bound method `method` when the process exits, unless its object is gone by then. This is needed because
+    some versions of TensorRT-LLM do not close connectors, and closing writes the pages that still have to go to
+    disk."""
     reference = WeakMethod(method)
 
     def close() -> None:

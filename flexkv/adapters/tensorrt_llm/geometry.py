@@ -1,4 +1,5 @@
-"""Views of the engine's pool: some versions of TensorRT-LLM hand over the pool's tensor, others its layout."""
+"""Makes views of the engine's pool. Some versions of TensorRT-LLM pass the pool's tensor, others a description of its
+layout."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ Item = TypeVar("Item")
 
 
 def geometry_of_pool(pool: Any, arguments: EngineArguments) -> RankPool:
-    """The geometry of the primary pool, shape [blocks, layers, 1 or 2, elements of a block].
+    """Describes the primary pool, a tensor of shape [blocks, layers, 1 or 2, elements of a block].
 
     Raises:
-        GeometryError, ConfigError: the pool has another shape, or contradicts the arguments.
+        GeometryError, ConfigError: the pool has a different shape, or contradicts the arguments.
     """
     if len(tuple(pool.shape)) != 4:
         raise GeometryError(
@@ -39,11 +40,11 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> RankPool:
 
 
 def geometry_of_layout(layout: Any, arguments: EngineArguments) -> RankPool:
-    """The geometry of a `KvCacheLayout` with one layer group. It may have any number of regions: block i is slot i of
-    all of them.
+    """Describes a cache that is given as a `KvCacheLayout` with one layer group. The group may have any number of
+    regions; block i consists of slot i of every region.
 
     Raises:
-        GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot describe.
+        GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot represent.
         ConfigError: the cache contradicts the arguments.
     """
     group = only_group(layout.groups)
@@ -74,9 +75,10 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> RankPool:
 
 
 def only_group(by_group: Sequence[Item]) -> Item:
-    """
+    """The only item of a list with one item per layer group.
+
     Raises:
-        GeometryError: there are several layer groups.
+        GeometryError: there is not exactly one layer group.
     """
     if len(by_group) != 1:
         raise GeometryError(
@@ -87,7 +89,7 @@ def only_group(by_group: Sequence[Item]) -> Item:
 
 
 def _is_plain(region: Any) -> bool:
-    """Whether the region holds only K and V of layers that are all alike."""
+    """Whether the region consists of K and V buffers of equal size and nothing else."""
     return (
         all(buffer.role in KV_ROLES and buffer.expansion == 1 for buffer in region.buffers)
         and len(region.buffers) > 0
@@ -96,7 +98,8 @@ def _is_plain(region: Any) -> bool:
 
 
 def _region(region: Any, plain: bool) -> TrtllmRegion:
-    # The engine gives no buffer sizes, but buffers of one role are alike, and K is as long as V.
+    # The engine gives no buffer sizes. Buffers of one role have equal sizes, and K is as long as V, so the region's
+    # size is divided by the number of buffers.
     size = region.size // max(1, len(region.buffers))
     buffers = (
         tuple(

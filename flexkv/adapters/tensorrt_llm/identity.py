@@ -1,5 +1,5 @@
-"""Namespaces, which decide which requests may share a block: the engine's, and within it that of a request's salt and
-adapter.
+"""Makes the namespaces, which determine which requests may share a block: one for the engine, and within it one for
+each salt and adapter of requests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from flexkv.config import FlexKVConfig
 from flexkv.weights.files import NAMED, WeightsContent
 
 RUN = os.urandom(16)
-"""Random bytes that tell this run from all others."""
+"""Random bytes that distinguish this run of the engine from all others."""
 
 DEFAULT_REVISION = "default"
-"""Revision of a draft model given by its hub name. Nothing says which commit is meant, so this names no weights."""
+"""Revision that is used for a draft model given by its hub name. The arguments do not say which commit is meant, so
+such a draft model's weights have no permanent name."""
 
 NOT_IN_TOKENS = (
     "multimodal_hashes",
@@ -33,20 +34,24 @@ NOT_IN_TOKENS = (
     "cross_attention_mask",
     "skip_cross_attn_blocks",
 )
-"""Attributes of a request whose KV depends on more than its tokens. Different images may have equal placeholder tokens,
-so such a request is neither looked up nor stored."""
+"""Attributes of a request. If any of them is set, the request's KV depends on more than its tokens (different images
+may have equal placeholder tokens), so the request is neither looked up nor stored."""
 
 
 def engine_namespace(
     arguments: EngineArguments, settings: FlexKVConfig, block_tokens: int, pool_dtype: str = ""
 ) -> bytes:
-    """32 bytes, equal in all processes that would compute equal KV.
+    """The engine's namespace: 32 bytes, equal in all processes that would compute equal KV.
 
     Args:
-        pool_dtype: dtype of the pool's elements, by name.
+        arguments: the engine's arguments.
+        settings: flexkv's settings.
+        block_tokens: tokens per block.
+        pool_dtype: name of the dtype of the pool's elements; only the common key scheme uses it.
 
     Raises:
-        ConfigError: nothing identifies the weights, or other engines could not share this one's pages.
+        ConfigError: nothing identifies the weights, or the settings demand the common key scheme and other engines
+            could not share this engine's pages.
     """
     weights = settings.identity.model or weights_identity(arguments.model, arguments.revision)
     if settings.keys.scheme == COMMON:
@@ -62,11 +67,12 @@ def engine_namespace(
             config=arguments.architecture,
         )
         return common_namespace(shared, settings)
-    # Where the user names the weights, the key has no commit for the files beside them.
+    # The last item: if the user names the weights, the key does not contain the commit that identifies the files beside
+    # the weights.
     place = (arguments.model, arguments.revision, bool(settings.identity.model))
     fields: dict[str, Any] = {
         "engine": "tensorrt-llm",
-        # Another version may compute different KV for the same model.
+        # A different version of TensorRT-LLM may compute different KV for the same model.
         "version": engine_version(),
         "weights": weights,
         "architecture": plain_config(dict(arguments.architecture)),
@@ -82,14 +88,14 @@ def engine_namespace(
         "namespace": settings.identity.namespace,
     }
     if arguments.draft_model:
-        # The draft model's path says nothing about its content.
+        # `arguments.draft` contains only the draft model's path, which says nothing about its content.
         fields["draft_weights"] = weights_identity(arguments.draft_model, None, DEFAULT_REVISION)
     return plain_namespace(fields)
 
 
 def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names only by samples: the model's, and those of a draft model, which may have
-    layers in the same pool.
+    """The weights that the namespace identifies only by samples of their content: the model's, and those of a draft
+    model, which may have layers in the same pool.
     """
     content = NAMED
     if not settings.identity.model:
@@ -100,14 +106,15 @@ def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> Weight
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:
-    """The namespace of one request's keys; None if its KV depends on more than the keys express.
+    """The namespace of one request's keys; None if the request's KV depends on more than keys can express.
 
-    The engine knows an adapter by a number that says nothing about its content, so the pages of a request with an
-    adapter serve only this run.
+    The engine identifies a LoRA adapter by a number that says nothing about the adapter's content. So the pages of a
+    request with an adapter are found only in this run of the engine.
     """
     if any(getattr(request, name, None) is not None for name in NOT_IN_TOKENS):
         return None
-    # The engine's own caches use the salt's number, and during a lookup a request knows only this number of its salt.
+    # The salt's number is preferred, because during a lookup the request has only the number, not the salt itself. The
+    # engine's own caches use the number too.
     salt = getattr(request, "cache_salt_id", None)
     if salt is None:
         salt = getattr(request, "cache_salt", None)

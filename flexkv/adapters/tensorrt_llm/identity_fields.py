@@ -1,7 +1,7 @@
-"""The arguments that TensorRT-LLM passes to its connector that decide the KV of a block, and so enter its key.
+"""The arguments of TensorRT-LLM that determine the KV of a block, and therefore enter the block's key.
 
-The package is not installed where flexkv is built: these are the arguments of versions 1.1 to 1.3 as far as known. An
-argument that is missing from the table is not in the key.
+TensorRT-LLM is not installed where flexkv is built, so no test compares the table with the package. The table has the
+arguments of versions 1.1 to 1.3 as far as they are known. An argument that is missing from the table is not in the key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sockets between rank 0's scheduler and the workers of all ranks, besides the engine's own channel.
+"""Sockets between rank 0's scheduler and the workers of all ranks, in addition to the engine's own channel.
 
-TensorRT-LLM carries no data from a worker to the scheduler, and none to a worker in an iteration without a batch. So
-rank 0 listens on a local socket with an unguessable name, which the ranks learn from its first metadata. Neither side
-ever waits: bytes that cannot be sent yet are kept, up to a bound.
+TensorRT-LLM carries no data from a worker to the scheduler, and none from the scheduler to a worker in an iteration
+without a batch. So rank 0 listens on a local socket with an unguessable name, which the ranks get with their first
+metadata. Neither side ever waits: bytes that cannot be sent yet are kept, up to MAX_WAITING_BYTES.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ logger = get_logger(__name__)
 LENGTH = struct.Struct("<I")
 
 CHUNK_BYTES = 1 << 18
-"""Bytes sent or received by one call; a socket's default buffer holds about as much."""
+"""Most bytes that one system call sends or receives; a socket's default buffer holds about as much."""
 
 MAX_STRANGERS = 64
-"""Most connections that are not admitted yet; the oldest beyond it are closed."""
+"""Most connections that may be open without being admitted. If there are more, the oldest are closed."""
 
 MAX_WAITING_BYTES = 64 << 20
-"""Most unsent bytes of one connection: orders for a million pages. A side that lags further behind does not read."""
+"""Most unsent bytes of one connection, about the orders for a million pages. If there are more, the peer is assumed not
+to read any more, and the connection is closed. Also the largest message that is accepted."""
 
 
 class Wire:
-    """One end of a connection: carries whole messages in order, and never blocks."""
+    """One end of a connection. It sends and receives complete messages in order, and never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -41,10 +42,11 @@ class Wire:
         self._out = bytearray()
         self._in = bytearray()
         self.closed = ""
-        """Why the connection has ended; empty while it is open."""
+        """Why the connection was closed; empty while it is open."""
 
     def send(self, message: object) -> None:
-        """Sends a message, or keeps it for the next `flush`."""
+        """Sends a message. Bytes that the socket does not accept yet are kept for the next `flush`. Does nothing if the
+        connection is closed."""
         if self.closed:
             return
         content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -54,7 +56,7 @@ class Wire:
         self.flush()
 
     def flush(self) -> None:
-        """Sends as many bytes as the socket takes now."""
+        """Sends as many of the kept bytes as the socket accepts now."""
         while self._out and not self.closed:
             try:
                 sent = self._socket.send(self._out[:CHUNK_BYTES])
@@ -92,7 +94,7 @@ class Wire:
             del self._in[: LENGTH.size + size]
             try:
                 messages.append(pickle.loads(content))
-            except Exception as error:  # bytes that are not a pickle may raise any exception
+            except Exception as error:  # for bytes that are not a pickle, loads() may raise any exception
                 return self._end_garbled(messages, f"{type(error).__name__}: {error}")
         return messages
 
@@ -102,22 +104,23 @@ class Wire:
         return messages
 
     def close(self, reason: str = "closed here") -> None:
-        """Ends the connection. Idempotent."""
+        """Closes the connection. Idempotent; the first reason is kept."""
         self.closed = self.closed or reason
         self._out.clear()
         self._socket.close()
 
 
 class Listener:
-    """The scheduler's end. Only processes of the same user on this machine may connect.
+    """The scheduler's end of all connections. Only processes of the same user on this machine may connect.
 
-    A connection is unknown until `admit`: its messages are received, but it is sent none, and its end is ignored.
+    Before a connection is admitted with `admit`, its messages are received, but no messages are sent to it, and nobody
+    is informed if it closes.
     """
 
     def __init__(self) -> None:
         self.address = f"flexkv-{os.getpid()}-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # An abstract name leaves no file behind, however the process ends.
+        # The name is in Linux's abstract namespace, so no file is left behind however the process ends.
         self._socket.bind("\0" + self.address)
         self._socket.setblocking(False)
         self._socket.listen(64)
@@ -125,7 +128,8 @@ class Listener:
         self._strangers: list[Wire] = []
 
     def poll(self) -> list[tuple[Wire, Any]]:
-        """Accepts connections, and returns the messages of all since the last call, those of each in order."""
+        """Accepts new connections, and returns the messages that have arrived on all connections since the last call:
+        pairs of a connection and a message, in order for each connection."""
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -145,7 +149,7 @@ class Listener:
         return received
 
     def admit(self, wire: Wire) -> None:
-        """Makes a connection a rank's. If it has closed since its message arrived, `broken` reports it."""
+        """Admits a connection as that of a rank. If it has closed since its message arrived, `broken` reports that."""
         if wire in self._strangers:
             self._strangers.remove(wire)
         self._wires.append(wire)
@@ -157,7 +161,7 @@ class Listener:
 
     @property
     def broken(self) -> str:
-        """Why the connection of an admitted rank has ended; empty while all are open."""
+        """Why the connection of an admitted rank was closed; empty while all of them are open."""
         return next((wire.closed for wire in self._wires if wire.closed), "")
 
     def close(self) -> None:
@@ -170,7 +174,8 @@ def connect(address: str) -> Wire:
     """Connects a rank to its scheduler, and returns the rank's end.
 
     Raises:
-        ClosedError: no process of this user listens there: the scheduler has ended, or runs on another machine.
+        ClosedError: no process of this user listens at the address, because the scheduler has exited or runs on a
+            different machine.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

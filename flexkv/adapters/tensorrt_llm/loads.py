@@ -1,4 +1,4 @@
-"""Promises of tokens that the engine need not compute, and the loads that keep them."""
+"""Looks up the tokens that the engine need not compute, promises them to the engine, and orders their loads."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ class Loads:
     """Lookups and loads of one unit.
 
     Args:
-        by_layer: see the attribute of `SchedulerSide`.
+        load: the settings of loads.
+        ranks: the ranks and their unit.
+        counters: the scheduler's counters.
+        by_layer: whether a step waits for each layer of its loads separately; see `SchedulerSide`.
 
     Attributes:
-        sync: loads run inside the step that needs them, not between steps.
+        sync: True if loads run inside the step that needs them, False if they run between steps.
     """
 
     def __init__(self, load: LoadConfig, ranks: RankCoordinator, counters: Counters, by_layer: bool) -> None:
@@ -46,18 +49,20 @@ class Loads:
         self._by_layer = by_layer
         self._wait_left_s = load.lookup_wait_s
         self._planned: list[LoadJob] = []
-        """Loads inside the next step that were not sent to the ranks yet."""
+        """Loads for the next step's metadata, if `sync`."""
 
     # --- lookups ---
 
     def match(self, tracker: RequestTracker, tokens: Sequence[int], computed_tokens: int) -> int:
         """Leases and promises tokens that can be loaded beyond `computed_tokens`; returns their number.
 
-        Only pages verified in host memory are promised. Pages in the tiers behind it are read first, and this waits for
-        them, because the engine cannot be asked to come back; pages that arrive too late serve later lookups. Nothing
-        is promised while ranks may still handle an earlier load of the request: see `RequestTracker.spent`.
+        Only pages in host memory are promised. Pages in the tiers behind it are read into host memory first. This
+        method waits for them, because the engine cannot be asked to repeat the lookup later; pages that arrive too late
+        serve later lookups. Nothing is promised while ranks may still handle an earlier load of the request (see
+        `RequestTracker.spent`).
         """
-        # The engine asks only for requests that hold no block, so tokens computed in earlier blocks do not count.
+        # The engine asks only for requests that hold no blocks, so tokens that were computed in earlier blocks do not
+        # count.
         tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
         tracker.step_loaded = tracker.computed = 0
         tracker.prompt_tokens = len(tokens)
@@ -68,7 +73,7 @@ class Loads:
         return tracker.told
 
     def _look_up(self, tracker: RequestTracker, tokens: Sequence[int], computed_tokens: int) -> range:
-        """Leases the blocks that can be promised, and returns them."""
+        """Leases the blocks that can be promised; returns their numbers within the request."""
         unit, block_tokens = self._ranks.unit, self._ranks.block_tokens
         if not self._ranks.usable or tracker.keys is None or tracker.ordered:
             return NO_BLOCKS
@@ -79,7 +84,8 @@ class Loads:
         if within or start >= end:
             return NO_BLOCKS
         keys = tracker.keys.of(tokens)[:end]
-        # All ranks stand still during the wait, and so do the running requests, so all lookups before a step share it.
+        # All ranks and running requests stand still during the wait. So all lookups before a step together wait at most
+        # `load.lookup_wait_s`.
         ends_s = time.monotonic() + self._wait_left_s
         match = match_and_wait(
             lambda: unit.manager.match(tracker.name, [keys], computed_tokens),
@@ -96,9 +102,10 @@ class Loads:
     # --- loads ---
 
     def allocated(self, tracker: RequestTracker, request: Any, block_ids: list[int]) -> None:
-        """Called when the engine has given the request its blocks: orders the load that was promised.
+        """Called when the engine has allocated the request's blocks. Orders the load that was promised.
 
-        A load between steps is sent to the ranks at once: no step's metadata has its request, and there may be no step.
+        A load between steps is sent to the ranks at once, because no step's metadata contains its request and there may
+        be no next step.
 
         Raises:
             TransferError: see `_renew`.
@@ -108,14 +115,14 @@ class Loads:
         block_tokens = self._ranks.block_tokens
         wanted = blocks_of(taken, block_tokens)
         if not wanted:
-            # The engine handed back the whole offer, or it asked again and got none: its wait for a load can be ended
-            # by a load of nothing. If a reset took the promise away instead, the engine counts on KV that never comes,
-            # and must go on waiting.
+            # If the engine declined the complete offer, or asked again and was promised nothing, it may still wait for
+            # a load; an empty load ends this wait. If instead a reset withdrew the promise, the engine counts on KV
+            # that never comes, so it must go on waiting.
             if not self.sync and (offer or (tracker.unsettled and tracker.told == 0)):
                 self._order(tracker, None)
             return
         self._renew(tracker, request, offer)
-        # The engine may have found fewer blocks than it takes.
+        # The engine may have allocated fewer blocks than it accepted from the offer.
         given = block_ids[wanted.start : wanted.stop]
         targets = np.full(len(offer), NO_BLOCK, np.int32)
         first = wanted.start - offer.start
@@ -132,7 +139,8 @@ class Loads:
         tracker.step_loaded = (wanted.start + len(given)) * block_tokens
 
     def _order(self, tracker: RequestTracker, graph: TransferGraph | None) -> None:
-        """Orders a load between steps. If it is a load of nothing, no rank will report its end."""
+        """Orders a load between steps. If the load has no ops, no rank will report its end, so the request gets no
+        further load (`spent`)."""
         graph = NO_OPS if graph is None else graph
         tracker.load = frozenset(op.op_id for op in graph.ops)
         tracker.spent |= not tracker.load
@@ -140,10 +148,11 @@ class Loads:
         self._ranks.order(LoadJob(tracker.name, graph, sync=False))
 
     def _renew(self, tracker: RequestTracker, request: Any, offer: range) -> None:
-        """Leases the promised blocks again, if their lease expired before the engine took up the promise.
+        """Leases the promised blocks again if their lease expired before the engine allocated the request's blocks.
 
         Raises:
-            TransferError: the blocks are gone. The engine counts the tokens as loaded, and cannot be told otherwise.
+            TransferError: the promised blocks are gone. The engine counts their tokens as loaded, and its interface
+                has no way to correct that.
         """
         assert tracker.keys is not None
         manager = self._ranks.unit.manager
@@ -158,17 +167,20 @@ class Loads:
             )
 
     def take_planned(self) -> tuple[LoadJob, ...]:
-        """Takes the loads inside the next step. Later lookups may wait again."""
+        """Removes and returns the loads for the next step. Lookups after this call may wait for the full
+        `load.lookup_wait_s` again."""
         self._wait_left_s = self._load.lookup_wait_s
         planned, self._planned = tuple(self._planned), []
         return planned
 
-    # --- handed back ---
+    # --- declined by the engine ---
 
     def cancel(self, tracker: RequestTracker, start: int, end: int | None) -> None:
-        """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on.
+        """Called when the engine declines prompt tokens [start, end) of those it was promised. If `end` is None, it
+        declines all tokens from `start` on.
 
-        A load under way can be cancelled only as a whole: its blocks stay in use until the ranks return its id.
+        A load in flight is cancelled only when all its tokens have been declined. Its blocks stay in use until the
+        ranks return its id.
         """
         end = sys.maxsize if end is None else end
         if tracker.offer:
@@ -183,7 +195,7 @@ class Loads:
                 self._ranks.order(CancelOrder(tracker.request_id))
 
     def drop_planned(self, tracker: RequestTracker) -> None:
-        """Ends the request's loads inside the next step, because its blocks are freed."""
+        """Drops the request's loads from the next step, because the request's blocks are about to be freed."""
         manager = self._ranks.unit.manager
         manager.abandon_loads(tracker.name)
         mine = [job for job in self._planned if job.request_id == tracker.name]

@@ -1,4 +1,4 @@
-"""Messages between rank 0's scheduler and the ranks' workers. Plain and picklable."""
+"""Messages between rank 0's scheduler and the ranks' workers. All are plain and picklable."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class StepMetadata:
     """The result of `build_connector_meta`, which the engine broadcasts to every rank.
 
     Attributes:
-        step: counts up, so that a worker that gets the same metadata again does nothing twice.
-        address: where the scheduler listens for its ranks. No two schedulers have the same address, so a rank that has
-            joined one scheduler can refuse the steps of another.
+        step: number of the step, counting up. A worker ignores metadata with a number that it has already seen.
+        address: the address at which the scheduler listens for its ranks. No two schedulers have the same address, so a
+            rank that has joined one scheduler can refuse the steps of another scheduler.
         loads: loads of requests that this step's forward pass computes.
-        computes: this step's forward pass computes a request.
+        computes: whether this step's forward pass computes any request.
     """
 
     step: int
@@ -29,12 +29,14 @@ class StepMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """The stores of a request that has ended. A rank starts them once the engine has named the request's id to it. If
-    `graph` is None, the request's blocks only wait for its load to end.
+    """Orders the stores of a finished request. A rank starts them after the engine has passed the request's id to it in
+    `get_finished`.
 
     Attributes:
-        first_step: the first step that computed the request; 0 for none. A rank on which this step or a later one broke
-            off does not store the request.
+        request_id: the engine's id of the request.
+        graph: the stores; None if there are none, and the request's blocks are only kept until its load has finished.
+        first_step: number of the first step that computed the request; 0 if none did. A rank on which this step or a
+            later one was interrupted by an error does not store the request.
     """
 
     request_id: int
@@ -44,18 +46,20 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """Cancels the request's load between steps: copies that were not issued are dropped. No load of this id follows."""
+    """Cancels the request's load between steps: copies that were not issued yet are dropped. The scheduler orders no
+    further load with this id."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankJoin:
-    """One rank's first message to the scheduler; all others are `RankReport`s.
+    """One rank's first message to the scheduler; all its later messages are `RankReport`s.
 
     Attributes:
+        rank: number of the rank.
         facts: facts about the rank's pool.
-        block_tokens: tokens per block of that pool.
+        block_tokens: tokens per block of the rank's pool.
     """
 
     rank: int
@@ -64,5 +68,6 @@ class RankJoin:
 
 
 Order = LoadJob | SaveOrder | CancelOrder | PoolGrant
-"""A message to every rank. A `LoadJob` is a load between steps: a rank starts it once the engine has named the
-request's id to it, because only then has this rank enqueued every forward pass that may still use the blocks."""
+"""A message from the scheduler to every rank. A `LoadJob` orders a load between steps. A rank starts it only after the
+engine has passed the request's id to it in `get_finished`, because only then has this rank enqueued every forward pass
+that may still use the blocks."""

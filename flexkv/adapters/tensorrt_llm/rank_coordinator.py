@@ -1,4 +1,4 @@
-"""Coordinates the ranks from rank 0's scheduler: admits them, takes their reports, and sends them orders."""
+"""Coordinates the ranks from rank 0's scheduler: lets them join, processes their reports, and sends them orders."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ logger = get_logger(__name__)
 
 
 class RankCoordinator:
-    """Takes the reports of the ranks, makes the unit from their facts, and sends them orders. Never waits for a rank.
+    """Processes the reports of the ranks, makes the unit from their facts, and sends them orders. Never waits for a
+    rank.
 
     Attributes:
         unit: the engine's unit; a `NullUnit` until every rank has joined, and if the ranks cannot be served.
-        ranks: number of the ranks.
+        ranks: number of ranks.
         block_tokens: tokens per block of every rank's pool; 0 as long as the unit is a `NullUnit`.
-        namespace: that of the keys of requests without salt and adapter; empty as long as the unit is a
-            `NullUnit`.
-        requests: the live requests that were looked up. There are no more of them than the engine has requests, because
-            the engine reports the end of each request.
+        namespace: the namespace for requests without salt and adapter; empty as long as the unit is a `NullUnit`.
+        requests: the live requests that were looked up, by id. Their number is bounded by that of the engine's
+            requests, because the engine reports the end of each request.
     """
 
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments, counters: Counters) -> None:
@@ -54,12 +54,12 @@ class RankCoordinator:
 
     @property
     def address(self) -> str:
-        """The address at which the ranks connect."""
+        """The address to which the ranks connect."""
         return self._listener.address
 
     @property
     def usable(self) -> bool:
-        """Whether promises can be made, which needs the host pool on every rank."""
+        """Whether pages can be promised: the unit is usable and every rank has attached the host pool."""
         return self.unit.usable and len(self._ready) == self.ranks
 
     def order(self, order: Order) -> None:
@@ -67,7 +67,8 @@ class RankCoordinator:
         self._listener.broadcast(order)
 
     def poll(self) -> None:
-        """Takes the ranks' reports, drives the disks, ends expired leases and reports metrics. Never waits."""
+        """Processes the ranks' reports, advances the work of the disks, ends expired leases, and reports metrics. Never
+        waits."""
         self.receive()
         if self._listener.broken and self.unit.usable:
             self.unit.disable(-1, f"a rank is gone: {self._listener.broken}")
@@ -77,7 +78,7 @@ class RankCoordinator:
             self._report.report_if_due()
 
     def receive(self) -> None:
-        """Takes the ranks' reports."""
+        """Processes the reports that have arrived from the ranks, and refuses messages that are not from a rank."""
         for wire, report in self._listener.poll():
             if refusal := self._refusal(wire, report):
                 self._refuse(wire, refusal)
@@ -85,7 +86,8 @@ class RankCoordinator:
                 self._take(wire, report)
 
     def _refusal(self, wire: Wire, report: object) -> str:
-        """Why a report is not from a rank of this engine; empty if it is."""
+        """Why a report must be refused: it is not from a rank of this engine, or not for this unit. Empty if it can be
+        processed."""
         if not isinstance(report, (RankJoin, RankReport)):
             return f"a {type(report).__name__} came where ranks report"
         rank, ranks = report.rank, self.ranks
@@ -104,7 +106,7 @@ class RankCoordinator:
         return ""
 
     def _refuse(self, wire: Wire, reason: str) -> None:
-        """Drops the report, and closes the connection unless it is a rank's."""
+        """Counts a refused report and logs the first one. Closes the connection unless a rank has joined on it."""
         self._counters.add("flexkv_refused_messages_total", kind="reports")
         if not self._refused:
             self._refused = True
@@ -131,7 +133,8 @@ class RankCoordinator:
             if done is not None and done.loss is not None:
                 done.loss.count(self._counters, len(done.failed_blocks))
             if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
-                # The engine cannot learn that a load failed, so its request still waits for the load.
+                # The engine has no way to learn that a load failed, so a failed load is not removed from its request:
+                # the request keeps waiting until it is cancelled.
                 continue
             tracker = self.requests.get(int(done.request_id))
             if tracker is not None:
@@ -164,7 +167,7 @@ class RankCoordinator:
                 ],
             )
         except FlexKVError as error:
-            # The engine is already serving and can run without a cache.
+            # The error is not raised, because the engine is already serving and can run without a cache.
             self.unit = NullUnit(f"{type(error).__name__}: {error}")
             logger.error("nothing is cached: %s", self.unit.reason)
             return
@@ -184,9 +187,10 @@ class RankCoordinator:
         self.order(unit.make_grant(on_device=True))
 
     def close(self) -> None:
-        """Closes the disks and the host pool; logs the cache's statistics. Idempotent."""
+        """Logs the cache's statistics, and closes the disks and the host pool. Idempotent."""
         if self._report is not None and isinstance(self.unit, LiveUnit):
-            # Stores that have ended on all ranks are published first, so that they are written to disk too.
+            # Reports are processed first, so that stores that have finished on all ranks become visible and are written
+            # to disk too.
             self.receive()
             self._report.close()
             self._report = None

@@ -16,26 +16,29 @@ NO_OPS: frozenset[OpId] = frozenset()
 
 @dataclass(slots=True)
 class RequestTracker:
-    """One request.
+    """The scheduler's record of one request.
 
     Attributes:
-        keys: None if the request's KV depends on more than the keys express.
-        offer: blocks of the last promise, until their load is ordered; empty for none.
-        wanted: tokens of the offer that the engine still takes.
-        step_loaded: number of leading tokens that the next step's forward pass finds in its blocks, with a load inside
-            that step; 0 without one.
-        computed: number of leading tokens whose KV is certainly in the engine's blocks once the last ordered forward
-            pass has run.
-        first_step: number of the first step that computed it since the request started (again); 0 before.
-        load: ops of a load between steps that have not ended successfully on all ranks.
-        loading: tokens of that load that the engine still takes.
-        spent: the request gets no further load between steps. Ranks may have an order of a load that the engine never
-            names, or may learn late that it was cancelled. The engine names a load only by the request's id, so a
-            lagging rank could mistake the order of a second load for that of the first.
-        unsettled: the engine was promised a load between steps that was never ordered. The engine may still wait for
-            the load to end, and name the request to the ranks.
-        told: tokens promised when the engine last asked; None before it has asked since the request started (again).
-        prompt_tokens: tokens that the request had when the engine last asked.
+        request_id: the engine's id of the request.
+        keys: keys of the request's blocks; None if its KV depends on more than keys can express.
+        offer: numbers of the blocks that were last promised, until their load is ordered; otherwise empty.
+        wanted: tokens of the offer that the engine has not declined.
+        step_loaded: number of leading tokens that are in the request's blocks when the next step's forward pass runs,
+            thanks to a load inside that step; 0 if that step has no load for the request.
+        computed: number of leading tokens whose KV is certain to be in the engine's blocks when the last ordered
+            forward pass has run.
+        first_step: number of the first step that computed the request since it last started; 0 before.
+        load: ops of a load between steps that have not yet succeeded on all ranks.
+        loading: tokens of that load that the engine has not declined.
+        spent: whether the request may get no further load between steps. This is so after its load was cancelled or had
+            no ops: a rank may still have the order of a load whose id the engine never passes on, or may learn late of
+            the cancellation. The engine identifies loads only by the request's id, so the rank could confuse a second
+            load with the first.
+        unsettled: whether the engine was promised a load between steps that was never ordered. The engine may still
+            wait for that load, and pass the request's id to the ranks.
+        told: number of tokens promised when the engine last asked; None if it has not asked since the request last
+            started.
+        prompt_tokens: number of tokens that the request had when the engine last asked.
     """
 
     request_id: int
@@ -54,21 +57,25 @@ class RequestTracker:
 
     @property
     def name(self) -> str:
-        """The manager's name of the request."""
+        """The id under which the manager knows the request."""
         return str(self.request_id)
 
     def restarted(self) -> RequestTracker:
-        """The entry of this request after it has lost its blocks: only whether its id is spent or unsettled stays."""
+        """A new record for this request after it has lost its blocks. Only whether its id is spent or unsettled is
+        kept."""
         keys = None if self.keys is None else self.keys.begun_again()
         return RequestTracker(self.request_id, keys, spent=self.ordered, unsettled=self.unsettled)
 
     def certain_tokens(self, tokens: int, prompt_only: bool) -> int:
-        """How many of the request's tokens have KV that is certain and may be stored. `tokens` is the number of all its
-        tokens.
+        """The number of leading tokens whose KV is certain, so that it may be stored.
+
+        Args:
+            tokens: number of all tokens of the request.
+            prompt_only: whether to leave out generated tokens.
         """
         computed = self.computed
         if computed and tokens > self.prompt_tokens:
-            # A token was sampled, so all of the prompt was computed.
+            # At least one token was sampled, so the complete prompt was computed.
             computed = max(computed, self.prompt_tokens)
         # The last token was sampled but not computed, so it has no KV.
         end = min(computed, tokens - 1)
@@ -78,38 +85,38 @@ class RequestTracker:
 
     @property
     def ordered(self) -> bool:
-        """Whether ranks may still handle a load of this id."""
+        """Whether ranks may still have to handle a load with this request's id."""
         return self.spent or bool(self.load)
 
     @property
     def may_be_named(self) -> bool:
-        """Whether the engine may still wait for a load of this id."""
+        """Whether the engine may still wait for a load with this request's id, and pass the id to the ranks."""
         return self.ordered or self.unsettled
 
 
 def present_runs(blocks: BlockIds) -> list[tuple[int, int]]:
-    """The ranges [first, last) of positions whose block exists: the engine gives -1 for positions without a page."""
+    """The ranges [first, last) of positions that have a block. For a position without one, the engine gives -1."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (blocks >= 0).astype(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def tokens_of(blocks: range, block_tokens: int) -> range:
-    """The tokens of a range of whole blocks."""
+    """The range of tokens in a range of blocks."""
     return range(blocks.start * block_tokens, blocks.stop * block_tokens)
 
 
 def blocks_of(tokens: range, block_tokens: int) -> range:
-    """The blocks that hold any of these tokens."""
+    """The range of blocks that contain any of a range of tokens."""
     if not tokens:
         return NO_BLOCKS
     return range(tokens.start // block_tokens, -(-tokens.stop // block_tokens))
 
 
 def still_wanted(tokens: range, start: int, end: int) -> range:
-    """Tokens of an offer that are left when the engine hands back tokens [start, end).
+    """The tokens of an offer that remain when the engine declines tokens [start, end).
 
-    The engine hands back the whole offer or a part at either end, perhaps in several pieces, and counts the rest as
-    loaded. It never hands back a range in the middle; such a range would be loaded needlessly.
+    The engine declines the complete offer or some tokens at either end, possibly in several calls, and counts the
+    remaining tokens as loaded. It never declines a range in the middle; such a range would be loaded needlessly.
     """
     if start >= end:
         return tokens

@@ -1,4 +1,4 @@
-"""The scheduler's side: drives one cache manager by the engine's hooks, and orders all ranks' copies."""
+"""The scheduler's side: translates the engine's calls into calls of the cache manager, and orders all ranks' copies."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """One ownership unit. Rank 0's executor thread calls all methods. No method waits for a copy; only `match` waits
-    for the tiers behind host memory, for a bounded time.
+    """The scheduler's side of one ownership unit. Rank 0's executor thread calls all methods. No method waits for a
+    copy; only `match` waits for the tiers behind host memory, for a bounded time.
 
     Attributes:
-        sync: loads run inside the step that needs them.
-        by_layer: such a step waits for each layer just before it reads the layer.
+        by_layer: whether a step waits for each layer of its loads just before it reads the layer.
+        counters: the scheduler's counters.
         ranks: the ranks and their unit.
+        sync: True if loads run inside the step that needs them, False if they run between steps.
     """
 
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments) -> None:
@@ -42,8 +43,11 @@ class SchedulerSide:
     # --- lookups and loads ---
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Promises tokens beyond those that the engine has; returns their number, and whether the load runs between
-        steps."""
+        """Promises tokens beyond the `computed_tokens` that the engine has.
+
+        Returns:
+            The number of promised tokens, and whether their load runs between steps.
+        """
         self.ranks.poll()
         if not self.ranks.block_tokens:
             return 0, False
@@ -54,16 +58,16 @@ class SchedulerSide:
             keys = None if namespace is None else TokenKeys(self.ranks.block_tokens, namespace)
             tracker = self.ranks.requests[request_id] = RequestTracker(request_id, keys)
         else:
-            # The engine asks only for requests that hold no block, so it has taken this one's blocks away.
+            # The engine asks only for requests that hold no blocks. So a request that it asks for again was preempted.
             self._count_preempted(tracker)
         tokens = self._loads.match(tracker, request.get_tokens(0), computed_tokens)
         return tokens, bool(tokens) and not self.sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
-        """Called when the engine has given the request its blocks: orders the load that was promised.
+        """Called when the engine has allocated the request's blocks. Orders the load that was promised.
 
         Raises:
-            TransferError: the engine took the promise up too late.
+            TransferError: the promised blocks are gone, because the engine allocated the request's blocks too late.
         """
         if (tracker := self.ranks.requests.get(int(request.request_id))) is not None:
             self._loads.allocated(tracker, request, block_ids)
@@ -71,14 +75,15 @@ class SchedulerSide:
     # --- the step ---
 
     def build(self, output: Any) -> StepMetadata:
-        """Makes the step's metadata. Costs O(requests). An idle engine does not call this, so no work depends on it."""
+        """Makes the step's metadata. Costs O(requests). An idle engine does not call this, so nothing else may rely on
+        its being called."""
         self._step += 1
         named = (*output.new_requests, *output.cached_requests)
         for said in named:
             tracker = self.ranks.requests.get(int(said.request_id))
             if tracker is not None and tracker.told is not None:
-                # The engine's first report leaves out the matched tokens. It does not say how many of them it took, so
-                # the two numbers are not added up.
+                # The first time that the engine schedules the request, its numbers do not include the promised tokens.
+                # It does not say how many of those it accepted, so the larger of the two numbers is used, not the sum.
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracker.computed = max(computed, tracker.step_loaded)
                 tracker.step_loaded = 0
@@ -87,8 +92,8 @@ class SchedulerSide:
         return StepMetadata(self._step, self.ranks.address, self._loads.take_planned(), bool(named))
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Called when the request has ended: orders its stores. Returns whether its blocks must stay until the workers
-        have returned its id."""
+        """Called when a request has finished. Orders its stores. Returns whether the engine must keep the request's
+        blocks until the workers have returned its id."""
         self.ranks.poll()
         tracker = self.ranks.requests.pop(int(request.request_id), None)
         if tracker is None:
@@ -100,7 +105,7 @@ class SchedulerSide:
         if not tracker.load and self.ranks.usable:
             self.ranks.unit.grow()
             graph = self._plan_stores(tracker, request, block_ids)
-        # After the stores, because this marks all the request's blocks as used together.
+        # This follows the planning of the stores, because it marks all blocks of the request as used together.
         self.ranks.unit.manager.end_request(tracker.name)
         if graph is None and not tracker.may_be_named:
             return False
@@ -110,7 +115,8 @@ class SchedulerSide:
     def _plan_stores(
         self, tracker: RequestTracker, request: Any, block_ids: list[int]
     ) -> TransferGraph | None:
-        """Plans stores of the whole blocks that an ended request has certainly computed; None if there are none."""
+        """Plans stores of the full blocks whose KV a finished request has certainly computed; None if nothing has to be
+        stored."""
         if tracker.keys is None:
             return None
         tokens = request.get_tokens(0)
@@ -128,12 +134,14 @@ class SchedulerSide:
         return TransferGraph(tuple(ops)) if ops else None
 
     def cancel_load(self, request_id: int, start: int = 0, end: int | None = None) -> None:
-        """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on."""
+        """Called when the engine declines prompt tokens [start, end) of those it was promised. If `end` is None, it
+        declines all tokens from `start` on."""
         if (tracker := self.ranks.requests.get(request_id)) is not None:
             self._loads.cancel(tracker, start, end)
 
     def forget(self, request_id: int) -> None:
-        """Forgets a request that lost its blocks and starts again: its new blocks hold nothing that it has computed."""
+        """Called when a request has lost its blocks and starts again. Resets its record, because its new blocks will
+        hold nothing that it has computed so far."""
         if (tracker := self.ranks.requests.get(request_id)) is not None:
             self._count_preempted(tracker)
             self._loads.cancel(tracker, 0, None)
@@ -142,8 +150,9 @@ class SchedulerSide:
             self.ranks.requests[request_id] = tracker.restarted()
 
     def _count_preempted(self, tracker: RequestTracker) -> None:
-        """Counts the whole blocks that a preempted request had computed and no other request has stored: they are lost,
-        because stores come at a request's end. Blocks of generated tokens have no key here, and count as lost."""
+        """Counts the full blocks that a preempted request had computed and that no other request has stored. They are
+        lost, because a request's blocks are stored only when it finishes. Blocks of generated tokens have no keys at
+        this point, so they count as lost."""
         if tracker.keys is None or tracker.load or not self.ranks.usable:
             return
         computed = min(tracker.computed, tracker.prompt_tokens) if self._prompt_only else tracker.computed
@@ -153,7 +162,8 @@ class SchedulerSide:
 
 
 def _has_hooks(config: FlexKVConfig, arguments: EngineArguments) -> bool:
-    """Whether a forward pass may start before its loads have ended, because it waits for each layer."""
+    """Whether a forward pass may start before its loads have finished, because it waits for each layer. Logs the reason
+    if not."""
     if arguments.ranks > 1:
         logger.warning(
             "load.mode=layerwise: a rank that lost a layer could not tell the other %d before they sample; loads end "

@@ -1,5 +1,5 @@
-"""The worker's side: runs one rank's copies. Each starts once the engine has named its request, and each id is returned
-to the engine once."""
+"""The worker's side: runs one rank's copies. A store, or a load between steps, starts only after the engine has passed
+the id of its request to `finished`, which later returns the id to the engine once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Awaited:
-    """A request that the engine has named and that was not returned yet.
+    """The load or store of a request whose id the engine has passed to `finished`, and which was not returned yet.
 
     Attributes:
-        started: the order has arrived and its ops were submitted, or no order will ever arrive.
-        open: ops that have not ended.
+        started: whether the order has arrived and its ops were submitted, or it is certain that no order will arrive.
+        open: ids of the ops that have not finished.
         pages: number of pages of all its ops.
         failed: why blocks of the load hold no valid KV; empty while all blocks may be valid.
-        cancelled: nothing waits for the load any more, so it may be returned even if it failed.
+        cancelled: whether nothing waits for the load any more, so that its id may be returned even if the load failed.
     """
 
     started: bool = False
@@ -48,7 +48,7 @@ class Awaited:
 
 
 class WorkerSide(RankWorker):
-    """One rank. The engine's executor thread calls all methods."""
+    """The worker's side of one rank. The engine's executor thread calls all methods."""
 
     def __init__(self, config: FlexKVConfig, rank: int) -> None:
         super().__init__(config, rank, _current_stream)
@@ -58,7 +58,8 @@ class WorkerSide(RankWorker):
         self._wire: Wire | None = None
         self._load_orders: dict[int, LoadJob] = {}
         self._save_orders: dict[int, SaveOrder] = {}
-        """Orders by request id, until the engine names the id."""
+        """Orders that have arrived, by request id, until the engine passes the id to `finished`. The same holds for
+        `_load_orders`."""
         self._loads: dict[int, Awaited] = {}
         self._saves: dict[int, Awaited] = {}
         self._cancelled: set[int] = set()
@@ -71,7 +72,7 @@ class WorkerSide(RankWorker):
         self._failed = FailedOps(logger)
         self._metrics = MetricReport(
             self.counters,
-            lambda counters: None,  # the gauges are the manager's, on the scheduler's side
+            lambda counters: None,  # only the manager, on the scheduler's side, has gauges
             logger,
             "trtllm_",
             {"unit": f"rank{rank}"},
@@ -79,18 +80,18 @@ class WorkerSide(RankWorker):
         )
 
     def register(self, pool: RankPool) -> None:
-        """Takes the engine's pool."""
+        """Registers the engine's pool."""
         self._block_tokens = pool.block_tokens
         self.take_group(pool)
 
-    # --- one iteration, in the order in which the engine calls ---
+    # --- called by the engine in each iteration, in this order ---
 
     def start(self, metadata: StepMetadata | None) -> None:
         """Begins an iteration. When this returns, the loads that its forward pass reads are in place, except those for
-        which it waits layer by layer.
+        which the forward pass waits layer by layer.
 
         Raises:
-            TransferError: a load did not arrive, or another scheduler planned it. The engine would compute with the
+            TransferError: a load did not arrive, or a different scheduler planned it. The engine would compute with the
                 previous content of the blocks.
         """
         if metadata is None or self._is_foreign(metadata) or metadata.step <= self._step:
@@ -99,8 +100,8 @@ class WorkerSide(RankWorker):
         self._step, self._in_forward = metadata.step, metadata.computes
         self._join(metadata.address)
         self._receive()
-        # Drops the failed blocks of loads between steps. `finished` reports these loads, and no forward pass reads
-        # them.
+        # Discards the failed blocks of loads between steps: no forward pass reads them, because `finished` does not
+        # return the ids of these loads.
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
@@ -109,10 +110,11 @@ class WorkerSide(RankWorker):
             self._refuse_lost("the forward must not read them")
 
     def _is_foreign(self, metadata: StepMetadata) -> bool:
-        """Whether the step is from another scheduler than the one that this rank has joined.
+        """Whether the step is from a different scheduler than the one that this rank has joined.
 
         Raises:
-            TransferError: the step has loads. Its forward pass would read blocks that this rank does not load.
+            TransferError: the step is from a different scheduler and has loads. Its forward pass would read blocks that
+                this rank does not load.
         """
         if not self.address or metadata.address == self.address:
             return False
@@ -129,19 +131,20 @@ class WorkerSide(RankWorker):
         return True
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
-        """Called when the forward pass is about to read this layer: returns once the step's loads have filled it, or
-        failed.
+        """Called when the forward pass is about to read a layer. Waits until the step's loads have filled the layer or
+        have failed.
 
         Args:
-            stream: the engine's stream, if the pool is on a device.
+            layer: number of the layer.
+            stream: the engine's stream; used only if the pool is on a device.
         """
         self.layer_loads.wait(layer, None if self.device is None else stream_address(stream))
 
     def forward_ended(self) -> None:
-        """Called when the iteration's forward pass was run (or enqueued), before tokens are sampled from it.
+        """Called when the iteration's forward pass has run (or is enqueued), before tokens are sampled from its output.
 
         Raises:
-            TransferError: the forward pass did not wait for every layer of its loads, or a load did not arrive: the
+            TransferError: the forward pass did not wait for every layer of its loads, or a load did not arrive. The
                 output must not be used.
         """
         if self.layer_loads.busy:
@@ -162,9 +165,10 @@ class WorkerSide(RankWorker):
             )
 
     def _end_broken_step(self) -> None:
-        """If the last forward pass has not ended, it never will. The engine ends its requests and reuses their blocks,
-        whose content is unknown. So no request that had begun by then is stored, also none that was not in the step:
-        there are few of those, and each costs a later miss.
+        """Called when an iteration begins or ends. If the last forward pass has not finished by then, an error has
+        interrupted it. The engine then ends the requests of that step and reuses their blocks, whose content is
+        unknown. So no request that had begun by then is stored. This includes requests that were not in the step, but
+        they are few, and each only costs a later miss.
         """
         if not self._in_forward:
             return
@@ -173,11 +177,17 @@ class WorkerSide(RankWorker):
         self.layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Starts requests that the engine names here for the first time. Returns the ids of ended stores and loads,
-        each once.
+        """Starts the stores and loads of requests that the engine passes here for the first time.
 
-        The id of a load that lost blocks is not returned, because the engine would count it as loaded. Its request
-        waits until it is cancelled.
+        The id of a load that lost blocks is not returned, because the engine would count the blocks as loaded. Its
+        request waits until it is cancelled.
+
+        Args:
+            saving: ids of requests whose stores may start.
+            loading: ids of requests whose loads between steps may start.
+
+        Returns:
+            The ids of requests whose stores have finished, and of those whose loads have finished, each once.
         """
         self._saves.update((int(request_id), Awaited()) for request_id in saving)
         self._loads.update((int(request_id), Awaited()) for request_id in loading)
@@ -192,7 +202,7 @@ class WorkerSide(RankWorker):
         loaded = [i for i, load in self._loads.items() if load.ended and (load.cancelled or not load.failed)]
         for request_id in loaded:
             del self._loads[request_id]
-        # The engine frees a request's blocks once it is returned as saved, so its load must end before.
+        # The engine frees a request's blocks when its id is returned as saved, so its load must have finished before.
         saved = [i for i, save in self._saves.items() if save.ended and i not in self._loads]
         for request_id in saved:
             del self._saves[request_id]
@@ -236,8 +246,8 @@ class WorkerSide(RankWorker):
         alone = self._wire is None or bool(self._wire.closed)
         for request_id, load in self._loads.items():
             if alone and request_id in self._saves:
-                # The request has ended, but no order can arrive any more. A request that has not ended waits for its
-                # KV, and must not be returned without it.
+                # The request has finished, and no order can arrive any more. The id of a request that has not finished
+                # must not be returned, because that request waits for its KV.
                 load.started = load.cancelled = True
             if load.started:
                 continue
@@ -253,7 +263,8 @@ class WorkerSide(RankWorker):
             if (wanted := self._save_orders.pop(request_id, None)) is not None:
                 save.started = True
                 if request_id not in self._loads:
-                    # The engine names a load no later than the save of its request, so it will never name this one.
+                    # The engine passes the id of a load no later than that of the same request's store, so it will not
+                    # pass the id of a cancelled load any more.
                     self._cancelled.discard(request_id)
                 if wanted.graph is not None and wanted.first_step <= self._broken_step:
                     self._dropped(wanted.graph.ops, "a step broke off since it began", PageLoss.BROKEN_STEP)
@@ -261,7 +272,7 @@ class WorkerSide(RankWorker):
                     self._start(request_id, save, wanted.graph)
                     self._ops.submit_store(wanted.graph)
             elif alone:
-                # No order can arrive any more, and the engine must get its blocks back.
+                # No order can arrive any more. The id must be returned, so that the engine can free the blocks.
                 save.started = True
 
     def _start(self, request_id: int, awaited: Awaited, graph: TransferGraph) -> None:
@@ -272,14 +283,15 @@ class WorkerSide(RankWorker):
 
     def _cancel(self, request_id: int) -> None:
         if (job := self._load_orders.pop(request_id, None)) is not None:
-            # The load was not started here, and never will be.
+            # The load was not started on this rank, and never will be.
             self._dropped(job.graph.ops, "the request ended first")
         load = self._loads.get(request_id)
         if load is None:
-            # The engine may name the request only after its cancellation has arrived.
+            # The engine may pass the request's id to `finished` later than the cancellation arrives.
             self._cancelled.add(request_id)
             return
-        # An order that has not arrived by now never will: the scheduler orders no load of an id after its cancellation.
+        # An order that has not arrived by now never will, because after a cancellation the scheduler orders no load
+        # with the same id.
         load.started = load.cancelled = True
         for op_id in load.open:
             self._ops.give_up(op_id, "the request ended")
@@ -295,7 +307,7 @@ class WorkerSide(RankWorker):
         for result in results:
             request_id, awaited = self._awaited_of.pop(result.op_id, (-1, None))
             if awaited is None:
-                continue  # an op of a load inside a step
+                continue  # the op belongs to a load inside a step
             awaited.open.discard(result.op_id)
             if len(result.failed) and not awaited.cancelled and self._loads.get(request_id) is awaited:
                 awaited.failed = result.reason or "pages failed"
@@ -318,7 +330,8 @@ class WorkerSide(RankWorker):
 
     def close(self) -> None:
         super().close()
-        # Ops that ended with the lanes are logged first, so that the count of failures without a line includes them.
+        # The ops that ended when the lanes were closed are processed first, so that the final count of failures that
+        # were not logged includes them.
         self._report(self._end_ops())
         self._failed.flush(at_end=True)
         if not self._closed:
@@ -329,7 +342,7 @@ class WorkerSide(RankWorker):
 
 
 def _current_stream(device: int) -> int:
-    """The stream that this thread enqueues the engine's work on, as an integer."""
+    """The stream on which this thread enqueues the engine's work, as an integer."""
     import torch
 
     return int(torch.cuda.current_stream(device).cuda_stream)
