@@ -1,1 +1,1 @@
-"""Stores that machines share, behind one contract: `base`. Their clients run in a separate process."""
+"""Clients of stores that machines share. `base` is their contract; they run in a separate process, the helper."""

@@ -1,8 +1,9 @@
-"""The contract of a store that machines share. It maps names to values, on servers that may be slow, dead or lying.
+"""The contract of a store that machines share. A store maps names to values, on servers that may be slow, dead or
+wrong.
 
-A store is not trusted. Its answers about values are hints, and readers verify every value. Every call takes a deadline,
-in seconds from its start, and returns within it, plus at most the time of one system call. Only one thread may use an
-object; a process that asks and moves at the same time opens two.
+A store is not trusted: its answers are hints, and readers verify every value. Every call has a deadline, in seconds
+from its start, and returns by then, or at most the time of one system call later. Only one thread may use a client. A
+process that probes and moves values at the same time opens several clients.
 """
 
 from __future__ import annotations
@@ -17,61 +18,65 @@ import numpy as np
 from numpy.typing import NDArray
 
 Part = NDArray[np.uint8]
-"""Bytes of a value in memory: uint8 [n], C-contiguous; writable if a value is read into it."""
+"""A part of a value in memory: uint8 [n], C-contiguous; writable if a value is read into it."""
 
 Value = Sequence[Part]
-"""One value: its parts, which are contiguous in the store."""
+"""One value: its parts in memory, which follow each other without gaps in the store."""
 
 
 ALIVE_S = 1.0
-"""How long a store has, after a failed call, to show that it is alive."""
+"""How many seconds a store has, after a failed call, to show that it is alive."""
 
 
 class Presence(IntEnum):
-    """A store's answer about a name."""
+    """A store's answer to whether it has a name."""
 
     NO = 0
     YES = 1
     UNKNOWN = 2
-    """The store did not say, or its answer makes no sense."""
+    """The store did not answer, or its answer makes no sense."""
 
 
 class Outcome(IntEnum):
     """The outcome of a call for one value."""
 
     OK = 0
-    """All bytes of the value arrived. A put may also find that the store has the name already."""
+    """All bytes of the value arrived; for a put also if the store already has the name."""
     ABSENT = 1
-    """A get: the store has no such name."""
+    """For a get: the store does not have the name."""
     OTHER_SIZE = 2
-    """A get: the store has another number of bytes under the name, or something that is not a string of bytes. The
-    bytes that were read are of no use."""
+    """For a get: what the store has under the name has a different number of bytes, or is not a string of bytes. The
+    value's memory has no valid content.
+    """
     FULL = 3
-    """A put: the store has no room, or accepts nothing now. An immediate retry would not help."""
+    """For a put: the store has no space, or accepts nothing now. An immediate retry would not help."""
     FAILED = 4
-    """The store or the way to it failed, or the deadline passed. A get may have written to the value's memory."""
+    """The store or the network failed, or the deadline passed. A get may have written to the value's memory."""
     AWAY = 5
-    """The name's server is known to be away and was not asked. This says nothing about the store's other servers."""
+    """The server that has the name does not answer calls at present, so it was not called. This says nothing about the
+    store's other servers.
+    """
 
 
 NO_VALUE = -1
-"""For a size: the store has no such name."""
+"""As a size: the store does not have the name."""
 
 NOT_SAID = -2
-"""For a size: the store did not answer; `last_error` has the reason."""
+"""As a size: the store did not answer; `last_error` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How a store is reached.
+    """How to reach a store, and how to use it.
 
     Attributes:
-        urls: one or more URLs of one scheme.
-        user, password: login; empty for a store without users. The password is never in a log, an error or `repr`.
-        ca_file: certificates by which servers are trusted; empty for the system's.
-        connect_s: longest time to connect, or to set a client up, in seconds.
-        ttl_s: the store drops a value this many seconds after the put; 0 for never. It does not matter if a store
-            cannot do that, because the value's own trailer says when it expires.
+        urls: one or more URLs with the same scheme.
+        user, password: the login; empty for a store without users. The password never appears in a log, an error or
+            `repr`.
+        ca_file: file with the certificates of the authorities that are trusted; empty for the system's.
+        connect_s: the most seconds that connecting, or setting up a client, may take.
+        ttl_s: after how many seconds the store drops a value; 0 for never. A store that cannot do this can be used
+            nevertheless, because the value's own trailer says when it expires.
         rdma_devices: names of RDMA devices; empty for TCP.
     """
 
@@ -93,56 +98,58 @@ class StoreOptions:
 
 
 def masked_url(url: str) -> str:
-    """`url` without the parts that may be secret: everything before an @ or after a question mark."""
+    """`url` with masks in place of the parts that may be secret: everything before an @, and after a ? or #."""
     return re.sub(r"[?#].*", "?***", re.sub(r"//.*@", "//***@", url, flags=re.S), flags=re.S)
 
 
 class Store(ABC):
-    """One client of a store. Its servers may come and go: each call reconnects if needed.
+    """One client of a store. Servers may come and go: each call reconnects if needed.
 
-    No call raises because of what servers do; only `open_store` raises `StoreError`.
+    No call raises an exception because of what servers do. Only `open_store` raises `StoreError`.
 
-    A library call that cannot be interrupted may return after its deadline; the store's class says by how much. The
-    owner of the process can then kill it, which also stops whatever the call would still have written.
+    If a store's library has calls that cannot be interrupted, a call may return after its deadline; the store's class
+    says by how much. The unit can kill the process meanwhile, which also stops the call's writes.
 
     Attributes:
-        last_error: why a part of the last call was UNKNOWN, FULL or FAILED, or why a server was not alive; empty if
-            there was no such failure, or if the reason is unknown. Contains no secrets.
+        last_error: why some results of the last call were UNKNOWN, FULL or FAILED, or why a server was not alive. Empty
+            if there was no such failure, or its reason is unknown. Contains no secrets.
     """
 
     last_error: str = ""
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline_s: float) -> list[Presence]:
-        """Asks which names the store has; one answer per name."""
+        """Asks which of these names the store has. Returns one answer per name."""
 
     @abstractmethod
     def get(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
-        """Reads each name's value into its parts, whose lengths must add up to its own."""
+        """Reads the value of each name into the parts in `values`, whose lengths must add up to the value's."""
 
     @abstractmethod
     def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
-        """Stores values under names that the store is not known to have. The store picks the winner of two writers."""
+        """Stores values under these names, which the store is not known to have. If there are two writers, the store
+        decides whose value stays.
+        """
 
     @abstractmethod
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """Bytes of each name's value, or NO_VALUE, or NOT_SAID. For commands that users run, not for engines: it may
-        have to read the values.
+        """Returns the bytes of each name's value, or NO_VALUE, or NOT_SAID. Only the command line calls this, because
+        it may have to read the values.
         """
 
     @abstractmethod
     def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
-        """Removes names, even those of other writers; returns for each whether the store no longer has it."""
+        """Removes these names, no matter who wrote them. Returns for each name whether the store no longer has it."""
 
     @abstractmethod
     def alive(self, deadline_s: float) -> str:
-        """Checks cheaply whether calls have a chance; returns why not, or an empty string. It is enough if one of
-        several servers answers; `last_error` names one that does not.
+        """Checks at little cost whether a server of the store answers. Returns why none does; empty if one does. In
+        that case `last_error` names a server that does not, if there is one.
         """
 
     def register(self, memory: Part) -> str:
-        """Announces memory that will hold values and does not move until `close`. Does something only if the store's
-        transport needs it. Returns why the memory cannot be used, or an empty string.
+        """Registers memory that will contain values, and stays where it is until `close`. Does nothing unless the
+        store's transport needs this. Returns why the memory cannot be used; empty if it can.
         """
         return ""
 

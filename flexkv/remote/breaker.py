@@ -1,4 +1,6 @@
-"""A circuit breaker: stops calls to a store that does not answer, and from time to time probes whether it is back."""
+"""A circuit breaker. It stops calls to a store that does not answer, and says when to probe whether the store is
+back.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,40 @@ from enum import Enum
 
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
-"""Rests double up to this length, so a store that restarts is found soon, and one that is gone costs little. The next
-rest is short again only after the store has served for LONGEST_REST_S: a store that answers and then fails the next
-call, over and over, rests as long as one that does not answer.
+"""The most seconds between two probes of a lost store. The first rest is FIRST_REST_S, and each next one twice as long,
+up to this length. So a store that restarts is found soon, and one that is gone costs little. Only after a store has
+been used for LONGEST_REST_S is the next rest short again. So a store that answers probes but then fails calls, over and
+over, rests as long as one that does not answer.
 """
 
 JITTER = 0.25
-"""By which fraction a rest is randomly longer or shorter, so that a store's units do not all return at once."""
+"""A rest is randomly longer or shorter by up to this fraction, so that the units of a store do not all return at
+once.
+"""
 
 WATCHED = 20
-"""How many of the last reads count. If more than half of these failed, the store answers but serves no values."""
+"""How many of the last reads are judged. If more than half of this many failed, the store counts as lost, although it
+answers.
+"""
 
 
 class BreakerState(Enum):
     CLOSED = "closed"
     """The store is used."""
     OPEN = "open"
-    """It is not called at all."""
+    """The store is not called at all."""
     HALF_OPEN = "half_open"
-    """One question is under way."""
+    """A probe is in flight, which decides whether the store is used again."""
 
 
 class Breaker:
-    """The breaker of one store. The caller reports what it sees, and asks the breaker before it calls the store.
+    """The breaker of one store. The caller reports how calls end, and asks the breaker before it calls the store. The
+    breaker starts OPEN, and a probe is due at once.
 
     Args:
-        spread: fraction of the jitter that each rest gets, in [-1, 1]; None for random fractions.
+        now_s: the time now, in seconds of the caller's monotonic clock, as for all methods.
+        reason: why the store is not used at first.
+        spread: how much of JITTER each rest gets, in [-1, 1]; None for random values.
     """
 
     def __init__(self, now_s: float, reason: str, spread: float | None = None) -> None:
@@ -43,7 +53,7 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=WATCHED)
         self.state = BreakerState.OPEN
         self.reason = reason
-        """Why the store is not used; empty while it is."""
+        """Why the store is not used; empty while it is used."""
         self._until_s = now_s
         self._closed_s = now_s
 
@@ -52,10 +62,12 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def lost(self, reason: str, now_s: float) -> bool:
-        """Records that the store could not be reached, or took too long to answer; returns whether it was in use."""
+        """Records that the store could not be reached, or took too long to answer. Returns whether it was used until
+        now.
+        """
         was_closed = self.closed
         if self.state is BreakerState.OPEN and now_s < self._until_s:
-            return False  # other calls that were under way report the same loss, which counts once
+            return False  # another call that was in flight reports the same loss, which counts once
         if was_closed and now_s - self._closed_s >= LONGEST_REST_S:
             self._rest_s = FIRST_REST_S
         spread = random.uniform(-1, 1) if self._spread is None else self._spread
@@ -66,9 +78,9 @@ class Breaker:
         return was_closed
 
     def judge(self, good: int, failed: int) -> str:
-        """Records that a store that answers delivered `good` values and failed to deliver `failed`; returns why it
-        counts as lost nevertheless, or an empty string. Their order is unknown, so if there are more than WATCHED, both
-        numbers are scaled down.
+        """Records that the store answered, and how many values it delivered (`good`) and failed to deliver (`failed`).
+        Returns why the store should count as lost nevertheless; empty if it should not. If there are more than WATCHED
+        values, both numbers are scaled down, because the order of the values is unknown.
         """
         read = good + failed
         watched = min(read, WATCHED)
@@ -78,13 +90,13 @@ class Breaker:
         return f"of the last {WATCHED} values {bad} could not be read" if 2 * bad > WATCHED else ""
 
     def due(self, now_s: float) -> bool:
-        """Whether it is time to probe whether the store is alive."""
+        """Whether the store is not used and it is time to probe it."""
         return self.state is BreakerState.OPEN and now_s >= self._until_s
 
     def asked(self) -> None:
-        """Records that the store was asked."""
+        """Records that a probe of the store was sent."""
         self.state = BreakerState.HALF_OPEN
 
     def answered(self, now_s: float) -> None:
-        """Records that the store has answered."""
+        """Records that the store has answered the probe, so that it is used."""
         self.state, self.reason, self._closed_s = BreakerState.CLOSED, "", now_s

@@ -1,5 +1,5 @@
-"""Links a unit to the process with its store's clients: watches and restarts the process, and makes no calls to a lost
-store.
+"""Links a unit to its helper, the process with the clients of its store. Watches and restarts the helper, and stops
+using a store that is lost.
 """
 
 from __future__ import annotations
@@ -32,42 +32,46 @@ from flexkv.remote.process import HelperProcess
 logger = get_logger(__name__)
 
 ALIVE_S = 5.0
-"""A process counts as hanging if it has not answered after this many seconds whether the store is alive."""
+"""The helper counts as hanging if it has not answered an `Alive` message after this many seconds."""
 
 START_S = 30.0
-"""How long a process may take to load its libraries."""
+"""How many seconds a helper may take until it is ready, which includes loading libraries."""
 
 LOOK_S = 0.005
 
 
 class LinkUser(Protocol):
-    """The owner of the ops under way, as the link sees it."""
+    """The owner of the ops in flight, which the link informs."""
 
     def take(self, message: Done | Answer | Progress) -> None: ...
 
     def lost(self) -> None:
-        """Called when the store is no longer called; ops that wait end when the process reports them."""
+        """Called when the store is not used any more. Ops in flight end later, when the helper reports them."""
 
     def reaped(self, how: str) -> None:
-        """Called when the process has ended, so that everything it was doing has stopped."""
+        """Called when a helper has ended and was reaped, so that it no longer touches memory. `how` says how it
+        ended.
+        """
 
     def silent_since(self) -> float | None:
-        """Since when an op under way has shown no sign of life, on the clock; None if none is under way."""
+        """When an op or probe in flight last showed progress, for the one that has waited longest, on the link's clock;
+        None if none is in flight.
+        """
 
 
 class HelperLink:
-    """Keeps one process at a time. The manager's thread drives it; only `start` and `close` wait.
+    """Keeps one helper running at a time. Only the manager's thread calls it. Only `start` and `close` wait.
 
     Args:
-        setup: the first message to each process.
-        launch: starts a process.
-        stuck_s: a process that is silent for this long while it has work is killed.
-        clock: monotonic, in seconds.
+        setup: the first message to each helper.
+        launch: starts a helper.
+        stuck_s: a helper that has work and reports no progress for this many seconds is killed.
+        clock: returns monotonic time in seconds.
 
     Attributes:
-        breaker: whether the store is used.
-        restarts: processes that were started after the first.
-        last_number: number of the last message that was sent.
+        breaker: decides whether the store is used.
+        restarts: how many helpers were started after the first; -1 before `start`.
+        last_number: number of the last message sent; 0 if there is none.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class HelperLink:
         self._refused = ""
         self._began_s = 0.0
         self._alive = 0
-        """Number of the message that asks whether the store is alive; 0 for none."""
+        """Number of the `Alive` message in flight; 0 if there is none."""
         self._alive_s = 0.0
         self._outgoing: deque[ToHelper] = deque()
         self._user: LinkUser | None = None
@@ -101,13 +105,13 @@ class HelperLink:
 
     @property
     def usable(self) -> bool:
-        """Whether it is useful to send messages now."""
+        """Whether the store is used and a helper is running, so that messages may be sent."""
         return self.breaker.closed and self._process is not None and not self.closed
 
     # --- messages ---
 
     def send(self, kind: Callable[..., ToHelper], *fields: object) -> int:
-        """Sends a message with a number of its own, and returns the number."""
+        """Sends a message of this kind with the next number, and returns the number."""
         number = self.last_number = next(self._numbers)
         self.post(kind(number, *fields))
         return number
@@ -122,20 +126,22 @@ class HelperLink:
             self._outgoing.popleft()
 
     def name_weights(self, weights: bytes) -> None:
-        """Makes this process and those after it name values by these weights (32 bytes)."""
+        """Makes this helper and later ones name values by the digest `weights` (32 bytes)."""
         owner = replace(self._setup.owner, weights=weights)
         self._setup = replace(self._setup, owner=owner)
         if self._process is not None:
             self.post(Rename(owner))
 
     def poll(self) -> None:
-        """Takes new messages, and sends those that could not be sent before."""
+        """Handles the helper's messages, and sends those that could not be sent before."""
         while (message := self._received()) is not None:
             self._take(message)
         self._flush()
 
     def _received(self) -> FromHelper | None:
-        """The next message. Kills a process that sends anything but a message, and ignores the rest of its output."""
+        """Returns the helper's next message; None if there is none. If the helper sends anything but a message, kills
+        it and ignores the rest of its output.
+        """
         if self._process is None or self._garbled:
             return None
         try:
@@ -164,11 +170,11 @@ class HelperLink:
     # --- the process ---
 
     def start(self, wait_s: float) -> None:
-        """Starts the first process, and waits up to `wait_s` seconds until the store has answered or is known to be
-        away.
+        """Starts the first helper. Waits up to `wait_s` seconds until the store has answered, or has failed to answer a
+        probe.
 
         Raises:
-            StoreError: with these settings there can be no client of the store.
+            StoreError: the helper cannot make a client of the store with these settings, or does not start.
         """
         self._begin()
         ends_s, was_ready = time.monotonic() + wait_s, False
@@ -179,7 +185,7 @@ class HelperLink:
                 raise StoreError(self._refused)
             if self._process is None:
                 if was_ready:
-                    break  # the settings are right, and the store's fault may be temporary
+                    break  # the helper was ready once, so the settings are right, and the fault may be temporary
                 raise StoreError(f"the remote tier's process does not come up: {self.breaker.reason}")
             if (
                 self._ready
@@ -189,7 +195,7 @@ class HelperLink:
             ):
                 if self.breaker.due(self._clock()):
                     continue
-                break  # the store was asked, and is away
+                break  # a probe was sent, and the store did not answer
             time.sleep(LOOK_S)
 
     def _begin(self) -> None:
@@ -202,8 +208,8 @@ class HelperLink:
         self.post(self._setup)
 
     def watch(self) -> None:
-        """Kills a process that hangs, restarts one that has ended, and probes whether a lost store is back. Call it a
-        few times per second.
+        """Kills a helper that hangs, starts a new one if it has ended, and probes whether a lost store is back. Call
+        this a few times per second.
         """
         if self.closed:
             return
@@ -229,7 +235,7 @@ class HelperLink:
         self._killed = True
 
     def _silent(self, now_s: float) -> str:
-        """Why the process seems to hang; empty if it does not."""
+        """Why the helper seems to hang; empty if it does not."""
         if not self._ready:
             return (
                 f"its process was not ready after {START_S:.0f} s" if now_s - self._began_s > START_S else ""
@@ -259,17 +265,17 @@ class HelperLink:
         self.user.reaped(how)
 
     def lost(self, reason: str) -> None:
-        """Stops calling the store until it answers again."""
+        """Stops using the store until it answers a probe."""
         if self.breaker.lost(reason, self._clock()):
             logger.warning("remote tier: not used for now: %s", reason)
         if self._process is not None and self._ready and not self._killed:
-            # A call under way has its own deadline; messages that wait for it end at once.
+            # The helper's call in flight ends at its own deadline. The messages behind it then end at once.
             self.post(Cancel(self.last_number))
         self.user.lost()
 
     def close(self, deadline_s: float) -> bool:
-        """Lets messages under way end, then ends the process. Idempotent. Returns False if the process was not reaped
-        in time.
+        """Cancels the messages in flight, waits until they have ended, then ends the helper. Idempotent. Returns False
+        if the helper was not reaped within `deadline_s` seconds.
         """
         process, ends_s = self._process, time.monotonic() + deadline_s
         if process is None:

@@ -1,7 +1,8 @@
-"""The messages between a unit's process and the process with the clients of its store.
+"""The messages between a unit and its helper, the process with the clients of its store.
 
-One message is one packet of a SEQPACKET socket pair. It may be pickled, because both ends are this package and the
-socket has no name. Lists of pages are cut so that a packet fits the kernel's default buffer.
+One message is one packet of a SEQPACKET socket pair. Messages are pickled, which is safe because both ends run this
+package and no other process can connect to the socket. Lists of pages are split so that a packet fits into the kernel's
+default buffer.
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ from flexkv.transfer.graph import PageCauses, SlotIds
 from flexkv.transfer.host_pool import PoolDescriptor
 
 MOST_PAGES = 1024
-"""Most pages of one message."""
+"""The most pages in one message."""
 
 MOST_ASKED = 6144
-"""Most keys of one question: 96 KiB."""
+"""The most keys in one probe, which take 96 KiB."""
 
 PACKET_BYTES = 1 << 18
-"""How many bytes are read at once; no packet is larger."""
+"""The most bytes of a packet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message: the process's configuration.
+    """The first message to a helper: its configuration.
 
     Attributes:
-        groups: geometry of the unit's pages, by number of the KV group.
-        pool: the unit's pool, which is shared.
-        batch_pages: values per call of the store.
-        get_s, probe_s: deadlines of one call of gets or puts, and of one question.
-        put_bytes_per_s: most bytes to put per second; None for no limit.
-        ttl_s: seconds after its write from which on a value is a miss; None for never.
+        options: how to reach the store.
+        owner: whose pages the values are.
+        groups: encoding of the unit's pages, indexed by number of the KV group.
+        pool: the unit's host pool, to which the helper attaches.
+        batch_pages: the most values per get or put call of the store.
+        get_s: deadline of one get or put call, in seconds.
+        probe_s: deadline of one probe, in seconds.
+        put_bytes_per_s: the most bytes to put per second; None for no limit.
+        ttl_s: a value is a miss from this many seconds after it was written; None for never.
     """
 
     options: StoreOptions
@@ -60,19 +64,21 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The answer to `Setup`: the store's client is ready. Only calls show whether its servers are alive."""
+    """The answer to `Setup` if the helper has clients of the store. It does not say whether the store's servers are
+    alive.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The other answer to `Setup`: with these settings there can be no client."""
+    """The answer to `Setup` if the helper cannot make a client with these settings."""
 
     reason: str
 
 
 class Packed:
-    """A message that is pickled as just its fields, because the pickling of a dataclass takes longer than the kernel
-    takes to send the message.
+    """A message that is pickled as its plain fields, because pickling a dataclass takes longer than the kernel takes to
+    send the message.
     """
 
     __slots__: tuple[str, ...] = ()
@@ -83,11 +89,12 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Pages(Packed):
-    """Part of an op: pages that move between slots of the pool and the store.
+    """A part of an op: pages that move between slots of the host pool and the store.
 
     Attributes:
         number: number of the message.
-        keys, slots, tokens: each page's key, slot and valid tokens.
+        group: number of the pages' KV group.
+        keys, slots, tokens: key, host slot and number of valid tokens of each page.
     """
 
     number: int
@@ -98,20 +105,21 @@ class Pages(Packed):
 
 
 class Get(Pages):
-    """Reads the pages into their slots, and verifies them."""
+    """Asks the helper to read the pages into their slots and verify them."""
 
 
 class Put(Pages):
-    """Seals the pages, and writes them."""
+    """Asks the helper to make the pages' trailers and write the pages to the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe(Packed):
-    """Asks which pages the store has.
+    """Asks the helper which pages the store has.
 
     Attributes:
-        keys: per group, in order, as bytes: 16 per key.
-        whole: per group, whether pages after a missing one are useless.
+        number: number of the message.
+        keys: for each group, the pages' keys in order, 16 bytes each.
+        whole: for each group, whether pages after a missing one are useless.
     """
 
     number: int
@@ -124,7 +132,7 @@ class Probe(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Removes these pages from the store."""
+    """Asks the helper to remove these pages from the store."""
 
     group: int
     keys: Keys
@@ -132,42 +140,47 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Names values by this owner from now on. The unit sends it before it asks for, reads or writes the first page."""
+    """Makes the helper name values by this owner from now on. The unit sends this before it probes, reads or writes the
+    first page.
+    """
 
     owner: ValueOwner
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Asks whether the store is alive; the reply is an `Answer` without pages."""
+    """Asks the helper whether the store is alive. The reply is an `Answer` without pages."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Ends messages up to this number as soon as no call is under way for them, and begins nothing more of them."""
+    """Makes the helper end all messages up to this number as soon as the store's call in flight returns."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Progress(Packed):
-    """A batch of a `Get` or `Put` has ended, or waits for its share of the bandwidth."""
+    """Reports that a call of the store for a `Get` or `Put` has ended, or that the `Put` waits for bandwidth. It shows
+    the unit that the helper does not hang.
+    """
 
     number: int
 
 
 @dataclass(slots=True)
 class Done:
-    """The end of a `Get` or `Put`, after its last byte has stopped moving.
+    """Reports that a `Get` or `Put` has ended, and that its bytes no longer move.
 
     Attributes:
-        failed, causes: positions of the pages that must not be used, int32, and the cause of each.
-        outcomes: number of pages by outcome: "ok", "known", the name of a miss, or of the store's `Outcome`.
-        reason: reason of the first failure.
+        failed, causes: indices of the failed pages in the message, int32, and the cause of each.
+        outcomes: number of pages by outcome: "ok", "known" (the store had the page before the put), the name of a miss,
+            or the name of an `Outcome`, in lower case.
+        reason: why the first page failed; empty if none did.
         lost: why the store cannot be reached; empty if it can.
-        bytes: bytes that were moved.
+        bytes: bytes of the values that were moved.
     """
 
     number: int
@@ -181,10 +194,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Answer(Packed):
-    """The end of a `Probe` or `Alive`.
+    """Answers a `Probe` or `Alive`.
 
     Attributes:
-        presence: per group, `Presence` of the leading keys that were asked for, one byte per key.
+        presence: for each group, the `Presence` of as many leading keys as were looked up, one byte per key.
         lost: why the store cannot be reached; empty if it can.
     """
 
@@ -204,7 +217,7 @@ FromHelper = Ready | Refused | Progress | Done | Answer
 def send(sock: socket.socket, message: ToHelper | FromHelper) -> None:
     """
     Raises:
-        OSError: the other end is gone, or (`BlockingIOError`) a socket that does not block has no room.
+        OSError: the other end is gone, or (as `BlockingIOError`) the buffer of a socket that does not block is full.
         StoreError: the message is too long for a packet.
     """
     packet = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -221,11 +234,11 @@ def send(sock: socket.socket, message: ToHelper | FromHelper) -> None:
 
 
 def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
-    """The next message; None: the other end is gone.
+    """Returns the next message; None if the other end is gone.
 
     Raises:
-        BlockingIOError: a socket that does not block has no message now.
-        StoreError: the packet is not a message, so the other end is broken.
+        BlockingIOError: the socket does not block, and there is no message now.
+        StoreError: the packet is not a message.
     """
     try:
         packet = sock.recv(PACKET_BYTES)

@@ -1,4 +1,6 @@
-"""Makes the command for a process that runs this same package, whatever its parent's folder and environment are."""
+"""Makes the command line of a process that runs this same package, whatever the current folder and the environment
+are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import flexkv
 
-# `python -m` looks into the current folder first, which may hold another flexkv, such as a clone.
+# Not `python -m`, which looks into the current folder first; another flexkv, such as a clone, may lie there.
 START = (
     "import runpy, sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; program = sys.argv[2]; "
     "del sys.argv[1:3]; "
@@ -16,6 +18,7 @@ START = (
 
 
 def own_program(module: str) -> list[str]:
-    """The beginning of a command that runs `module` of this package with this interpreter, as `python -m` would. The
-    module's arguments follow."""
+    """Returns the start of a command line that runs `module` of this package with this interpreter, as `python -m`
+    would. The caller appends the module's arguments.
+    """
     return [sys.executable, "-c", START, str(Path(flexkv.__file__).resolve().parent.parent), module]

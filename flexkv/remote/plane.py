@@ -1,6 +1,8 @@
-"""Moves a unit's pages between its host pool and a store, through a process of its own that may hang, lie or die.
+"""Moves a unit's pages between its host pool and a store, through the helper: a process that may hang, die or answer
+wrongly.
 
-Every op ends exactly once, after its last byte has stopped moving; after a kill, once the process has been reaped.
+Every op ends exactly once, after its bytes have stopped moving. If the helper is killed, its ops end after it has been
+reaped.
 """
 
 from __future__ import annotations
@@ -24,26 +26,29 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 logger = get_logger(__name__)
 
 MOST_REMOVALS = 256
-"""How many removals wait, at most, for a store that is away. Beyond that the oldest are dropped: the next reader of
-such a page finds it missing, or as damaged as it was.
+"""The most `Remove` messages that wait until the store can be reached. If there are more, the oldest are dropped. The
+next reader of such a page then finds it missing, or as damaged as it was.
 """
 
 LOST = "lost"
 
 Presences = Sequence[NDArray[np.uint8]]
-"""Per group the `Presence` of the leading keys that were asked for; empty if no answer came."""
+"""For each group, the `Presence` of as many leading keys as were looked up; an empty sequence if no answer came in
+time.
+"""
 
 
 @dataclass(slots=True)
 class RemoteTotals:
-    """Running totals.
+    """Running totals of the remote tier.
 
     Attributes:
-        gets, puts: pages by outcome: "ok", "known" (the store had it before the put), or why not. LOST: the store or
-            the process was lost, so the outcome is unknown or the page was not tried.
-        lookups: questions by outcome: "hit", "miss", "unknown" (not answered in time).
-        bytes_got, bytes_put: bytes of pages that arrived.
-        restarts: how often the process was restarted.
+        gets, puts: pages by outcome: "ok", "known" (the store had the page before the put), or why the page failed.
+            LOST means that the store or the helper was lost, so that the outcome is unknown or the page was not tried.
+        lookups: probes by outcome: "hit" (the store has at least one page), "miss", or "unknown" (not answered in time,
+            or not for all pages).
+        bytes_got, bytes_put: bytes of the values that arrived.
+        restarts: how often the helper was restarted.
     """
 
     gets: Counter[str] = field(default_factory=Counter)
@@ -59,10 +64,11 @@ class PlaneLimits:
     """The limits of a `RemotePlane`.
 
     Attributes:
-        queue_ops: most ops under way.
-        questions: most questions that the process has yet to answer, including late ones.
-        probe_s: a question without an answer after this many seconds ends without one.
-        keeps_slots: slots of a killed process stay out of use, because a network card may still write to them.
+        queue_ops: the most ops in flight.
+        questions: the most probes that the helper has not answered, including those that were given up.
+        probe_s: a probe that is not answered within this many seconds is given up.
+        keeps_slots: whether the host slots of a killed helper's ops stay out of use, because a network card may still
+            write to them.
     """
 
     queue_ops: int
@@ -73,11 +79,13 @@ class PlaneLimits:
 
 @dataclass(slots=True)
 class Moving:
-    """An op under way.
+    """An op in flight.
 
     Attributes:
-        waiting: numbers of its messages that have not ended, each with the position of its first page.
-        failed, causes: pages that failed so far.
+        waiting: for each of the op's messages that has not ended, by its number, the index in the op of the message's
+            first page.
+        failed, causes: indices of the pages that have failed so far, and the cause of each.
+        reason: why the first page failed; empty if none has.
     """
 
     op: TransferOp
@@ -88,14 +96,15 @@ class Moving:
 
 
 class RemotePlane:
-    """The manager's thread drives it; only `close` waits.
+    """Carries out a unit's ops and probes on a store. Only the manager's thread calls it, and only `close` waits.
 
     Args:
-        link: leads to the process; the plane becomes its user.
-        clock: seconds, never running backwards.
+        link: the link to the helper. The plane becomes its user.
+        limits: the plane's limits.
+        clock: returns monotonic time in seconds.
 
     Attributes:
-        totals: running totals.
+        totals: the tier's running totals.
     """
 
     def __init__(self, link: HelperLink, limits: PlaneLimits, clock: Callable[[], float]) -> None:
@@ -105,29 +114,31 @@ class RemotePlane:
         self.totals = RemoteTotals()
         self._moving: dict[OpId, Moving] = {}
         self._op_of: dict[int, OpId] = {}
-        """The op of each message, by the message's number."""
+        """The op of each message in flight, by the message's number."""
         self._seen_s: dict[OpKind, float] = {}
-        """When ops of a kind last showed a sign of life. One thread carries out each kind, in order."""
+        """When the helper last reported progress for ops of each kind. It carries out the ops of a kind one after
+        another.
+        """
         self._ended: list[OpResult] = []
         self._questions: dict[int, tuple[OpId, float]] = {}
         self._unanswered: set[int] = set()
-        """Questions that the process has not answered, including those that were given up."""
+        """Numbers of the probes that the helper has not answered, including those that were given up."""
         self._answered_s = 0.0
-        """When the process last answered a question, or got a question while it had none."""
+        """When the helper last answered a probe, or was sent one while it had none."""
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
-        """Removals that wait until the store can be reached and its values' names are known."""
+        """Removals that wait until the store can be reached and the names of values are known."""
         self._held = False
         link.join(self)
 
     @property
     def down_reason(self) -> str:
-        """Why the store is not used now; empty while it is."""
+        """Why the store is not used now; empty while it is used."""
         return self.link.breaker.reason
 
     def watch(self) -> None:
-        """Watches the process, posts removals, and ends questions that were not answered in time. Call it a few times
-        per second.
+        """Watches the helper, sends waiting removals, and gives up probes that were not answered in time. Call this a
+        few times per second.
         """
         self.link.watch()
         self.totals.restarts = max(0, self.link.restarts)
@@ -137,11 +148,11 @@ class RemotePlane:
     # --- ops ---
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """Takes the ops of `graph`. Returns None and takes none if there is no room. If the store is lost, the ops end
-        at once.
+        """Begins the ops of `graph`, and returns the first op's id. If more than `queue_ops` would be in flight, begins
+        none and returns None. If the store is not used now, the ops are cancelled at once.
 
         Raises:
-            ContractError: an op of another kind.
+            ContractError: an op is neither a DISK_READ nor a DISK_WRITE.
         """
         if len(self._moving) + len(graph.ops) > self._limits.queue_ops:
             return None
@@ -170,24 +181,29 @@ class RemotePlane:
             self._op_of[number] = op.op_id
 
     def poll(self) -> list[OpResult]:
-        """The ops that have ended since the last call."""
+        """Returns the results of the ops that have ended since the last call."""
         self.link.poll()
         self._expire_questions()
         ended, self._ended = self._ended, []
         return ended
 
     def remove(self, group: int, keys: Keys) -> None:
-        """Removes these pages from the store as soon as it can be reached."""
+        """Removes these pages from the store, as soon as it can be reached."""
         for first in range(0, len(keys), MOST_PAGES):
             self._removals.append(Remove(group, keys[first : first + MOST_PAGES]))
         self._post_removals()
 
     def hold(self) -> None:
-        """Holds removals back until `open_for`, because values have no names before that."""
+        """Holds removals back until `open_for` is called, because the names of values are not known before."""
         self._held = True
 
     def open_for(self, weights: bytes) -> None:
-        """Names values by the weights (32 bytes) that pages are computed with from now on, and posts removals."""
+        """Names values by the weights with which pages are computed from now on, and sends the removals that were held
+        back.
+
+        Args:
+            weights: 32-byte digest of the weights.
+        """
         self._held = False
         self.link.name_weights(weights)
         self._post_removals()
@@ -211,7 +227,7 @@ class RemotePlane:
             self._ended.append(OpResult(op.op_id, OpStatus.FAILED, failed, moving.reason, causes=causes))
 
     def _end_cancelled(self, moving: Moving, reason: str) -> None:
-        """Ends an op whose outcome is unknown, so its pages count as not moved. Precondition: none of its bytes moves
+        """Ends an op whose outcome is unknown; all its pages count as not moved. Precondition: no byte of the op moves
         any more.
         """
         del self._moving[moving.op.op_id]
@@ -229,7 +245,9 @@ class RemotePlane:
     # --- questions ---
 
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
-        """Asks which of `keys` the store has; for `whole`, see `Probe`. Returns False if nothing was asked."""
+        """Sends a probe that asks which of `keys` the store has; for `whole`, see `Probe`. Returns False if none was
+        sent, because the store is not used now, or too many probes are unanswered.
+        """
         if not self.link.usable or len(self._unanswered) >= self._limits.questions:
             return False
         number = self.link.send(Probe, tuple(of_group.tobytes() for of_group in keys), tuple(whole))
@@ -241,14 +259,14 @@ class RemotePlane:
         return True
 
     def answers(self) -> list[tuple[OpId, Presences]]:
-        """The questions that have ended since the last call."""
+        """Returns the probes that have ended since the last call, with their answers."""
         answers, self._answers = self._answers, []
         return answers
 
     def _answer(self, number: int, presences: Presences) -> None:
         question = self._questions.pop(number, None)
         if question is None:
-            return  # too late
+            return  # the probe was given up
         found = np.concatenate(presences) if presences else np.empty(0, np.uint8)
         if (found == Presence.YES).any():
             outcome = "hit"
@@ -297,8 +315,8 @@ class RemotePlane:
             self.totals.bytes_put += done.bytes
         if not moving.waiting:
             self._end(moving)
-        # A value that was evicted, has expired, or is not the page that was asked for is a miss of its key
-        # and says nothing about the store. The process that reads a wrong value removes it.
+        # Only "failed" counts against the store. If a value was evicted, has expired, or is not the requested page, its
+        # key is a miss, which says nothing about the store.
         good, failed = done.outcomes["ok"], done.outcomes["failed"]
         if done.lost:
             self.link.lost(done.lost)
@@ -331,5 +349,7 @@ class RemotePlane:
         return min(seen_s, default=None)
 
     def close(self, deadline_s: float) -> bool:
-        """Ends the process. Idempotent. Returns False if it was not reaped; its ops then have not ended."""
+        """Ends the helper. Idempotent. Returns False if it was not reaped within `deadline_s` seconds; its ops then
+        have not ended.
+        """
         return self.link.close(deadline_s)

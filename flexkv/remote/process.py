@@ -1,4 +1,4 @@
-"""The unit's handle on the helper's process: starts it, exchanges messages with it, kills and reaps it."""
+"""The unit's handle on its helper: starts the process, exchanges messages with it, kills and reaps it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from flexkv.remote.messages import FromHelper, ToHelper, receive, send
 from flexkv.remote.own_program import own_program
 
 SOCKET_BYTES = 4 << 20
-"""Size of the socket's buffer, if the kernel allows it: room for packets that come while the other end is busy."""
+"""Size in bytes of each socket's buffer, if the kernel allows it, for packets that are sent while the other end is
+busy.
+"""
 
 
 class HelperProcess:
-    """One process. Linux ends it together with the thread that started it, which counts as its parent, so that thread
-    must live as long as the unit.
+    """One helper process. Linux kills it when the thread that started it ends, because that thread counts as its
+    parent. So the helper must be started by a thread that lives as long as the unit.
 
     Args:
-        environment: variables that the client's library reads when it is loaded; variables that are already set keep
-            their values.
+        environment: environment variables that the client's library reads when it is loaded. Variables that are already
+            set keep their values.
 
     Raises:
-        StoreError: it cannot be started.
+        StoreError: the process cannot be started.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -55,7 +57,8 @@ class HelperProcess:
         return self._process.pid
 
     def send(self, message: ToHelper) -> bool:
-        """Sends a message; returns False if there is no room now, or if the process is gone, which `ended` shows.
+        """Sends a message. Returns False if the socket's buffer is full, or if the process is gone, which `ended`
+        shows.
 
         Raises:
             StoreError: the message is too long for a packet.
@@ -67,7 +70,7 @@ class HelperProcess:
         return True
 
     def receive(self) -> FromHelper | None:
-        """The next message; None if there is none now.
+        """Returns the next message; None if there is none now.
 
         Raises:
             StoreError: the packet is not a message of a helper.
@@ -81,24 +84,26 @@ class HelperProcess:
         raise StoreError(f"a packet that is no message of a helper: {type(message).__name__}")
 
     def fileno(self) -> int:
-        """The descriptor to wait on for a message."""
+        """The file descriptor to wait on for a message."""
         return self._sock.fileno()
 
     @property
     def ended(self) -> str:
-        """How the process ended, for a message; empty until it has ended and was reaped."""
+        """How the process ended, for logs; empty until it has ended and was reaped."""
         code = self._process.poll()
         if code is None:
             return ""
         return f"its process ended by signal {-code}" if code < 0 else f"its process ended with {code}"
 
     def kill(self) -> None:
-        """Kills the process. It may touch memory until `ended` reports its end."""
+        """Kills the process. It may touch memory until `ended` says that it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     def close(self, deadline_s: float) -> bool:
-        """Lets the process end by itself, or kills it; returns whether it was reaped in time."""
+        """Waits for the process to end by itself, and kills it after half of `deadline_s` seconds. Returns whether it
+        was reaped within `deadline_s`.
+        """
         self._sock.close()
         for step in (self._process.wait, self._killed):
             try:

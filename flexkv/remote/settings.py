@@ -1,4 +1,6 @@
-"""Makes a store's options from the settings: reads secrets from their files, and refuses untrusted networks."""
+"""Makes a store's options from the settings. Reads secrets from their files, and refuses unencrypted traffic through a
+network that is not declared as trusted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flexkv.errors import ConfigError
 from flexkv.remote.base import ALIVE_S, StoreOptions, masked_url
 
 ENCRYPTED = frozenset({"rediss"})
-"""Schemes with authenticated servers and traffic that others can neither read nor change."""
+"""URL schemes whose servers are authenticated and whose traffic others can neither read nor change."""
 
 MOST_SECRET_BYTES = 4096
 USUAL_STUCK_S = 5.0
@@ -46,20 +48,21 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
 
 
 def stuck_s(remote: RemoteConfig) -> float:
-    """Seconds without a sign of life after which the process with the store's client is killed: `remote.stuck_s`, or if
-    that is unset, USUAL_STUCK_S, but at least as long as the longest call that the other settings allow."""
+    """After how many seconds without progress a helper is killed. This is `remote.stuck_s` or, if that is not set,
+    USUAL_STUCK_S, or longer if the other settings allow a longer call.
+    """
     return max(USUAL_STUCK_S, _longest_s(remote)) if remote.stuck_s is None else remote.stuck_s
 
 
 def _longest_s(remote: RemoteConfig) -> float:
-    """How long a healthy process may be silent: the time of one call and of the following check whether the store is
-    alive.
+    """How many seconds a healthy helper may report no progress: the time of one call, and of the check after it whether
+    the store is alive.
     """
     return max(remote.get_s, remote.probe_s) + ALIVE_S
 
 
 def client_environment(options: StoreOptions) -> dict[str, str]:
-    """Variables that the client's library reads when it is loaded."""
+    """The environment variables that the store's client library reads when it is loaded."""
     if options.urls[0].lower().startswith("mooncake:"):
         from flexkv.remote.mooncake import CLIENT_ENVIRONMENT
 
@@ -96,7 +99,7 @@ def _is_here(host: str) -> bool:
 
 @contextmanager
 def _opened(setting: str, path: str, needed: str) -> Iterator[BinaryIO]:
-    """Opens a regular file and refuses anything else: opening a pipe would wait for a writer."""
+    """Opens a regular file. Refuses anything else, such as a pipe, whose opening would wait for a writer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
@@ -115,7 +118,7 @@ def _readable(path: str) -> str:
 
 
 def _secret(path: str) -> str:
-    """The first line of a file that only its owner can read."""
+    """Reads the first line of a file, which only its owner may be able to read."""
     setting = f"remote.password_file={path!r}"
     with _opened("remote.password_file", path, "a file with the password") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

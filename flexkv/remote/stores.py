@@ -1,4 +1,4 @@
-"""Opens the store that a URL names."""
+"""Opens a client of the store with given URLs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SCHEMES: dict[str, tuple[str, str]] = {
     "rediss": ("flexkv.remote.redis.store", "RedisStore"),
     "mooncake": ("flexkv.remote.mooncake", "MooncakeStore"),
 }
-"""Module and class of each scheme. The module and its library are imported only when a store of
-that scheme is opened.
+"""Module and class of the client for each URL scheme. Module and library are imported only when a store with that
+scheme is opened.
 """
 
 
 def open_store(options: StoreOptions) -> Store:
-    """Returns a client of the store that `options.urls` name. Does not check whether the store is alive: `alive` does.
+    """Returns a client of the store at `options.urls`. Does not check whether the store is alive; see `Store.alive`.
 
     Raises:
-        StoreError: the scheme is unknown, the URLs have several schemes, the options do not suit the store, or its
-            library is missing.
+        StoreError: the scheme is unknown, the URLs have different schemes, the store does not support the options, or
+            its library cannot be loaded.
     """
     schemes = sorted({url.partition("://")[0].lower() for url in options.urls})
     if len(schemes) != 1 or schemes[0] not in SCHEMES:

@@ -1,4 +1,6 @@
-"""How a store holds a page: under a name, as a value with the stripes of all ranks and a trailer that verifies them."""
+"""The form in which a store holds a page: its name, and its value, which consists of the stripes of all ranks and a
+trailer that verifies them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flexkv.storage.group_tables import codec_of, format_text
 from flexkv.storage.tags import make_tags
 
 VALUE_VERSION = 1
-"""Version of names and values together. Other versions have other names, so no engine reads a value that it does not
+"""The common version of names and values. Names depend on it, so no engine reads a value of a version that it does not
 know.
 """
 
@@ -24,12 +26,12 @@ NO_GENERATIONS = np.zeros(1, np.uint64)
 
 @dataclass(frozen=True, slots=True)
 class ValueOwner:
-    """Names the owner of pages. Pages of equal owners may be exchanged.
+    """Identifies the owner of pages. Units with equal owners may use each other's pages.
 
     Attributes:
-        fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
-        weights: 32 bytes that name all content of the weights; empty if the fingerprint does so.
-        tenant: separates users of one store; values of other tenants are never found.
+        fingerprint: 32-byte digest of everything that must be equal for units to use each other's blocks.
+        weights: 32-byte digest of the whole content of the weights; empty if the fingerprint covers it.
+        tenant: separates users of one store. Values of other tenants are never found.
     """
 
     fingerprint: bytes
@@ -37,7 +39,7 @@ class ValueOwner:
     weights: bytes = b""
 
     def digest(self, encoding: str) -> bytes:
-        """32 bytes that differ between any two owners, encodings of pages, or versions of values."""
+        """Returns 32 bytes that differ if the owner, the pages' encoding or the version of values differs."""
         parts = (
             b"flexkv value",
             str(VALUE_VERSION).encode(),
@@ -51,20 +53,21 @@ class ValueOwner:
 
 
 class ValueFormat:
-    """The values of one KV group's pages. Specified in docs/remote.md.
+    """The format of the values for one KV group's pages. Specified in docs/remote.md.
 
-    A value consists of the stripes of all ranks, without gaps, and the trailer of a page on disk (docs/disk-format.md),
-    whose place is filled with bytes of the owner's digest. One value holds all ranks' stripes, so a single rank's share
-    cannot be missing.
+    A value consists of the stripes of all ranks, without gaps, and a trailer. The trailer has the form of one on disk
+    (docs/disk-format.md); its field for the slab contains bytes of the owner's digest. Because one value holds the
+    stripes of all ranks, a single rank's stripe cannot be missing.
 
     Args:
-        group: the pages' geometry and encoding; with `host_digests` a slot has its own run digests, which go into the
-            trailer.
+        owner: the owner of the pages.
+        group: encoding of the pages. If `host_digests` is set, the host slot contains the run digests, which are copied
+            to the trailer.
         number: number of the KV group.
 
     Attributes:
-        value_bytes: bytes of every value.
-        trailer_bytes: bytes of its trailer.
+        value_bytes: bytes of each value.
+        trailer_bytes: bytes of each value's trailer.
     """
 
     def __init__(self, owner: ValueOwner, group: DiskGroup, number: int) -> None:
@@ -81,28 +84,28 @@ class ValueFormat:
         self.value_bytes = sum(group.stripe_bytes) + self.trailer_bytes
 
     def name(self, key: bytes) -> str:
-        """The name of a page's value; `key` has 16 bytes."""
+        """The name of the value for the page with this 16-byte key."""
         return self._prefix + key.hex()
 
     def names(self, keys: Keys) -> list[str]:
-        """The names of several pages' values."""
+        """The names of the values for the pages with these keys."""
         digits, size = keys.tobytes().hex(), 2 * KEY_BYTES
         return [self._prefix + digits[at : at + size] for at in range(0, len(digits), size)]
 
     def parts(self, slot: Part, trailer: Part) -> list[Part]:
-        """A value in memory: its stripes in a slot of the host pool, and its trailer elsewhere."""
+        """The parts of a value in memory: the stripes in a host slot, then the trailer."""
         return [*(slot[stripe] for stripe in self._stripes), trailer]
 
     def seal(
         self, slot: Part, trailer: Part, key: NDArray[np.uint8], tokens: int, expiry: int, now: int
     ) -> None:
-        """Makes the trailer of a page in a slot.
+        """Writes the trailer for the page in a host slot.
 
         Args:
             key: uint8 [16].
-            tokens: valid tokens.
+            tokens: number of valid tokens.
             expiry: unix seconds from which on the page is a miss; 0 for never.
-            now: unix seconds.
+            now: the time now, in unix seconds.
         """
         tag = make_tags(key.reshape(1, -1), 0, NO_GENERATIONS, tokens, np.full(1, expiry, np.uint64))
         self._codec.seal_apart(slot, trailer, self._place, 0, tag.tobytes(), now)
@@ -110,7 +113,8 @@ class ValueFormat:
     def check(
         self, slot: Part, trailer: Part, key: NDArray[np.uint8], tokens: int, now: int
     ) -> tuple[str, str]:
-        """Checks that the value in a slot is the page that was asked for; returns `("none", "")`, or the name of the
-        miss (`c_ext.PageCodec.check`) and the reason."""
+        """Checks whether the stripes in a host slot and the trailer are the requested page. Returns `("none", "")` if
+        they are, else the name of the miss (`c_ext.PageCodec.check`) and the reason.
+        """
         tag = make_tags(key.reshape(1, -1), 0, NO_GENERATIONS, tokens)
         return self._codec.check_apart(slot, trailer, self._place, 0, tag.tobytes(), now)

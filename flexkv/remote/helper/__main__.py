@@ -1,4 +1,4 @@
-"""The process's entry point: makes it end with its parent, and serves the socket that it inherits."""
+"""The helper's entry point. It makes the process end with its parent, and serves the socket that it inherits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import sys
 from flexkv.remote.helper.control import Control
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
+"""From linux/prctl.h."""
 
 SWITCH_S = 0.0002
-"""The longest time for which a computing thread holds the interpreter lock, so that questions do not wait."""
+"""The longest time in seconds for which a computing thread holds the interpreter lock, so that probes do not wait for
+it.
+"""
 
 
 def main() -> None:
@@ -27,7 +29,7 @@ def main() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         return  # the parent had ended before it could be watched
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the unit decides when the process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C; the unit decides when the helper ends
     sys.setswitchinterval(SWITCH_S)
     Control(socket.socket(fileno=descriptor)).serve()
     # Exits without waiting for threads inside library calls, which may hang.

@@ -1,4 +1,4 @@
-"""Receives the unit's messages one by one, and passes them to the threads that carry them out."""
+"""Receives the unit's messages one by one, and passes each to the thread that carries it out."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ Message = TypeVar("Message")
 Taken = TypeVar("Taken", contravariant=True)
 
 MOVERS_NICE = 5
-"""Gets and puts have lower priority than the engine's threads. Questions do not: requests wait for them, and they take
-little time.
+"""The nice value of the threads for gets and puts, so that they have a lower priority than the engine's threads. The
+thread for probes has the engine's priority, because requests wait for probes, which take little time.
 """
 
 
 class Inbox(Generic[Message]):
-    """Messages for one thread, in order. The unit bounds their number, because it counts those under way."""
+    """Messages for one thread, in order. The unit bounds their number, because it limits the ops and probes in
+    flight.
+    """
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque()
@@ -95,8 +97,7 @@ class Control:
             self._send(Refused(str(error)))
             return
         except Exception as error:
-            # A library may fail to load with any exception; the unit must be able to say why it has no
-            # client.
+            # A library may fail to load with any exception, and the unit must get the reason in order to report it.
             self._send(Refused(f"{type(error).__name__}: {error}"))
             return
         self._send(Ready())
@@ -108,7 +109,7 @@ class Control:
             elif isinstance(message, Probe | Alive):
                 probe_box.put(message)
             elif isinstance(message, Rename):
-                # It comes before the first page is asked for, read or written.
+                # The unit sends this before it probes, reads or writes the first page.
                 work.formats = _formats(setup, message.owner)
             elif isinstance(message, Cancel):
                 work.cancelled = max(work.cancelled, message.number)
@@ -127,11 +128,11 @@ class Worker(Protocol[Taken]):
 
 
 def _start(name: str, box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int) -> None:
-    """Starts a thread that makes its worker and carries out the messages of `box`. The threads of a client's library
-    get the nice value of the thread that makes the client.
+    """Starts a thread that makes a worker, which then carries out the messages in `box`. The thread makes the worker
+    itself, so that the threads of the client's library inherit its nice value.
 
     Raises:
-        Exception: what `make` raises.
+        Exception: `make` raised it.
     """
     made: Future[None] = Future()
     NamedThread(name, _run, (box, make, nice, made)).start()
@@ -139,11 +140,11 @@ def _start(name: str, box: Inbox[Message], make: Callable[[], Worker[Message]], 
 
 
 def _run(box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int, made: Future[None]) -> None:
-    """Runs on the thread. A bug in our own code ends the process; the unit then ends the ops under way and starts
-    another process.
+    """Runs in the started thread. If the worker raises an exception, which is a bug, ends the process. The unit then
+    ends the ops in flight and starts another helper.
     """
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # sets only this thread's value
         worker = make()
     except BaseException as error:
         made.set_exception(error)

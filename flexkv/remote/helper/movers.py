@@ -1,4 +1,6 @@
-"""Gets and puts: moves pages between the store and the unit's host pool, and seals and verifies them."""
+"""Carries out gets and puts: moves pages between the store and the unit's host pool, makes their trailers, and verifies
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,26 @@ from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
 ASKED_AT_ONCE = 256
-"""Names per question before a put: a call costs the master as much as the names in it."""
+"""The most names in one `exists` call before a put. A call costs Mooncake's master as much time as it has names."""
 
 REMOVE_S = 1.0
-"""How long one removal may take. The process that finds a wrong value removes it; if that takes longer, the next
-process that finds it does.
+"""Deadline of one removal, in seconds. A helper that reads a wrong value removes it. If that takes longer, the next
+helper that reads it tries again.
 """
 
 PAUSE_S = 0.5
-"""The longest wait for bandwidth between two signs of life."""
+"""The most seconds that a put waits for bandwidth before it sends the next `Progress` message."""
 
 
 @dataclass(slots=True)
 class Work:
-    """State that the threads share.
+    """State that the helper's threads share.
 
     Attributes:
-        open: opens another client of the store; each thread has its own.
+        setup: the helper's configuration.
+        formats: format of the values, indexed by number of the KV group.
+        pool: the unit's host pool.
+        open: opens a new client of the store; each thread has its own.
         tell: sends a message to the unit.
         cancelled: messages up to this number end early.
     """
@@ -50,18 +55,20 @@ class Work:
 
 
 def why_lost(store: Store) -> str:
-    """Checks, after a failed call, why the store cannot be reached; empty if it can."""
+    """Returns why the store cannot be reached; empty if it can. Called after a failed call."""
     return store.alive(ALIVE_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pages of one call of the store.
+    """The pages of one get or put call of the store.
 
     Attributes:
-        pages: their positions in the message.
-        names, values: their names and values in the store.
-        slots: their slots of the host pool.
+        message: the message that the pages come from.
+        pages: the pages' indices in the message.
+        names: their names in the store.
+        values: their values in memory, as parts.
+        slots: their slots in the host pool.
     """
 
     message: Pages
@@ -72,17 +79,18 @@ class Batch:
 
 
 Causes = Sequence[FailureCause | None]
-"""Why each page of a batch failed, or None. SOURCE stands for the store or the network."""
+"""Why each page of a batch failed; None if it did not. SOURCE stands for the store or the network."""
 
 Take = Callable[[Sequence[int], Causes], None]
-"""Takes the outcomes of the pages at these positions of a message."""
+"""A function that records the outcomes of the pages with these indices in a message."""
 
 
 class Mover(ABC):
-    """Carries out messages of one direction (reads, or writes and removals) with its own client and trailers.
+    """Carries out messages of one direction (reads, or writes and removals), with its own client of the store and its
+    own memory for trailers.
 
-    Pages move batch by batch. While a batch is under way, a second thread works on another one: it verifies the
-    previous batch, or seals the next.
+    Pages move batch by batch. While the store moves a batch, a second thread works on another one: it verifies the
+    batch that was read before, or makes the trailers of the batch that is written next.
     """
 
     def __init__(self, work: Work) -> None:
@@ -100,7 +108,7 @@ class Mover(ABC):
             raise StoreError(f"the store's transport does not take the host pool's memory: {why}")
 
     def _register_slots(self) -> None:
-        """Registers the slots that came up since the last call."""
+        """Registers the host slots that have become usable since the last call."""
         pool = self.work.pool
         ready = pool.ready_slots
         while self._registered_slots < ready:
@@ -109,7 +117,7 @@ class Mover(ABC):
             self._registered_slots += len(memory) // pool.slot_bytes
 
     def move(self, message: Pages) -> None:
-        """Carries out one message and reports its end."""
+        """Carries out one message, and reports its end with `Done`."""
         self._register_slots()
         done = Done(message.number, np.empty(0, np.int32), np.empty(0, np.uint8))
         causes = np.full(len(message.slots), FailureCause.NOT_EXECUTED, np.uint8)
@@ -126,7 +134,7 @@ class Mover(ABC):
         self.work.tell(done)
 
     def batches(self, message: Pages, pages: Sequence[int], done: Done) -> Iterator[Batch]:
-        """Batches of `pages`, until the message is cancelled or the store is lost."""
+        """Yields batches of the pages with these indices, until the message is cancelled or the store is lost."""
         form, size = self.work.formats[message.group], self.work.setup.batch_pages
         for number, first in enumerate(range(0, len(pages), size)):
             if message.number <= self.work.cancelled or done.lost:
@@ -139,7 +147,7 @@ class Mover(ABC):
             yield Batch(message, part, form.names(message.keys[part]), values, slots)
 
     def called(self, message: Pages, begun_s: float, failed: bool, done: Done) -> None:
-        """Reports progress after a call to the store; after a failed call, finds out whether the store is lost."""
+        """Reports progress after a call of the store. If the call has failed, finds out whether the store is lost."""
         self.work.tell(Progress(message.number))
         if failed:
             took_s = time.monotonic() - begun_s
@@ -148,22 +156,26 @@ class Mover(ABC):
                 done.lost = f"a call took {took_s:.1f} s"
 
     def failed(self, done: Done, outcome: str, reason: str) -> None:
-        """Counts a page that did not arrive."""
+        """Counts a page that did not arrive, and keeps the first reason."""
         done.outcomes[outcome] += 1
         done.reason = done.reason or reason or outcome
 
     @abstractmethod
     def carry(self, message: Pages, done: Done, take: Take) -> None:
-        """Moves the pages, and passes each page's outcome to `take`; a page without an outcome was not tried."""
+        """Moves the message's pages, and passes their outcomes to `take`. A page without an outcome counts as not
+        executed.
+        """
 
 
 class Getter(Mover):
-    """Reads values into slots. A value that is not the requested page fails, and is removed from the store."""
+    """Reads values into host slots, and verifies them. Removes values from the store that are not the requested
+    page.
+    """
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._bad: list[str] = []
-        """Names of wrong values."""
+        """Names of values that turned out to be wrong, and are to be removed."""
 
     def carry_out(self, message: Get) -> None:
         self.move(message)
@@ -207,12 +219,16 @@ class Getter(Mover):
 
 
 class Putter(Mover):
-    """Writes pages from slots, each with a trailer made here. Does not send a page that the store already has."""
+    """Writes pages from host slots to the store, each with a trailer that it makes. Does not send pages that the store
+    already has.
+    """
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._allowance = 0.0
-        """How many bytes may be sent at once; negative if more bytes were sent than allowed so far."""
+        """How many bytes may be sent now under the limit `put_bytes_per_s`; negative if more than allowed were sent so
+        far.
+        """
         self._since_s = time.monotonic()
 
     def carry_out(self, message: Put | Remove) -> None:
@@ -229,7 +245,8 @@ class Putter(Mover):
         while batch is not None and sealed is not None:
             sealed.result()
             current, batch = batch, next(batches, None)
-            # The next batch is chosen after the last call's outcome is known, and sealed while this one is sent.
+            # The next batch gets its trailers while this one is sent. It is only made if the call before has not lost
+            # the store.
             sealed = None if batch is None else self.beside.submit(self._seal, batch)
             take(current.pages, self._put(current, done))
             if done.lost:
@@ -239,7 +256,7 @@ class Putter(Mover):
                 return
 
     def _unknown(self, message: Pages, done: Done, take: Take) -> list[int]:
-        """The pages that the store is not known to have."""
+        """Asks the store which pages it has. Reports these as done, and returns the indices of the others."""
         form, get_s, unknown = self.work.formats[message.group], self.work.setup.get_s, []
         for first in range(0, len(message.slots), ASKED_AT_ONCE):
             if message.number <= self.work.cancelled or done.lost:
@@ -253,7 +270,7 @@ class Putter(Mover):
             unknown += [
                 page for page, presence in zip(pages, there, strict=True) if presence is not Presence.YES
             ]
-            # Some servers of a store that has several may have answered.
+            # An UNKNOWN counts as a failed call, although other servers of the store may have answered.
             self.called(message, begun_s, Presence.UNKNOWN in there, done)
         return unknown
 
@@ -285,13 +302,13 @@ class Putter(Mover):
         return causes
 
     def _pause(self, batch: Batch) -> None:
-        """Waits until the batch's bytes may be sent."""
+        """Waits until the limit `put_bytes_per_s` allows to send the batch."""
         rate = self.work.setup.put_bytes_per_s
         if rate is None:
             return
         while True:
             now_s = time.monotonic()
-            # After an idle time, at most one second's worth may be sent at once.
+            # After an idle time, at most as much may be sent at once as in one second.
             self._allowance = min(float(rate), self._allowance + rate * (now_s - self._since_s))
             self._since_s = now_s
             if self._allowance >= 0 or batch.message.number <= self.work.cancelled:

@@ -1,4 +1,4 @@
-"""Answers which pages the store has, with a client of its own, so that no question waits behind gets and puts."""
+"""Asks the store which pages it has. It has its own client, so that probes do not wait behind gets and puts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
 
 CHUNK = 256
-"""Names per call: a store answers this many in 0.2 ms. After a call that finds a name missing, the names that follow it
-in a prefix are not asked for.
+"""The most names per call; a store answers this many in 0.2 ms. For groups that restore whole prefixes, no further call
+is made after one that finds a name missing.
 """
 
 ANSWER_SHARE = 0.8
-"""The part of the unit's waiting time that the prober uses, so that some servers' answers arrive in time even if others
-do not answer.
+"""The fraction of the unit's waiting time that a probe may use. So the answers of some servers arrive in time even if
+other servers do not answer.
 """
 
 NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
 
 class HelperProber:
-    """Carries out `Probe` and `Alive`."""
+    """Carries out `Probe` and `Alive` messages."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -44,7 +44,7 @@ class HelperProber:
         ends_s = time.monotonic() + ANSWER_SHARE * self._work.setup.probe_s
         presence: list[NDArray[np.uint8]] = []
         reached = True
-        # Groups that restore whole prefixes come first: if the store has none of their pages, the other pages
+        # Groups that restore whole prefixes are asked about first: if the first page of one is missing, all other pages
         # are useless.
         order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
         answers: dict[int, NDArray[np.uint8]] = {}
@@ -59,7 +59,7 @@ class HelperProber:
         return Answer(message.number, found, why_lost(self._store) if unknown else "")
 
     def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
-        """`Presence` of the leading keys, as far as the time allows."""
+        """Returns the `Presence` of the leading keys, of as many as there is time for."""
         form, found = self._work.formats[group], [np.empty(0, np.uint8)]
         for first in range(0, len(keys), CHUNK):
             left_s = ends_s - time.monotonic()

@@ -1,4 +1,6 @@
-"""Mooncake Store as a `Store`: `store` moves values, `client` sets the library up and watches its master."""
+"""A client of Mooncake Store as a `Store`: `store` moves values, `client` sets up the library and watches the
+master.
+"""
 
 from flexkv.remote.mooncake.client import CLIENT_ENVIRONMENT
 from flexkv.remote.mooncake.store import MooncakeStore

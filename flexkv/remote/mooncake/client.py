@@ -1,9 +1,9 @@
-"""One client of Mooncake's library, which is set up when its master is alive, and never called while the master is
-known to be away.
+"""One client of Mooncake's library. It is set up when the master is alive, and never called while the master is known
+to be away.
 
-The library cannot be interrupted and forgives little: a call on a client that is not set up, or was closed, ends the
-process with SIGSEGV, and with a dead master each call waits 4.3 s. So `Client` keeps a connection of its own to the
-master, on which it sends nothing: the connection's end shows that the master has died, at the cost of one system call.
+The library's calls cannot be interrupted. A call on a client that is not set up, or was closed, ends the process with
+SIGSEGV; with a dead master each call takes 4.3 s. So `Client` keeps its own connection to the master, on which it sends
+nothing. If that connection has ended, the master has died; checking this costs one system call.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flexkv.remote.base import Part
 CLIENT_ENVIRONMENT = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # otherwise a setup without a master takes 90 s
     "MC_RPC_TIMEOUT_MS": "1000",  # otherwise a stopped master blocks a call for 30 s
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # otherwise a stopped owner blocks it for 30 s per value
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # otherwise a stopped owner of memory blocks a call for 30 s per value
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
-    "MC_TCP_LANES_PER_PEER": "8",  # with fewer lanes than values, a call waits for a stopped owner repeatedly
+    "MC_TCP_LANES_PER_PEER": "8",  # with fewer lanes than values, a call waits for a stopped owner several times
 }
-"""Variables for a process that opens this store. They are set at its start, because the library reads them once. Values
-that an operator has set win: `{**CLIENT_ENVIRONMENT, **environment}`.
+"""Environment variables of a process that opens this store. They must be set when the process starts, because the
+library reads them only once. Values that an operator has set win: `{**CLIENT_ENVIRONMENT, **environment}`.
 """
 
 AGAIN_S = 0.5
@@ -34,11 +34,11 @@ AGAIN_S = 0.5
 ADVICE = "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; it needs the system's libibverbs1 too"
 
 UNREACHABLE = frozenset({-900, -901})
-"""The library's codes for a master that cannot be reached, and for one that does not answer."""
+"""The library's error codes for a master that cannot be reached, and for one that does not answer."""
 
 
 def load_library(master: str) -> Any:
-    """The library's class of clients.
+    """Returns the library's class of clients.
 
     Raises:
         StoreError: the library cannot be loaded, or a variable of CLIENT_ENVIRONMENT is not set.
@@ -57,16 +57,16 @@ def load_library(master: str) -> Any:
 
 
 class Client:
-    """A pure client: it contributes no memory to the store.
+    """A client that contributes no memory to the store.
 
     Args:
-        host, port: address of the master's RPC.
-        connect_s: longest time to connect to it, in seconds; setting the library up takes one round trip or
-            MC_RPC_TIMEOUT_MS more.
-        devices: RDMA devices; empty for TCP.
+        host, port: RPC address of the master.
+        connect_s: the most seconds that connecting to the master may take. Setting up the library then takes one round
+            trip, or up to MC_RPC_TIMEOUT_MS.
+        devices: names of RDMA devices; empty for TCP.
 
     Attributes:
-        why: why there is no client, as the last `ready` found.
+        why: why the last `ready` that returned None had no client.
     """
 
     def __init__(self, host: str, port: int, connect_s: float, devices: Sequence[str]) -> None:
@@ -83,11 +83,12 @@ class Client:
         self.why = ""
 
     def ready(self, until_s: float, at_once: bool = False) -> Any:
-        """Returns the library's client, setting it up if needed, or None; `why` then says what is wrong.
+        """Returns the library's client, and sets it up if needed. Returns None if that fails; `why` then has the
+        reason.
 
         Args:
             until_s: time on the monotonic clock at which to give up.
-            at_once: whether to try even if an attempt has just failed.
+            at_once: whether to try even if an attempt has failed less than AGAIN_S ago.
         """
         if self._closed:
             raise ClosedError("the store was closed")
@@ -107,8 +108,8 @@ class Client:
         except OSError as error:
             return self._failed(f"the master {self._master} cannot be reached: {error.strerror or error}")
         if self._client is None:
-            # The client's name is the address by which this machine reaches the master; owners distinguish
-            # clients by it.
+            # The client's name is the address from which this machine reaches the master. Owners of memory distinguish
+            # clients by this name.
             self._set_up(self._watch.getsockname()[0])
         return self._client
 
@@ -121,7 +122,7 @@ class Client:
             return
         self._client = client
         for memory in self._memory:
-            # If this is refused, `register` has already reported it, or transfers fail with a code.
+            # A refusal needs no handling here: `register` has already reported it, or transfers will fail with a code.
             self._register(memory)
 
     def _failed(self, why: str) -> None:
@@ -130,18 +131,20 @@ class Client:
         self.why = why
 
     def doubt(self) -> None:
-        """Records that the master did not answer, so that the next call reconnects to it."""
+        """Closes the connection to the master, so that the next call connects again. Call it if the master did not
+        answer.
+        """
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
     def register(self, memory: Part) -> str:
-        """Registers `memory` with the transport, now or as soon as there is a client. Returns why it cannot be used, or
-        an empty string.
+        """Registers `memory` with the transport, now or as soon as there is a client. Returns why the memory cannot be
+        used; empty if it can, or if it is not registered yet.
 
-        Only RDMA needs this. TCP is no faster with it (0.98 to 1.08 of the rate without, 2 MiB values,
-        benchmarks/remote_mooncake.py). And the library listens on all interfaces, where it can serve only memory that
-        it knows, so less registered memory is safer.
+        Does nothing for TCP, which is no faster with registered memory (0.98 to 1.08 of the rate without it, values of
+        2 MiB, benchmarks/remote_mooncake.py). It is also safer not to register memory: the library listens on all
+        interfaces, and can serve only memory that is registered.
         """
         if not self._devices:
             return ""
@@ -153,7 +156,7 @@ class Client:
         return "" if code == 0 else f"{memory.nbytes >> 20} MiB could not be registered for RDMA: code {code}"
 
     def close(self) -> None:
-        """Closes the client. Idempotent; takes up to a second if the master is dead."""
+        """Closes the client. This takes up to a second if the master is dead. Idempotent."""
         self.doubt()
         if self._client is not None:
             self._client.close()

@@ -1,4 +1,6 @@
-"""Mooncake Store as a store of the remote tier. Operators run its master and the processes that own its memory."""
+"""Mooncake Store as a store of the remote tier. Operators run its master, and its owners: the processes whose memory
+holds the values.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ from flexkv.remote.base import (
 from flexkv.remote.mooncake.client import UNREACHABLE, Client
 
 BATCH_VALUES = 8
-"""Values per library call: larger calls are no faster (2 MiB values over loopback), and a call cannot be interrupted.
+"""The most values per library call. Larger calls are no faster (values of 2 MiB over loopback), and a call cannot be
+interrupted.
 """
 BATCH_NAMES = 256
-"""Names per library call of `exists` and `remove`: one round trip of 0.2 ms."""
+"""The most names per library call of `exists` and `remove`, which takes one round trip of 0.2 ms."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 PROBE = "flexkv/alive"
@@ -43,16 +46,16 @@ CODES = {
     -900: "the master cannot be reached",
     -901: "the master did not answer",
 }
-"""Meanings of the library's codes, for messages."""
+"""What the library's error codes mean, for messages."""
 
 Batch = Callable[[Any, Sequence[str], list[list[int]], list[list[int]]], list[int]]
 
 
 def parse_url(urls: Sequence[str]) -> tuple[str, int]:
-    """Host and port of the master.
+    """Returns host and port of the master.
 
     Raises:
-        StoreError: not one URL of the form `mooncake://host:port`.
+        StoreError: `urls` is not one URL of the form `mooncake://host:port`.
     """
     shown = [masked_url(url) for url in urls]
     allowed = (
@@ -75,7 +78,7 @@ def check_options(options: StoreOptions) -> None:
     """Refuses options that Mooncake does not have.
 
     Raises:
-        StoreError: a user, a password or certificates are given, or an RDMA device that this machine does not have.
+        StoreError: a user, a password or certificates are given, or this machine does not have one of the RDMA devices.
     """
     if options.user or options.password or options.ca_file:
         raise StoreError(
@@ -90,10 +93,11 @@ def check_options(options: StoreOptions) -> None:
 
 
 class MooncakeStore(Store):
-    """A store whose calls may return later than their deadline: see `Store`.
+    """A client of Mooncake Store. Its calls may return after their deadline: see `Store`.
 
-    With CLIENT_ENVIRONMENT a library call, which is BATCH_VALUES values or BATCH_NAMES names, takes 1 s if the master
-    is stopped, 2 s if an owner is, and 4.3 s if the master dies during it. None begins after the deadline.
+    A library call moves up to BATCH_VALUES values, or asks about up to BATCH_NAMES names. With CLIENT_ENVIRONMENT it
+    takes 1 s if the master is stopped, 2 s if an owner is stopped, and 4.3 s if the master dies during the call. No
+    library call begins after the deadline.
     """
 
     def __init__(self, options: StoreOptions) -> None:
@@ -136,12 +140,12 @@ class MooncakeStore(Store):
         return [code if code >= 0 else NO_VALUE if code == ABSENT else NOT_SAID for code in codes]
 
     def _size(self, name: str, until_s: float) -> int:
-        """Bytes of the name's value, or the library's code; -900 if the library was not called."""
+        """Returns the bytes of the name's value, or the library's error code; -900 if the library was not called."""
         client = self._client_until(until_s)
         return -900 if client is None else self._heard([int(client.get_size(name))])[0]
 
     def alive(self, deadline_s: float) -> str:
-        # If a master's machine has vanished, its connections do not end, so make a new one.
+        # If the master's machine has vanished, its connections do not end, so this call must make a new one.
         self._client.doubt()
         self._ask(lambda client, some: client.batch_is_exist(some), [PROBE], deadline_s, at_once=True)
         return self.last_error
@@ -159,7 +163,7 @@ class MooncakeStore(Store):
         deadline_s: float,
         at_once: bool = False,
     ) -> list[int]:
-        """The library's code for each name; -900 if the library was not called."""
+        """Returns the library's code for each name; -900 if the library was not called for it."""
         until_s = self._begin(deadline_s)
         codes: list[int] = []
         for start in range(0, len(names), BATCH_NAMES):
@@ -172,10 +176,10 @@ class MooncakeStore(Store):
     def _move(
         self, batch: Batch, names: Sequence[str], values: Sequence[Value], deadline_s: float, written: bool
     ) -> list[int]:
-        """The library's code for each value; -900 if the library was not called.
+        """Returns the library's code for each value; -900 if the library was not called for it.
 
         Raises:
-            ContractError: a part violates the contract. This must be checked here, because the library takes addresses
+            ContractError: a part is not a `Part`. This must be checked here, because the library gets plain addresses
                 and checks nothing.
         """
         if len(names) != len(values):
@@ -215,7 +219,9 @@ class MooncakeStore(Store):
         return client
 
     def _heard(self, codes: list[int]) -> list[int]:
-        """Records what `codes` say about the master, and the first error in words; returns `codes`."""
+        """Reconnects to the master later if one of `codes` says that it did not answer, and records the first error in
+        words. Returns `codes`.
+        """
         if min(codes) >= 0:
             return codes
         if not UNREACHABLE.isdisjoint(codes):
@@ -228,8 +234,8 @@ class MooncakeStore(Store):
     def _of_other_size(
         self, names: Sequence[str], sizes: Sequence[int], doubtful: Sequence[int], until_s: float
     ) -> list[int]:
-        """Returns which of `doubtful` the store has with another size: the library returns the same code for a value
-        that does not fit as for a failed transfer.
+        """Returns the numbers in `doubtful` whose values have another size in the store. The library's code for a value
+        that does not fit is the same as for a failed transfer.
         """
         found = []
         for number in doubtful:

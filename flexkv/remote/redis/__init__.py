@@ -1,1 +1,1 @@
-"""Redis, or any server that speaks its protocol, as a store: `store` is the client, the other modules are its parts."""
+"""A client of Redis servers, or of others with its protocol. `store` is the client, the other modules are its parts."""

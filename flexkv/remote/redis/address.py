@@ -1,4 +1,4 @@
-"""The address of a server, from a URL in `remote.urls`."""
+"""Parses the URLs in `remote.urls` to addresses of servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from flexkv.remote.base import masked_url
 
 DEFAULT_PORT = 6379
 MOST_DATABASES = 1 << 16
-"""A server has 16 databases by default; no configuration has as many as this."""
+"""A larger database number is refused. A server has 16 databases by default, and no configuration has as many as
+this.
+"""
 ALLOWED = "allowed are redis://HOST[:PORT][/DATABASE] and rediss://..., which is TLS"
 
 
@@ -25,8 +27,8 @@ class Address:
 
     @property
     def identity(self) -> str:
-        """Identifies the server when names are spread over servers. It is equal on all machines that know the server by
-        one name, with and without TLS.
+        """The identity by which names are spread over servers. It is the same on all machines that use the same host
+        name for the server, with or without TLS.
         """
         return f"{self.host}:{self.port}/{self.database}"
 
@@ -35,10 +37,10 @@ class Address:
 
 
 def parse_addresses(urls: Sequence[str]) -> list[Address]:
-    """The servers that `urls` name.
+    """Returns the servers' addresses.
 
     Raises:
-        StoreError: a URL is not allowed, or two name one server. The message shows no password from a URL.
+        StoreError: a URL is not allowed, or two URLs have the same server. The message shows no password from a URL.
     """
     found: dict[str, Address] = {}
     for url in urls:
@@ -53,14 +55,13 @@ def parse_addresses(urls: Sequence[str]) -> list[Address]:
 
 def _parse(url: str) -> Address:
     if "@" in url:
-        # Looks for an @ anywhere: if a password has a slash, `urlsplit` treats the rest of the URL as the
-        # path.
+        # The @ may be anywhere: if a password contains a slash, `urlsplit` takes what follows for the path.
         _refuse(url, "a user or password in a URL; use remote.user and remote.password_file")
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError:
-        # The error's own text quotes what was parsed as port or host, which may be a password.
+        # Not the error's own text, which quotes what was parsed as port or host and may be a password.
         _refuse(url, "its host or port cannot be read; " + ALLOWED)
     if parts.scheme not in ("redis", "rediss"):
         _refuse(url, ALLOWED)

@@ -1,5 +1,5 @@
-"""A server's connection, which is made when a call needs it, and closed when the server's next bytes could not be
-trusted.
+"""The connection to a server. It is opened when a call needs it, and closed if its next bytes could belong to an
+earlier call.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from flexkv.remote.redis.socket_stream import SocketStream
 from flexkv.remote.redis.turns import Steps
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""Control characters, which a terminal or a log might interpret."""
+"""Control characters, which are replaced, because a terminal or a log might interpret them."""
 CODE = re.compile(r"[A-Z]{2,16}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Login:
-    """How this client logs in: not at all if there is no password; as the server's default user if there is no user."""
+    """How this client logs in. Without a password it does not log in. Without a user it logs in as the server's default
+    user.
+    """
 
     user: str = ""
     password: str = ""
@@ -32,12 +34,12 @@ class Login:
         return [b"AUTH", *(text.encode() for text in said)] if self.password else []
 
     def mask(self, text: str) -> str:
-        """Removes the password from a server's text, because some errors quote the command."""
+        """Masks the password in a text from the server, because some errors quote the command."""
         return text.replace(self.password, "***") if self.password else text
 
 
 class Connection:
-    """The connection to one server. One call uses it at a time: `open_steps`, then its `stream`."""
+    """The connection to one server. Only one call may use it at a time: first `open_steps`, then `stream`."""
 
     def __init__(self, address: Address, login: Login, tls: ssl.SSLContext | None, connect_s: float) -> None:
         self.address = address
@@ -57,13 +59,13 @@ class Connection:
         return self._stream is not None
 
     def is_kept(self) -> bool:
-        """Whether the connection of an earlier call can be used; closes it if not."""
+        """Returns whether the connection of an earlier call is open and can be used. Closes it if it cannot be used."""
         if self._stream is not None and not self._stream.is_idle():
             self.close()
         return self._stream is not None
 
     def open_steps(self, deadline_s: float) -> Steps:
-        """Connects if there is no connection.
+        """Connects if there is no connection, and sets the deadline of the stream.
 
         Args:
             deadline_s: the call's deadline on the monotonic clock.
@@ -79,13 +81,13 @@ class Connection:
         yield from self._resolver.steps(until_s)
         found = self._resolver.found
         for number, address in enumerate(found):
-            # An address that drops all packets must leave time for the next one.
+            # Each address gets an equal share of the time left, because one may drop all packets.
             now_s = time.monotonic()
             share_s = (until_s - now_s) / (len(found) - number)
             try:
                 stream = SocketStream(address, self._tls, self.address.host)
             except OSError as error:
-                # This machine lacks the address family, or has no descriptor left.
+                # This machine lacks the address family, or the process has no file descriptor left.
                 if number == len(found) - 1:
                     raise ConnectionFailed(f"no connection: {error.strerror}") from None
                 continue
@@ -113,15 +115,15 @@ class Connection:
         for words in asked:
             reply = parse_line((yield from stream.line()))
             if isinstance(reply, Refusal):
-                # Shows only the code: a server that does not know AUTH quotes its arguments, perhaps
-                # truncated, so that `mask` would not find the password.
+                # Shows only the error's code. A server that does not know AUTH quotes the arguments, perhaps cut off,
+                # so that `mask` would not find the password.
                 code = reply.code if CODE.fullmatch(reply.code) else "an error"
                 raise ConnectionFailed(f"{words[0].decode()} was refused: {self._login.mask(code)}")
             if reply != "OK":
                 raise OutOfStep(f"{words[0].decode()} was not answered with OK")
 
     def explain(self, text: str) -> str:
-        """`text` with the server's name added and secrets removed."""
+        """`text` with the server's address before it and secrets masked."""
         return f"{self.address}: {UNPRINTABLE.sub('?', self._login.mask(text))}"
 
     def close(self) -> None:

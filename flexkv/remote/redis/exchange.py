@@ -1,4 +1,6 @@
-"""One call's exchange with one server: sends commands back to back, and receives the answers in the same order."""
+"""One call's exchange with one server. It sends commands without waiting for the reply to each, and receives the
+replies in the same order.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,30 @@ from flexkv.remote.redis.socket_stream import DeadlinePassed
 from flexkv.remote.redis.turns import Steps
 
 WINDOW_BYTES = 8 << 20
-"""Most bytes of commands and values that are requested but not yet answered: four values of 2 MiB keep both sides busy,
-and a server buffers no more than this for a client that reads slowly.
+"""The most bytes of commands and values in flight, that is, sent or requested and not yet answered. Four values of 2
+MiB keep both sides busy. The limit also bounds how much a server must buffer for a client that reads slowly.
 """
 SKIP_BYTES = 4 << 20
-"""A value of a wrong size is read and dropped if it is no larger: that takes a few ms, as a new connection with TLS
-does."""
+"""A value of a wrong size is read and dropped if it has at most this many bytes. That takes a few ms, as long as a new
+connection with TLS. For a larger value the connection is closed instead.
+"""
 STALE_CODES = frozenset({"READONLY", "NOAUTH"})
-"""Errors that persist as long as the connection does: the server became a replica, or the login's user was removed."""
+"""The codes of errors that last as long as the connection: the server has become a replica, or the login's user was
+removed. They close the connection.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command, or several commands without values that are sent together.
+    """A command, or several commands without values that are sent together.
 
     Attributes:
         buffers: the bytes to send.
-        weight_bytes: bytes to send or bytes to receive, whichever is more.
-        good: lines of `COMMON` that answer it, besides errors and values.
-        answers: how many answers come.
-        into: memory for a value; None for a command whose answer is not a value.
+        weight_bytes: the larger of the bytes to send and the bytes to receive, for WINDOW_BYTES.
+        good: the lines in `COMMON` that are allowed as replies. Errors, and values if `into` is set, are always
+            allowed.
+        answers: number of replies.
+        into: memory for the value in the reply; None if the reply is not a value.
     """
 
     buffers: Sequence[bytes | memoryview]
@@ -44,9 +50,9 @@ class Exchange:
     """Commands sent to one server, and the replies received so far.
 
     Attributes:
-        replies: replies that came, in the order of `commands`; the last ones may be missing. The bytes of a `Bulk` are
-            in its memory if their size is right; else they were dropped.
-        reason: why replies are missing, or the first error among them; empty for neither.
+        replies: the replies received, in the order of the commands; the last ones may be missing. The bytes of a `Bulk`
+            were read into the command's memory if their size is right; else they were dropped.
+        reason: why replies are missing, or the first error among the replies; empty if there is neither.
     """
 
     def __init__(self, connection: Connection, commands: Sequence[Command], deadline_s: float) -> None:
@@ -59,7 +65,7 @@ class Exchange:
 
     @property
     def complete(self) -> bool:
-        """Whether every command was answered, even if by an error."""
+        """Whether every command was answered, perhaps with an error."""
         return self._answered == len(self._commands)
 
     def steps(self) -> Steps:
@@ -71,8 +77,8 @@ class Exchange:
                 yield from connection.open_steps(self._deadline_s)
                 yield from self._converse()
             except ConnectionFailed as failure:
-                # The server may just have closed a connection of an earlier call. It has answered nothing,
-                # and sending the commands twice is harmless.
+                # If no byte has come on a connection of an earlier call, the server may just have closed it. Then a new
+                # connection is tried once, because sending the commands twice does no harm.
                 again = (
                     may_be_stale
                     and not isinstance(failure, DeadlinePassed)
@@ -86,8 +92,8 @@ class Exchange:
                     return
 
     def _converse(self) -> Steps:
-        """Continues until all commands are answered, or a value is too long to be skipped; the rest then needs a new
-        connection.
+        """Sends commands and receives replies until all commands are answered. If a value is too long to be skipped,
+        closes the connection and returns; the remaining commands then need a new connection.
         """
         stream, commands, first = self._connection.stream, self._commands, len(self.replies)
         sent, in_flight = self._answered, 0
@@ -107,7 +113,7 @@ class Exchange:
             self._connection.close()
 
     def _hear(self, command: Command) -> Steps:
-        """Takes the answers to one command. Closes the connection if a value is too long to be skipped."""
+        """Receives the replies to one command. Closes the connection if a value is too long to be skipped."""
         left = command.answers
         while left:
             lines = yield from self._connection.stream.lines(left)
@@ -126,7 +132,7 @@ class Exchange:
                 self.replies.append(reply)
 
     def _take(self, size: int, into: Sequence[memoryview]) -> Steps:
-        """Reads a value into its memory, or drops it if it has another size."""
+        """Reads a value into its memory, or drops it if it has a different size."""
         stream = self._connection.stream
         if size == sum(map(len, into)):
             for part in into:
@@ -140,5 +146,5 @@ class Exchange:
             raise OutOfStep("a value that is longer than was said")
 
     def _note(self, reason: str) -> None:
-        """Keeps the first reason, which is the cause of the others."""
+        """Records a reason if it is the first one, because the first causes the others."""
         self.reason = self.reason or self._connection.explain(reason)

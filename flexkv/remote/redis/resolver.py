@@ -1,4 +1,4 @@
-"""Resolves host names to addresses, on a thread, because the system's call for it has no deadline."""
+"""Resolves host names to addresses in a thread, because the system's call for this has no deadline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flexkv.remote.redis.resp import ConnectionFailed
 from flexkv.remote.redis.turns import Steps, TurnWait
 
 LOOK_S = 0.002
-"""How often a call checks whether the thread has an answer."""
+"""A call checks every this many seconds whether the thread has an answer."""
 
 Found = tuple[socket.AddressFamily, Any]
-"""What `socket.socket` and `connect` take."""
+"""Address family and address, as `socket.socket` and `connect` take them."""
 
 
 class Resolver:
-    """Resolves one host and port. At most one thread asks at a time, however many calls have given up waiting for it.
+    """Resolves one host and port. Only one thread asks at a time, even if earlier calls have given up waiting for it.
 
     Attributes:
-        found: addresses that the last `steps` found, in the system's order of preference.
+        found: the addresses that the last `steps` found, in the system's order of preference.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -38,7 +38,7 @@ class Resolver:
             self.found = _ask(self._host, self._port, socket.AI_NUMERICHOST)
             return
         except (OSError, UnicodeError):
-            pass  # it is a name, not a number
+            pass  # the host is a name, not a numeric address
         asking = self._asking = self._asking or _Asking(self._host, self._port)
         while asking.is_alive():
             if time.monotonic() >= until_s:

@@ -1,4 +1,4 @@
-"""The part of the RESP2 protocol for commands that are answered by one line or one value."""
+"""Implements the RESP2 protocol for commands whose reply is one line or one value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ class ConnectionFailed(Exception):
 
 
 class OutOfStep(ConnectionFailed):
-    """The server sent something that is not an answer, so nothing that follows on this connection can be trusted."""
+    """The server sent something that is not a reply to the command. So nothing that follows on this connection can be
+    trusted.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A server's error, or our own words for an answer that never came."""
+    """A server's error, or this client's own text for a reply that never came."""
 
     text: str
 
@@ -27,20 +29,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A value of `size` bytes, which follow the line that announces them."""
+    """A value of `size` bytes, which follow the line with the size."""
 
     size: int
 
 
 Reply = int | str | Refusal | Bulk | None
-"""The meaning of one line: a number, a word, an error, a value that follows, or no value."""
+"""The meaning of one line: a number, a word, an error, a value that follows, or (None) no value."""
 
 MOST_DIGITS = 18
-"""A longer number is not a length. (Python's integers would accept any.)"""
+"""The most digits of a number in a reply. A longer one is garbage, which Python's integers would accept."""
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
-"""The answers to commands that are sent in batches of hundreds."""
+"""The most frequent lines, which need no parsing, because hundreds of them come in one call."""
 
 
 def command(*words: bytes) -> bytes:
@@ -50,13 +52,14 @@ def command(*words: bytes) -> bytes:
 def command_a_name(word: bytes, names: Sequence[bytes]) -> bytes:
     """Builds the command `word` for each of the names, as one buffer."""
     head = b"*2\r\n$%d\r\n%b\r\n" % (len(word), word)
-    # Names have few lengths, and formatting takes most of the time of a probe of hundreds.
+    # The head is formatted once per length of a name. There are few lengths, and formatting would take most of the time
+    # of a probe with hundreds of names.
     heads = {size: b"%b$%d\r\n" % (head, size) for size in set(map(len, names))}
     return b"".join([part for name in names for part in (heads[len(name)], name, b"\r\n")])
 
 
 def set_frame(name: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
-    """The bytes before and after a value's bytes, which can then be sent without a copy."""
+    """Returns the bytes of a SET command before and after the value's bytes, which can then be sent without a copy."""
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (5 if ttl_s else 3, len(name), name, value_bytes)
     tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s) if ttl_s else b"\r\n"
     return head, tail
@@ -65,10 +68,10 @@ def set_frame(name: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
 def parse_line(line: bytes) -> Reply:
     """
     Args:
-        line: without the end of line.
+        line: the line without its end.
 
     Raises:
-        OutOfStep: no answer to our commands begins like this.
+        OutOfStep: the line is not a reply to any command of this client.
     """
     if line in COMMON:
         return COMMON[line]

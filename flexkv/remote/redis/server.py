@@ -1,5 +1,5 @@
-"""One of a store's servers. If it does not answer, it is not called for a while, so that only its own names go
-unanswered, and the other servers' names are not delayed.
+"""One of a store's servers. If a server does not answer, it is not called for a while. So only its own names stay
+unanswered, and calls for other servers' names are not delayed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Server:
     """One of a store's servers, with its connection and breaker.
 
     Args:
-        rests: whether the server may be left alone. A store's only server may not, because the store's caller decides
-            about it.
+        rests: whether the server is left alone for a while if it does not answer. False for a store's only server,
+            because the store's caller then decides when to call it.
     """
 
     def __init__(self, connection: Connection, rests: bool) -> None:
@@ -41,14 +41,14 @@ class Server:
 
     @property
     def why_not(self) -> str:
-        """Why the server is not called; empty if it is."""
+        """Why the server is not called; empty if it is called."""
         return self._breaker.reason
 
     def ping(self, ends_s: float) -> Exchange:
         return Exchange(self.connection, PING, ends_s)
 
     def heard(self, exchange: Exchange) -> None:
-        """Records the end of an exchange with the server, whether or not all answers came."""
+        """Records that an exchange with the server has ended, with or without all replies."""
         if exchange.complete:
             if not self.usable:
                 self._breaker.answered(time.monotonic())

@@ -1,4 +1,4 @@
-"""Sends bytes to one server and receives its bytes without copies, with and without TLS."""
+"""Sends bytes to one server and receives its bytes, with or without TLS. Large buffers are not copied."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
 from flexkv.remote.redis.turns import Steps, Turn, TurnWait
 
 LINE_BYTES = 8192
-"""The longest line of a reply, and the most bytes of a value that are read together with the line before it and then
-copied.
+"""The most bytes of a line in a reply. It is also the most bytes of a value that are read together with the line before
+it, and then copied.
 """
 MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Most buffers of one `sendmsg`."""
+"""The most buffers in one `sendmsg` call."""
 TLS_SEND_BYTES = 1 << 18
-"""Most bytes given to OpenSSL at once. If it cannot send all, it must get the same bytes again, so this is small."""
+"""The most bytes that OpenSSL gets in one call. If it cannot send all of them, it must get the same bytes again, so
+this is small.
+"""
 SCRATCH_BYTES = 1 << 16
 
 
 class DeadlinePassed(ConnectionFailed):
-    """No answer came in time. A later answer would belong to no call, so the connection is not used again."""
+    """No reply came in time. The reply may still come later and must not be taken for that of another call, so the
+    connection is not used again.
+    """
 
 
 class SocketStream:
-    """One connection that never blocks: each method that has to wait is a generator of what it waits for.
+    """One connection that never blocks. Each method that has to wait is a generator, and yields what it waits for.
 
-    The stream continues to send while it waits for replies. If it sent everything first, a server that does not read
-    until its replies are read would block, and so would the stream.
+    The stream continues to send while it waits for replies. If it sent everything first, it would deadlock with a
+    server that stops reading until its replies are read.
 
     Attributes:
         received: whether any byte has come since `begin`.
@@ -56,7 +60,7 @@ class SocketStream:
         self.received = False
 
     def begin(self, until_s: float) -> None:
-        """Sets a new deadline, on the monotonic clock."""
+        """Sets a new deadline: a time in seconds of the monotonic clock."""
         self._until_s = until_s
         self._late = "no answer in time"
         self.received = False
@@ -80,14 +84,14 @@ class SocketStream:
         number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise ConnectionFailed(f"no connection: {os.strerror(number)}")
-        # Disables Nagle's algorithm: each command is sent whole and waits for its answer, so no further bytes
-        # would fill the packet.
+        # Disables Nagle's algorithm, which would delay a packet to fill it with further bytes. None would come, because
+        # commands are sent in one piece and then wait for replies.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             yield from self._handshake(self._tls)
 
     def _handshake(self, tls: ssl.SSLContext) -> Steps:
-        # A server without TLS waits for the end of a line.
+        # A server without TLS does not answer the handshake, because it waits for the end of a line.
         self._late = "TLS: no answer in time; does it use TLS?"
         try:
             wrapped = tls.wrap_socket(self._socket, server_hostname=self._host, do_handshake_on_connect=False)
@@ -110,7 +114,7 @@ class SocketStream:
                 raise ConnectionFailed(f"TLS: {getattr(error, 'reason', '') or error.strerror}") from None
 
     def is_idle(self) -> bool:
-        """Whether the server keeps the connection open and has sent nothing unrequested."""
+        """Returns whether the server keeps the connection open and has sent nothing that was not requested."""
         if self._end > self._start:
             return False
         try:
@@ -122,11 +126,15 @@ class SocketStream:
         return False
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> None:
-        """Queues buffers, which go out while the stream waits for replies. They must not change before all replies."""
+        """Queues buffers, which are sent while the stream waits for replies. They must not change before all replies
+        have come.
+        """
         self._to_send.extend(memoryview(buffer) for buffer in buffers if len(buffer))
 
     def lines(self, most: int) -> Generator[Turn, None, list[bytes]]:
-        """The next lines, without their ends: those already received, but at least one and at most `most`."""
+        """Returns the next lines without their ends: those that were received already, but at least one and at most
+        `most`.
+        """
         while True:
             *lines, _ = bytes(self._lines[self._start : self._end]).split(b"\r\n", most)
             if lines:
@@ -159,7 +167,7 @@ class SocketStream:
             size -= len(part)
 
     def _receive(self, memory: memoryview) -> Generator[Turn, None, int]:
-        """Receives at least one byte; returns how many."""
+        """Receives at least one byte. Returns how many bytes were received."""
         while True:
             self._send_more()
             events = self._send_events if self._to_send else 0
@@ -176,14 +184,14 @@ class SocketStream:
             if not size:
                 raise ConnectionFailed(self._send_error or "connection lost: closed by the server")
             self.received = True
-            # A server that always has more bytes must neither exceed the deadline nor delay the others.
+            # A server that always has more bytes to read must neither exceed the deadline nor delay other servers.
             self._check_clock()
             yield None
             return size
 
     def _send_more(self) -> None:
-        """Sends as much as possible now. Leaves errors to the next read, because a server often says why before it
-        hangs up.
+        """Sends as much as is possible now. Does not raise errors, but leaves them to the next read, because a server
+        often sends the reason before it closes the connection.
         """
         try:
             while self._to_send:

@@ -1,8 +1,8 @@
-"""Redis as a store: one client of one or more independent servers.
+"""Redis as a store: a client of one or more independent servers.
 
-Each name lives on one server, which `placement` finds. A server that is away affects only its own names, and is not
-called for a while. The user of the login needs `+ping +exists +get +set +unlink`, and `+select` where a URL names a
-database.
+Each name belongs to one server, which `placement` chooses. A server that does not answer affects only its own names,
+and is not called for a while. The login's user needs the permissions `+ping +exists +get +set +unlink`, and `+select`
+if a URL contains a database.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
 RETRY_S = 0.25
-"""How long a call waits at most for a rested server to answer a ping."""
+"""The most seconds that a call waits for a rested server to answer a ping."""
 
 WRONG_TYPE = "WRONGTYPE"
-"""Error code for a key that holds a list, a set or another type that another program has put there."""
+"""The error code for a key whose value is not a string but a list, a set or another type that another program has
+stored.
+"""
 
 AWAY = Refusal("its server is left alone for now")
 
@@ -39,12 +41,12 @@ PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
 
 
 class RedisStore(Store):
-    """A put overwrites. SET is atomic on the server, so no reader sees half of a value; and the next put replaces a
-    value that failed its check, even if its removal failed.
+    """A client of Redis servers. A put overwrites a value. No reader sees a half-written value, because SET is atomic
+    on the server. Overwriting also replaces a value that has failed its verification and could not be removed.
 
     Raises:
-        StoreError: a URL is not allowed, `ca_file` cannot be used, there is a user without a password, or RDMA is asked
-            for.
+        StoreError: a URL is not allowed, `ca_file` cannot be used, there is a user without a password, or there are
+            RDMA devices.
     """
 
     def __init__(self, options: StoreOptions) -> None:
@@ -90,7 +92,7 @@ class RedisStore(Store):
         return [_put(reply) for reply in replies]
 
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """Reads the values and drops them, which needs no permissions beyond an engine's."""
+        """See `Store.sizes`. Reads the values and drops them, because that needs no permissions beyond an engine's."""
         keys = [name.encode() for name in names]
 
         def commands(mine: Sequence[int]) -> list[Command]:
@@ -108,7 +110,8 @@ class RedisStore(Store):
         ends_s = time.monotonic() + deadline_s
         used = {number for number, server in enumerate(self._servers) if server.usable}
         resting = set(range(len(self._servers))) - used
-        # Servers that rest get more time than RETRY_S only if no other server answers.
+        # Resting servers are pinged with the full deadline only if no other server answers; otherwise `_run` gives
+        # those that are due RETRY_S.
         for numbers in filter(None, (used, resting)):
             pings = {number: self._servers[number].ping(ends_s) for number in numbers}
             self._run(pings)
@@ -133,10 +136,11 @@ class RedisStore(Store):
     def _ask(
         self, keys: Sequence[bytes], commands: Callable[[Sequence[int]], list[Command]], deadline_s: float
     ) -> list[Reply]:
-        """One reply per key, from its server; a `Refusal` if none came.
+        """Sends the commands for all keys, each to its server. Returns one reply per key; a `Refusal` if none came.
 
         Args:
-            commands: makes the commands for the keys with these numbers.
+            commands: makes the commands for the keys with given numbers.
+            deadline_s: deadline of the call, in seconds from now.
         """
         ends_s = time.monotonic() + deadline_s
         servers = spread(keys, self._seeds)
@@ -161,7 +165,9 @@ class RedisStore(Store):
         return replies
 
     def _run(self, exchanges: Mapping[int, Exchange]) -> None:
-        """Carries out exchanges with the servers of these numbers, and pings servers that have rested."""
+        """Carries out the exchanges, given by the servers' numbers. At the same time pings servers that have rested
+        long enough.
+        """
         retry_s = time.monotonic() + RETRY_S
         pings = {
             number: server.ping(retry_s)
@@ -172,7 +178,7 @@ class RedisStore(Store):
         try:
             run_together(exchange.steps() for exchange in asked.values())
         except BaseException:
-            self.close()  # no call will read the answers under way on the connections
+            self.close()  # replies in flight on the connections would be taken for those of later calls
             raise
         for number, exchange in asked.items():
             self._servers[number].heard(exchange)
@@ -205,8 +211,8 @@ def _put(reply: Reply) -> Outcome:
 
 
 def _trusting(ca_file: str) -> ssl.SSLContext:
-    """A TLS context that trusts servers with a certificate, for the name in their URL, from these authorities or the
-    system's.
+    """Returns a TLS context that trusts a server if its certificate is for the name in its URL, and is signed by an
+    authority in `ca_file` (if that is empty, by one of the system's).
     """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
