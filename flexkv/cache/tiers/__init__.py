@@ -1,1 +1,1 @@
-"""The tiers that hold pages: one package each behind `contract`; `factory` lists the tiers of a unit."""
+"""The tiers that hold pages. Each is a package that implements `contract`; `factory` lists the tiers of a unit."""

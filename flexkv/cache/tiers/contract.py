@@ -1,9 +1,9 @@
 """The contract of a tier: one kind of storage that holds pages.
 
-Host memory is the hub: the tier with number 0, which every other tier reads into and is written from. A tier's facets
-say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` must be asked for its pages,
-a `Follower` is notified of them, a `Keeper` has pages that this unit need not keep, and routes move pages straight
-between the tier and engine blocks. The manager knows tiers only by their number.
+Host memory is the hub, the tier with number 0. Pages of every other tier are fetched to host memory and written from
+it. A tier's facets say what it can do. A `Source` fills host slots. A `Sink` writes pages from host slots. A `Prober`
+must be asked which pages it has. A `Follower` has pages that other units add and remove. A `Keeper` has pages that this
+unit need not keep itself. Routes move pages straight between the tier and engine blocks.
 
 The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
 """
@@ -35,45 +35,45 @@ NAMELESS = (
     "the cache was reset, for new weights or a sleep, and nothing names what the engine computes from now on until it "
     "starts again"
 )
-"""Why a reset takes a tier that other units read out of use."""
+"""The reason with which a reset takes a tier out of use whose pages units share."""
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
-"""Name of a metric, and its labels with their values."""
+"""One series of a metric: the metric's name, and its labels with their values."""
 
 
 class WriteMode(Enum):
     """When a page of host memory is written to a tier."""
 
     THROUGH = "through"
-    """As soon as it is in host memory: the tier has everything, at the price of the most writes."""
+    """A page is written as soon as it is in host memory. The tier gets all pages, with the most writes."""
     BACK = "back"
-    """When the tier has nothing else to do, and before the page leaves host memory."""
+    """A page is written when the tier is idle, at the latest before the page is evicted from host memory."""
     EVICT = "evict"
-    """Only when it is about to leave host memory: the fewest writes, but a crash loses the pages in host memory."""
+    """A page is written before it is evicted from host memory. The fewest writes, but a crash loses more pages."""
     REUSE = "reuse"
-    """When an engine has loaded it from host memory: a page used once more may be used again."""
+    """A page is written when it is used again from host memory, because it may then be used once more."""
     OFF = "off"
-    """Pages are not written here from host memory."""
+    """Pages are not written from host memory to the tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """Facts about a tier that the manager needs. Counts are in pages unless they say otherwise.
+    """Facts about a tier that the manager needs.
 
     Attributes:
-        name: appears in settings, metrics and the log.
-        wait_s: seconds that a request waits for this tier before it continues without it.
-        streams: pages under way to host memory may be promised to an engine that computes the pages that a load did not
-            bring. The plane marks each page as arrived or failed in the pool's words before its op ends.
-        stream_layers: streamed fetches bring ranges of layers of all their pages, one range after the other.
-        fetch_pages: most pages under way to host memory; a longer hit is cut to fit.
-        fetch_ops: most fetches in flight, and most writes in flight.
+        name: name of the tier in settings, metrics and the log.
+        wait_s: seconds for which a request waits for this tier before it continues without the tier's pages.
+        streams: whether pages that are being fetched may be promised. Requires an engine that computes the pages that a
+            load did not bring. The plane marks each page as arrived or failed in the host pool before its op ends.
+        stream_layers: whether streamed fetches bring ranges of layers of all their pages, one range after the other.
+        fetch_pages: maximum number of pages being fetched; a longer hit is cut.
+        fetch_ops: maximum number of fetches in flight, and of writes in flight.
         write: when pages of host memory are written to this tier.
-        write_pages: most pages with a write in flight; further ones wait.
-        waiting_pages: most pages that wait for their write; further ones are dropped and counted.
-        write_at_close: a close writes the pages that only host memory has.
-        copies_unchecked: pages are written unverified. If a load finds one damaged in host memory, this tier may have
-            the damage too.
+        write_pages: maximum number of pages being written; further pages wait.
+        waiting_pages: maximum number of pages that wait for their write; further pages are dropped and counted.
+        write_at_close: whether closing the unit writes the pages that are only in host memory.
+        copies_unchecked: whether pages are written without being verified. If a load finds a page damaged in host
+            memory, this tier may then have the damaged page too.
     """
 
     name: str
@@ -94,10 +94,7 @@ class TierFacts:
         return self.name.split()[0]
 
     def check(self) -> None:
-        """
-        Raises:
-            ConfigError: a bound is not positive; the message names it.
-        """
+        """Raises ConfigError if a limit is not positive; the message names it."""
         for name in ("wait_s", "fetch_pages", "fetch_ops", "write_pages", "waiting_pages"):
             if not getattr(self, name) > 0:
                 raise ConfigError(
@@ -107,31 +104,31 @@ class TierFacts:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Running totals of one tier, in pages unless they say otherwise.
+    """Running totals of one tier.
 
     Attributes:
         written: pages whose write succeeded.
         failed_writes: pages whose write failed.
-        dropped_writes: pages never written, because a queue or the tier was full.
-        lost: pages that left host memory before they were written.
-        read: pages brought to host memory and verified.
-        failed_reads: pages that were not brought or not verified: damaged, torn, of another write, or the tier failed.
-        unread: pages whose fetch was planned but never begun, without a fault of the pages or the tier, or was
-            overtaken by a reset.
-        expired: pages found past their time to live.
-        evicted: pages that left the tier to make room.
-        gone: pages lost with a volume.
-        waits: lookups that waited for the tier.
+        dropped_writes: pages that were not written because the queue or the tier was full, or the tier was down.
+        lost: pages that were evicted from host memory, or given up at its end, before they were written.
+        read: pages that were fetched to host memory and verified.
+        failed_reads: pages that a fetch or straight load did not bring because the tier failed, or that failed
+            verification: damaged, torn, or from another write.
+        unread: pages whose read was not carried out without a fault of the page or the tier, or was overtaken by a
+            reset.
+        expired: pages that were found after the end of their time to live.
+        evicted: pages that were evicted to give their slots in the tier to others.
+        gone: pages that were lost with a volume.
+        waits: requests that waited for the tier.
         prefetched: pages whose fetch was begun before a lookup asked for them.
-        late: lookups that continued without the tier, because it took too long.
-        left: lookups that left pages to the engine, because it computes them sooner.
-        left_pages: pages that those lookups left.
-        no_room: lookups that continued without some of the tier's pages, because no host slot or no place among the
-            reads in flight became free in time.
-        no_room_pages: pages without which those lookups continued.
-        gds_read: pages loaded and verified without passing through host memory.
-        gds_written: pages written without passing through host memory; `written` includes them.
-        hits: blocks supplied by the tier that an engine took.
+        late: lookups that continued without the tier because it took too long.
+        left: lookups that left pages of the tier to the engine because it computes them sooner.
+        left_pages: pages that these lookups left to the engine.
+        no_room: requests that continued without some of the tier's pages because host slots or fetches ran short.
+        no_room_pages: pages without which these requests continued.
+        gds_read: pages that were loaded and verified without passing through host memory.
+        gds_written: pages that were written without passing through host memory; also counted in `written`.
+        hits: blocks that the tier supplied and that engines loaded.
     """
 
     written: int = 0
@@ -158,13 +155,13 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """How many pages a tier has room for, as shown to people.
+    """The size of a tier, to be shown to users.
 
     Attributes:
-        pages: pages in all.
-        setting: name of the setting that sizes the tier.
-        shares: how often the setting's bytes count, such as the number of disks in use.
-        more: further text about the tier, to be appended.
+        pages: number of pages that the tier can hold in all.
+        setting: name of the setting that determines the size.
+        shares: number by which the setting's bytes are multiplied, such as the number of disks in use.
+        more: text about the tier to append to the message.
     """
 
     pages: int
@@ -174,10 +171,10 @@ class TierRoom:
 
 
 class Plane(Protocol):
-    """Moves the pages of a tier's ops. Reports one result per op, after the op's last byte has stopped moving."""
+    """Runs a tier's ops, and reports one result per op after the op's last byte has stopped moving."""
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """Queues the graph's ops. None when the queue is full: the ops end as not executed."""
+        """Queues the graph's ops. Returns None if the queue is full; the caller then ends the ops as not executed."""
 
     def poll(self) -> list[OpResult]: ...
     def close(self, deadline_s: float) -> bool: ...
@@ -197,17 +194,17 @@ class Source(ABC):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        """Plans an op that brings pages to host slots; its tags say what each slot must hold.
+        """Plans an op that fetches pages to host slots. Its tags say which page each slot must contain afterwards.
 
         Args:
-            entries: entry of each key, leased by the lookup; the op takes the leases over.
-            places: place of each entry.
-            layerwise: bring ranges of layers one after the other, if the tier can.
+            entries: the tier's entry of each key, leased by the lookup; the op takes over the leases.
+            places: the tier's slot of each entry.
+            layerwise: fetch ranges of layers one after the other, if the tier can do so.
         """
 
     @abstractmethod
     def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
-        """Unpins a fetch's entries and forgets those marked in `suspect`, whose pages were not the requested ones.
+        """Unpins a fetch's entries, and forgets the pages marked in `suspect`, which did not match their tags.
 
         Call order:
             Once per planned fetch, after its last byte has stopped moving.
@@ -215,120 +212,122 @@ class Source(ABC):
 
     @abstractmethod
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
-        """Valid tokens of each page of a fetch; None if all of the tier's pages are whole blocks."""
+        """Returns the number of valid tokens of each page of a fetch; None if the tier has only whole blocks."""
 
     def expiries_of(self, plan: TransferOp) -> Expiries | None:
-        """When each page of a fetch expires; None if none of the tier's pages does."""
+        """Returns when each page of a fetch expires in host memory; None if none of the tier's pages does."""
         return None
 
     def expiries_there(self, group: int, keys: Keys) -> Expiries | None:
-        """When each of the keys' pages expires, NEVER for those that the tier lacks; None if none of its pages does."""
+        """Returns when the tier's page of each key expires, NEVER for pages that the tier lacks; None if none does."""
         return None
 
 
 class Prober(ABC):
-    """A tier that must be asked which pages it has. Its answers are in its `presence` when the question has ended.
+    """A tier that must be asked which pages it has. When a question has ended, the pages are in the tier's `presence`.
 
     Attributes:
-        probe_s: seconds that a request waits for an answer before it continues without the tier.
+        probe_s: seconds for which a request waits for an answer before it continues without the tier.
     """
 
     probe_s: float
 
     @abstractmethod
     def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
-        """Asks the tier which of these pages it has. False: it asked nothing, and pages that `presence` does not have
-        are misses.
+        """Asks the tier which of these pages it has. Returns False if it does not ask; pages that are not in `presence`
+        are then misses.
 
         Args:
             op_id: number of the question.
-            asked: per group, keys in the order of the request. For a group that restores whole prefixes, the answer may
-                end with the first page that the tier lacks.
-            tokens: valid tokens of each page, equal in every group; None for whole blocks.
+            asked: per group, keys in the order of the request. For a FULL group, the answer may end at the first page
+                that the tier lacks.
+            tokens: number of valid tokens of each page, the same in every group; None for whole blocks.
         """
 
     @abstractmethod
     def answers(self) -> list[OpId]:
-        """Adds the answers that have arrived to `presence`, and returns the questions that have ended since the last
-        call.
+        """Adds the pages in the answers that have arrived to `presence`. Returns the numbers of the questions that have
+        ended since the last call.
         """
 
 
 class Sink(ABC):
-    """A tier that takes pages from host slots.
+    """A tier to which pages are written from host slots.
 
     Attributes:
-        keeps_times: the tier takes pages that expire, and keeps their expiry times. If not, such pages are not written
-            to it.
+        keeps_times: whether the tier keeps the expiry times of pages. If not, pages that expire are not written to it.
     """
 
     keeps_times: bool = False
 
     @abstractmethod
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are in the tier or being written to it, bool [keys]."""
+        """Returns which of the keys are in the tier or being written to it, bool [keys]."""
 
     @abstractmethod
     def plan_write(
         self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
     ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
-        """Gives pages a place, evicting others by the tier's policy, and plans the op that writes them. Evicted pages
-        are recorded as gone before their places are written.
+        """Gives slots in the tier to pages, evicting others by the tier's policy, and plans the op that writes the
+        pages. Evictions are recorded before the slots are written.
+
+        Args:
+            slots: the host slot of each key.
+            tokens: number of valid tokens of each page.
 
         Returns:
-            Positions in `keys` of those that got a place, their entries (pinned until `end_write`), and the op.
+            Positions of the keys that got a slot, their entries (pinned until `end_write`), and the op, or None.
         """
 
     @abstractmethod
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Makes the pages marked in `good` visible, frees the places of the others, and unpins all. Returns which pages
-        became visible.
+        """Makes the pages marked in `good` visible, frees the slots of the others, and unpins all. Returns which pages
+        became visible, bool [entries].
 
         Call order:
-            Once for the entries of each `plan_write`, after the last byte has stopped moving.
+            Once for the entries of each `plan_write`, after the op's last byte has stopped moving.
         """
 
     @abstractmethod
     def used(self, group: int, keys: Keys) -> None:
-        """Counts pages that were used from host memory as used in this tier too."""
+        """Marks the tier's copies of pages as used, because the pages were used from host memory."""
 
     @abstractmethod
     def room(self, group: int) -> int:
-        """Most pages of the group that the tier can hold now."""
+        """Returns the maximum number of pages of the group that the tier can hold, including those that it has."""
 
 
 class Follower(ABC):
-    """A tier whose pages come and go through other units, and whose `presence` is updated from time to time."""
+    """A tier whose pages other units add and remove. Its `presence` is updated from time to time."""
 
     @abstractmethod
     def take_news(self, group: int, keys: Keys) -> None:
-        """Updates `presence` with the news of these pages since the last call; other news waits for `poll`. Costs
-        microseconds if there is no news.
+        """Updates `presence` with the changes of these pages since the last call. Changes of other pages wait for
+        `poll`. Takes microseconds if nothing has changed.
         """
 
 
 class Keeper(ABC):
-    """A tier of pages that other units keep in host memory, so that this unit need not keep them too (`peers.store:
-    once`).
+    """A tier of pages that peers keep in host memory, so that this unit need not keep them too (`peers.store: once`).
 
-    The unit *leaves out* a page that is kept: it does not store it, and drops its copy after the load that needed it.
-    When no peer keeps a page any more, the unit's copy is *promoted*: it becomes the unit's own page. Once a keeper's
-    process has ended, the pages in its memory can be copied for a while, and `orphans` names those that this unit left
-    out.
+    The unit *leaves out* a page that a peer keeps: it does not store the page, and drops its copy after the load that
+    needed it. When no peer keeps a page any more, the unit's copy is *promoted*: it becomes the unit's own page. After
+    a peer's process has ended, the pages in its memory can be copied for a while. `orphans` returns those that this
+    unit left out.
     """
 
     @abstractmethod
     def kept(self, group: int, keys: Keys, expiry: int | None = None) -> NDArray[np.bool_]:
-        """Which of the keys a running peer keeps, as far as this unit knows, bool [keys].
+        """Returns which of the keys a running peer keeps, as far as this unit knows, bool [keys].
 
         Args:
-            expiry: pages that expire earlier do not count, in Unix seconds; with NEVER only pages that do not expire
-                count, with None all.
+            expiry: only pages that expire at this Unix time in seconds or later count; with NEVER, only pages that do
+                not expire; with None, all pages.
         """
 
     @abstractmethod
     def leave_out(self, group: int, keys: Keys) -> None:
-        """Records that the unit leaves these pages out, and counts those for which there was no record.
+        """Records that the unit leaves out these pages, and counts those that it did not leave out before.
 
         Call order:
             For pages that are `kept`, before `take_news` of them.
@@ -336,51 +335,51 @@ class Keeper(ABC):
 
     @abstractmethod
     def take_back(self, group: int, keys: Keys) -> None:
-        """Removes the records of `leave_out`: the unit has these pages in its own host memory, or they are no longer
-        needed.
+        """Removes the records of `leave_out` for these pages, because the unit has them in its own host memory or does
+        not need them any more.
         """
 
     @abstractmethod
     def promoted(self, pages: int) -> None:
-        """Counts pages whose copies became the unit's own."""
+        """Counts copies that became the unit's own pages."""
 
     @property
     @abstractmethod
     def has_orphans(self) -> bool:
-        """Whether pages of an ended keeper can still be copied. The cost is negligible."""
+        """Whether pages of an ended peer can still be copied. Calling it costs almost nothing."""
 
     @abstractmethod
     def orphans(self, most: int) -> tuple[int, Keys]:
-        """Takes up to `most` keys, all of one group, of pages that the unit left out, that no running peer keeps, and
-        that this unit should copy. Looks at no more than `most` records. Returns the group and the keys.
+        """Removes and returns a group and up to `most` keys of pages in it that this unit should copy: the unit left
+        them out, and no running peer keeps them. Looks at no more than `most` records.
 
         Call order:
-            `put_back` for those whose copy could not begin; `end_orphans` once no copy is under way.
+            Then `put_back` for keys whose copy could not begin, and `end_orphans` when no copy is in flight.
         """
 
     @abstractmethod
     def put_back(self, group: int, keys: Keys) -> None:
-        """Makes `orphans` name these keys again."""
+        """Makes `orphans` return these keys again later."""
 
     @abstractmethod
     def end_orphans(self) -> None:
-        """Releases the memory of ended keepers, if no page in it is needed any more. Another thread then unmaps it."""
+        """Releases the memory of ended peers if no page in it is needed any more; another thread then unmaps it."""
 
 
 class Tier(ABC):
     """One kind of storage that holds pages.
 
     Attributes:
-        facts: see `TierFacts`.
-        presence: index of the keys of its pages.
-        down: why the tier cannot be used; empty while it can. While it is down, its pages are misses and nothing is
+        facts: names and limits; see `TierFacts`.
+        presence: index of the tier's pages by key.
+        down: why the tier cannot be used; empty if it can. While it is down, its pages are misses and nothing is
             written.
-        held: why the tier may not be used yet; empty once it may. Until then its pages are misses, and writes wait.
-        source, sink, prober, follower, keeper, loads, stores: its facets; None for those that it lacks. `loads` move
-            its pages to engine blocks, `stores` move pages from there.
-        straight: the same as `loads` for tiers other than the hub; None for the hub.
-        plane: moves the pages of its own ops; None if it has no such ops or the caller moves them.
-        durable_pages: pages written so far that would survive a crash.
+        held: why the tier may not be used yet; empty if it may. While it is held, its pages are misses and writes wait.
+        source, sink, prober, follower, keeper, loads, stores: the tier's facets; each is None if the tier lacks it.
+            `loads` plans loads from the tier to engine blocks, `stores` plans stores from engine blocks to the tier.
+        straight: the same object as `loads` if the tier is not the hub; None for the hub and without `loads`.
+        plane: runs the tier's own ops; None if it has none or the caller runs them.
+        durable_pages: number of pages written so far that would survive a crash.
     """
 
     facts: TierFacts
@@ -401,21 +400,21 @@ class Tier(ABC):
 
     @abstractmethod
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        """Entries of the leading keys that the tier has and may serve, uint32. May remove pages that it finds
-        expired."""
+        """Returns the entries of the leading keys that the tier has and may serve, uint32. May remove pages that it
+        finds expired."""
 
     @abstractmethod
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys the tier has and may serve, bool [keys]. May remove pages that it finds expired
-        (`BlockIndex.set_expiry`)."""
+        """Returns which of the keys the tier has and may serve, bool [keys]. May remove pages that it finds expired."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes these keys misses; pinned pages leave with their last pin. Returns how many were known."""
+        """Makes these keys misses, and frees their slots, those with pins when the last pin ends. Returns how many of
+        the keys were known."""
 
     @abstractmethod
     def begin_reset(self) -> None:
-        """Makes every page a miss at once; pages in flight will not become visible. Never waits."""
+        """Makes all pages misses at once, and keeps pages in flight from becoming visible. Never waits."""
 
     @property
     def resets(self) -> bool:
@@ -424,8 +423,8 @@ class Tier(ABC):
 
     @abstractmethod
     def finish_reset(self, ends_s: float) -> None:
-        """Waits until nothing older is served, not even after a crash. Parts that cannot confirm this by `ends_s`, on
-        the monotonic clock, are taken out of use.
+        """Waits until no page from before the reset can be served, even after a crash. Parts of the tier that have not
+        finished by `ends_s`, a time on the monotonic clock, are taken out of use.
 
         Call order:
             After `begin_reset`.
@@ -433,22 +432,22 @@ class Tier(ABC):
 
     @abstractmethod
     def poll(self, now_s: float) -> None:
-        """Takes news from the storage below: lost volumes, durable pages, whether it can be reached. Called a few times
-        per second."""
+        """Updates the tier with events of its storage: lost volumes, pages that became durable, a store that does not
+        answer. Called a few times per second."""
 
     def go_down(self, reason: str) -> None:
-        """Takes the tier out of use and logs why, unless it is down already."""
+        """Takes the tier out of use and logs the reason. Does nothing if the tier is already down."""
         if not self.down:
             logger.error("the %s tier is off: %s", self.facts.name, reason)
             self.down = reason
 
     @property
     def in_use(self) -> bool:
-        """Whether the tier may be asked and written to now."""
+        """Whether the tier may be read and written now."""
         return not self.down and not self.held
 
     def hold(self, reason: str) -> None:
-        """Keeps the tier from being used before `open_for`.
+        """Keeps the tier from being used until `open_for`.
 
         Call order:
             Before the tier's first use.
@@ -456,63 +455,64 @@ class Tier(ABC):
         self.held = reason
 
     def begin_open(self, weights: bytes) -> int:
-        """Begins to forget permanently the pages that were computed with weights other than these. Never waits.
+        """Begins to remove, permanently, pages that were computed with other or unknown weights. Never waits.
 
         Call order:
-            After `hold`; then `open_for`, once `opens` is False or the caller waits no longer.
+            After `hold`. Then `open_for`, when `opens` is False or the caller does not want to wait any longer.
 
         Args:
-            weights: 32 bytes that name all content of the weights.
+            weights: 32 bytes that identify the complete content of the weights.
 
         Returns:
-            How many pages of other or unknown weights the tier had.
+            The number of pages that are removed.
         """
         return 0
 
     @property
     def opens(self) -> bool:
-        """Whether `begin_open` is still forgetting pages, so that `open_for` would take parts of the tier out of
+        """Whether pages are still being removed since `begin_open`. `open_for` would then take parts of the tier out of
         use."""
         return False
 
     def open_for(self, weights: bytes) -> None:
-        """Lets an engine with these weights use the tier from now on. Never waits: parts that have not forgotten the
-        pages of other weights by now are taken out of use.
+        """Lets an engine with these weights use the tier from now on. Never waits: parts of the tier that still have
+        pages of other weights are taken out of use.
 
         Args:
-            weights: as for `begin_open`.
+            weights: 32 bytes that identify the complete content of the weights.
         """
         self.held = ""
 
     @property
     def unflushed(self) -> bool:
-        """Whether further calls of `poll` are needed to make pages durable. The cost is negligible."""
+        """Whether further calls of `poll` are needed to make pages durable. Calling it costs almost nothing."""
         return False
 
     def durable(self) -> bool:
-        """Takes news as `poll` does, then returns whether all pages written so far would survive a crash."""
+        """Updates the tier like `poll`, and returns whether all pages written so far would survive a crash."""
         return True
 
     def close(self, deadline_s: float) -> bool:
-        """Makes the written pages durable and closes the tier; False if not all of them are durable."""
+        """Makes the written pages durable and closes the tier. Returns whether all of them are durable."""
         return True
 
     def room_of(self, group: int) -> TierRoom | None:
-        """How many pages the tier has room for now; None for a tier without a size setting."""
+        """Returns the size of the tier now; None for a tier whose size no setting determines."""
         return None
 
     def gauges(self) -> Mapping[str, float]:
-        """Values of the metrics that only this tier has, by name."""
+        """Returns the current values of the gauges that only this tier has, by the metric's name."""
         return {}
 
     def totals(self) -> Mapping[Series, int]:
-        """Running totals that only this tier has, by the series of a metric."""
+        """Returns the running totals that only this tier has, by the series of a metric."""
         return {}
 
     def check_integrity(self, pinned: Sequence[EntryIds]) -> None:
-        """
+        """Checks the tier's index.
+
         Args:
-            pinned: entries that leases and ops pin, each once.
+            pinned: entries that leases and ops have pinned, each as often as it is pinned.
 
         Raises:
             ContractError: an invariant is broken.

@@ -1,4 +1,4 @@
-"""The tiers that a unit may have."""
+"""The list of tiers that a unit may have, and the factories of those that it has."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TIERS: tuple[PlanTier, ...] = (
     plan_running_folders,
     plan_remote,
 )
-"""The tiers behind host memory, in the order in which a lookup asks them. A new tier is a package of its own, and its
-`plan_` function is listed here."""
+"""The functions that plan the tiers behind host memory, in the order in which a lookup asks the tiers. A new tier is a
+package with such a function, which is added here."""
 
 
 def plan_tiers(unit: UnitFacts) -> list[TierPlan]:
-    """Plans the tiers behind host memory that the unit's settings want, in the order in which a lookup asks them."""
+    """Plans the tiers behind host memory that the unit's settings enable, in the order in which a lookup asks them."""
     return [planned for plan in TIERS if (planned := plan(unit)) is not None]
 
 
@@ -41,13 +41,15 @@ def unit_tiers(
     peer_facts: TierFacts = TierFacts("peers"),  # noqa: B008 - frozen
     peer_plane: PeerPlane | None = None,
 ) -> Sequence[TierFactory]:
-    """Factories for the tiers of a manager whose storage the caller has opened.
+    """Returns the factories of host memory and of tiers whose storage the caller has already opened.
 
     Args:
-        volumes: the unit's own disks; None for none.
-        plane: moves pages of those disks; None if the caller moves them.
-        peers: pages in other units' folders; None for none.
-        peer_plane: moves the peers' pages; None if the caller moves them.
+        volumes: the unit's own disks; None for no disk tier.
+        traffic: how the unit uses its disks.
+        plane: runs ops on the unit's own disks; None if the caller runs them.
+        peers: pages in other units' folders; None for no tier of peers.
+        peer_facts: facts about the tier of peers.
+        peer_plane: runs ops on the peers' pages; None if the caller runs them.
     """
     tiers: list[TierFactory] = [HostTier]
     if volumes is not None:

@@ -1,7 +1,7 @@
-"""The contract of a planned tier: the unit's settings want it, and it is not open yet.
+"""The contract of a planned tier: a tier that the unit's settings enable and that is not open yet.
 
-A tier's share of each slot must be known before host memory is sized, and its folders are opened afterwards, so that a
-tier is never half open.
+The space that a tier needs in each slot must be known before host memory is sized. The tier's folders are opened only
+afterwards, so that no tier is open if this fails.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class UnitFacts:
     """Facts about a unit before its host memory is allocated.
 
     Attributes:
+        config: the unit's settings.
         groups: the unit's KV groups, which share slots.
-        ranks: the ranks with a stripe of their own; one if all ranks hold the same bytes.
-        recomputes: the engine computes the pages that a load did not bring.
-        share: the parts that the unit shares with others of its user on this machine; None for none.
+        ranks: facts about each rank that has a stripe of its own; one rank if all ranks have the same bytes.
+        owner: the unit, engine and model that own the pages.
+        recomputes: whether the engine computes the pages that a load did not bring.
+        share: what the unit shares with other units of its user; None if it shares nothing.
     """
 
     config: FlexKVConfig
@@ -40,11 +42,11 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """The space that a tier needs in each slot for one group's pages, besides their stripes.
+    """The space that a tier needs in each host slot for a page of one group.
 
     Attributes:
-        image_bytes: bytes of a slot with everything that the tier stores.
-        digest_offsets: offset in a slot of each stripe's run digests; empty if none are kept.
+        image_bytes: size of the slot in bytes: the stripes and everything else that the tier keeps in it.
+        digest_offsets: byte offset in the slot of each stripe's run digests; empty if the slot contains no digests.
     """
 
     image_bytes: int
@@ -52,11 +54,11 @@ class ImageNeeds:
 
 
 class TierPlan(ABC):
-    """One tier of a unit that the settings want.
+    """One planned tier of a unit.
 
     Attributes:
-        images: per group, what the tier needs in each slot; empty for nothing.
-        shares_pool: the tier has a separate process that maps the pool.
+        images: per group, the space that the tier needs in each host slot; empty if it needs none besides the stripes.
+        shares_pool: whether another process maps the host pool for this tier.
     """
 
     images: tuple[ImageNeeds, ...] = ()
@@ -67,17 +69,18 @@ class TierPlan(ABC):
         """Opens the tier's storage, and returns the factory of the tier; None if there is nothing to open.
 
         Args:
-            pool: host memory with room for all `images` in each slot.
-            on_error: `open` adds to this what must be closed if building the unit fails later.
+            pool: the host pool, whose slots are large enough for all `images`.
+            on_error: `open` adds callbacks that close the storage if building the unit fails later.
 
         Raises:
             FlexKVError: the storage cannot be opened; the message says which folder and why.
         """
 
     def slab_map(self) -> SlabMap | None:
-        """Data for ranks that move pages straight between this tier and their pools; None if they do not."""
+        """Returns the slabs between which and their pools ranks move pages straight; None if no rank does."""
         return None
 
 
 PlanTier = Callable[[UnitFacts], TierPlan | None]
-"""Plans a tier; None if the settings want no such tier. Warns of settings that cannot be met here."""
+"""A function that plans a tier, and returns None if the settings do not enable it. It logs a warning about settings
+that this engine or machine cannot fulfil."""

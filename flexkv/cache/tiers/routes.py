@@ -1,7 +1,7 @@
 """The contracts of routes between engine blocks and a tier: one class per direction.
 
-Contract with the index that a route's entries belong to: an op's entries are pinned from its plan to its end on every
-rank, so that no other page gets the slots or places that a rank may still read or write.
+Contract with the tier's index: an op's entries are pinned until it has ended on every rank, so that no other page gets
+a slot that a rank may still read or write.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from flexkv.transfer.graph import NEVER, BlockIds, OpResult, SlotIds, TransferOp
 
 
 class LoadRoute(ABC):
-    """Loads from one tier to engine blocks. Serves the part of each promise that is in its tier."""
+    """Loads from one tier to engine blocks. A route loads the part of each promise that is in its tier."""
 
     @abstractmethod
     def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
         """Plans the load of this tier's part of a promise, and records the ops as in flight.
 
-        The ops take over the leases of the pages that are loaded; pages without an engine block are unpinned.
+        The ops take over the leases of the pages that are loaded. All other pages of the part are unpinned.
 
         Args:
-            targets: per group, the engine blocks of the promise's leading pages; NO_BLOCK for pages not wanted.
+            targets: per group, the engine blocks for the promise's leading pages; NO_BLOCK for a page that is not to be
+                loaded.
         """
 
     @abstractmethod
     def release_share(self, group: GroupLease) -> None:
-        """Unpins this tier's part of a promise that is not loaded."""
+        """Unpins this tier's part of one group's promise, which will not be loaded."""
 
     @abstractmethod
     def source_failed(self, reason: str) -> None:
@@ -49,7 +50,7 @@ class LoadRoute(ABC):
         """Unpins the pages of a load after every rank has reported, and forgets the suspect ones.
 
         Args:
-            current: there was no reset since it was planned.
+            current: whether there was no reset since the load was planned.
         """
 
 
@@ -59,11 +60,11 @@ class StoreOffer:
 
     Attributes:
         keys, blocks: `keys[i]` is the key of engine block `blocks[i]`, which is block `first_block + i` of the request.
-        tokens: valid tokens in each of the blocks.
-        spare: see `CacheManager.begin_store`.
-        expiry: when the pages expire, in Unix seconds; NEVER if they do not.
-        chosen: for a part of an offer, the position of each key in the whole offer, int32, ascending; block i is then
-            block `first_block + chosen[i]` of the request. None for a whole offer. A part may be taken of a part.
+        tokens: number of valid tokens in each of the blocks.
+        spare: whether the blocks are spare; see `CacheManager.begin_store`.
+        expiry: Unix time in seconds at which the pages expire; NEVER if they do not expire.
+        chosen: for a part of an offer, the position of each key in the whole offer, int32, ascending. `blocks[i]` is
+            then block `first_block + chosen[i]` of the request. None for a whole offer.
     """
 
     request_id: str
@@ -77,7 +78,7 @@ class StoreOffer:
     chosen: NDArray[np.int32] | None = None
 
     def part(self, positions: NDArray[np.integer]) -> StoreOffer:
-        """An offer of only this one's blocks at `positions`."""
+        """Returns an offer of only the blocks at `positions` of this offer, which may itself be a part."""
         return StoreOffer(
             self.request_id,
             self.group,
@@ -91,7 +92,7 @@ class StoreOffer:
         )
 
     def positions(self, found: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Positions in the whole offer of the keys at `found` in this one."""
+        """Converts positions in this offer to positions in the whole offer."""
         return found.view(np.int32) if self.chosen is None else self.chosen[found]
 
 
@@ -101,23 +102,28 @@ class StraightLoads(LoadRoute):
     @property
     @abstractmethod
     def pages(self) -> int:
-        """Number of pages being loaded now."""
+        """Number of pages in loads in flight on this route."""
 
     @abstractmethod
     def wants(self, pages: int, queued_fetches: int) -> bool:
-        """Whether `pages` should take this route rather than go through host memory behind `queued_fetches` others."""
+        """Whether `pages` pages should be loaded on this route rather than through host memory.
+
+        Args:
+            queued_fetches: pages in flight in fetches from the tier, behind which these pages would wait.
+        """
 
     @abstractmethod
     def lease(self, group: int, entries: EntryIds, places: SlotIds) -> StraightPages:
-        """Describes pages that the lookup has leased, for the load."""
+        """Returns the record of pages that a lookup has leased, from which the load is planned."""
 
     @abstractmethod
     def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
-        """Whether leased pages, one per key, still belong to the keys and may take this route. Ignores expiry."""
+        """Whether leased pages, one per key, still belong to the keys and may be loaded on this route. Does not check
+        whether they have expired."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """Closes this route, because a rank cannot use it: pages go through host memory from now on."""
+        """Closes this route because a rank cannot use it. Pages are loaded through host memory from now on."""
 
 
 class StoreRoute(ABC):
@@ -128,23 +134,23 @@ class StoreRoute(ABC):
         """Plans the store of the offered blocks that are not stored yet, and records its op as in flight.
 
         Args:
-            room: most pages to store; further ones are dropped.
+            room: maximum number of pages to store; further pages are dropped.
         """
 
     @abstractmethod
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
-        """Keeps these pages from being published; their keys may be stored again at once."""
+        """Keeps pages of a store in flight from being published. Their keys may be stored again at once."""
 
     @abstractmethod
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Publishes the good pages of a store that has ended on every rank, or plans their seal, and gives up the
+        """Ends a store that every rank has reported: makes its good pages visible, or plans their seal, and removes the
         others.
 
         Returns:
-            Which pages are visible, or will be when they have been sealed, bool [pages].
+            Which pages are visible, or will be visible when they have been sealed, bool [pages].
         """
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """Publishes the good pages of a seal that `end_store` planned and that has ended on the tier's plane. Never
-        called on routes that plan no seals."""
+        """Ends a seal that `end_store` planned and that the tier's plane has reported: makes its good pages visible.
+        Never called on a route that plans no seals."""
         raise ContractError(f"op {op.op_id}: this route plans no seals")

@@ -1,5 +1,5 @@
-"""A tier whose pages are at places of volumes: it maps keys to places, and keeps the tag with which each place was
-written.
+"""A tier whose pages are in slots of volumes. It maps keys to slots (`places`), and keeps the tag with which each slot
+was written.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ NO_GROUPS = np.empty(0, np.uint32)
 NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
 
 LOOKED_THROUGH = 65_536
-"""Places of a group that one search for expired pages looks at: some 100 us."""
+"""Number of slots of a group that one search for expired pages examines, in about 100 us."""
 
 
 class StoredTier(Tier, Source):
-    """Looks up and reads stored pages. An entry is pinned while an op uses its place.
+    """Looks up and reads stored pages. An entry is pinned while an op uses its slot.
 
-    Epochs are even while the weights are those that the process loaded at its start, which the folder's fingerprint
-    names. After a reset they are odd, because only this process knows the weights. The next process drops pages written
-    in an odd epoch, because it cannot know whether it has the same weights.
+    The epoch is even while the weights are those that the process loaded at its start, which the folder's fingerprint
+    identifies. After a reset it is odd, because only this process knows the new weights. The next process drops pages
+    that were written in an odd epoch, because it cannot know whether it has the same weights.
 
     Args:
-        pages: the storage, which survives the process; it also has the number of places and their content.
+        pages: the storage, which survives the process. It knows how many slots there are and which pages they contain.
     """
 
     def __init__(self, context: TierContext, pages: StoredPages, facts: TierFacts) -> None:
@@ -62,14 +62,14 @@ class StoredTier(Tier, Source):
         owners = sharing(context.tables.specs)
         self._owner_of, self._owners = owners, sorted(set(owners))
         self._looked_through = dict.fromkeys(self._owners, 0)
-        """For each group with places of its own, the first that the next `let_go_expired` looks at."""
+        """For each group with slots of its own, the first slot that the next `let_go_expired` examines."""
         self.presence = BlockIndex(slots, context.policy, owners if len(self._owners) < len(owners) else [])
         tags = {owner: np.zeros(slots[owner], TAG) for owner in self._owners}
         self._tags = [tags[owner] for owner in owners]
-        """Per group, the tag that each place was last written with. Groups that share places share the array."""
+        """Per group, the tag with which each slot was last written. Groups that share slots share the array."""
         self._asked: dict[int, NDArray[np.bool_]] = {}
-        """For each group with places of its own, at which of them a request has asked that its page expires. Empty
-        until a request asks. Nothing says who asked for the time of a page that is found at the start: it counts."""
+        """For each group with slots of its own, which slots contain a page whose expiry time a request has set. Empty
+        until there is such a page. For pages found at the start it is unknown who set the time; they count."""
         self._any_expires = False
         self._any_partial = False
         self._sizes = [spec.block_tokens for spec in context.tables.specs]
@@ -103,7 +103,7 @@ class StoredTier(Tier, Source):
     # --- lookups ---
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        """Implements `Tier.leading`; removes expired pages among the leading keys."""
+        """Implements `Tier.leading`. Removes expired pages among the leading keys."""
         entries = self.presence.match_prefix(group, keys)
         if not self._any_expires or not len(entries):
             return entries
@@ -133,8 +133,8 @@ class StoredTier(Tier, Source):
         self.counts.expired += self.remove(group, entries)
 
     def let_go_expired(self) -> None:
-        """Drops the expired pages at the next LOOKED_THROUGH places of each group, so that they leave before pages that
-        may still be used, even if no request asks for them.
+        """Removes the expired pages in the next LOOKED_THROUGH slots of each group. Otherwise pages that may still be
+        used could be evicted while expired pages that no request asks for stay.
         """
         if not self._any_expires:
             return
@@ -148,7 +148,7 @@ class StoredTier(Tier, Source):
             for group in np.flatnonzero(np.asarray(self._owner_of) == owner).tolist() if len(past) else ():
                 entries = self.presence.find(group, keys)
                 there = np.flatnonzero(entries != NO_ENTRY)
-                # A tag outlives its page, and the page may be elsewhere by now.
+                # A tag stays when its page is removed, and the page may be in another slot by now.
                 there = there[self.presence.slots_of(entries[there]) == past[there] + first]
                 if len(there):
                     self._drop_expired(group, entries[there])
@@ -192,12 +192,12 @@ class StoredTier(Tier, Source):
         return expiries
 
     def _expiries_at(self, group: int, places: Places) -> Expiries:
-        """When the pages at these places expire in every tier; NEVER for those that expire only here."""
+        """Returns when the pages in these slots expire in every tier; NEVER for pages that expire only in this tier."""
         expiries = self._fields(group, places)["expiry"]
         return np.where(self._asked[self._owner_of[group]][places], expiries, np.uint64(NEVER))
 
     def note_asked(self, group: int, places: Places, asked: NDArray[np.bool_] | bool) -> None:
-        """Records at which of these places, which are being filled, the page expires because a request asked for it."""
+        """Records which of these slots are being filled with a page whose expiry time a request has set."""
         owner = self._owner_of[group]
         if owner not in self._asked:
             if not np.any(asked):
@@ -206,19 +206,20 @@ class StoredTier(Tier, Source):
         self._asked[owner][places] = asked
 
     def end_use(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
-        """Unpins pages that were read, and removes those marked in `suspect`, which did not match the request."""
+        """Unpins pages that were read, and removes those marked in `suspect`, which did not match their tags."""
         self.pages.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])
         self.presence.unpin(entries, hit=True)
 
     def tags_of(self, group: int, places: Places) -> PageTags:
-        """The tags of places, uint8 [places, TAG_BYTES]. Read only, and valid while the places are pinned."""
-        # As integers, five per tag: NumPy copies those four times as fast as records.
+        """Returns the tags of slots, uint8 [places, TAG_BYTES]. The caller must not change them; they are valid while
+        the slots are pinned."""
+        # Tags are copied as five integers each, which NumPy does four times as fast as copying records.
         rows = self._tags[group].view(np.uint64).reshape(-1, TAG_BYTES // 8)
         if not in_a_row(places):
             return rows.take(places, axis=0).view(np.uint8)
-        # The places are contiguous, as for most chains that were written together, so a view will do.
+        # The slots are contiguous, like those of most pages that were written together, so a view is enough.
         tags = rows[places[0] : places[0] + len(places)].view(np.uint8)
         tags.flags.writeable = False
         return tags
@@ -226,10 +227,10 @@ class StoredTier(Tier, Source):
     def _fields(self, group: int, places: Places) -> TagFields:
         return tag_fields(self.tags_of(group, places))
 
-    # --- leaving ---
+    # --- removal ---
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Turns pages into misses, and returns how many were there. A place is free once no op uses it."""
+        """Makes pages misses, and returns how many of them the tier had. A slot is free when no op uses it any more."""
         visible = entries[self.presence.ready(entries).view(np.bool_)]
         gone = self.presence.slots_of(visible)
         keys = self.presence.keys_of(visible) if self._tells else NO_KEYS
@@ -241,14 +242,14 @@ class StoredTier(Tier, Source):
 
     @property
     def _tells(self) -> bool:
-        """Whether a listener wants the pages that leave the unit's own disks."""
+        """Whether listeners are notified of removed pages: only if these are the unit's own disks."""
         return self.sink is not None and bool(self._hub.listeners)
 
     def _tell_gone(self, group: int, keys: Keys, groups: NDArray[np.uint32] = NO_GROUPS) -> None:
-        """Tells the hub's listeners that pages are no longer visible on the unit's own disks.
+        """Notifies the hub's listeners that pages are no longer visible on the unit's own disks.
 
         Args:
-            groups: the group of each page; empty if all are of `group`.
+            groups: the group of each page; empty if all pages are of `group`.
         """
         if not self._tells or not len(keys):
             return
@@ -262,11 +263,11 @@ class StoredTier(Tier, Source):
         return self.remove(group, entries[entries != NO_ENTRY])
 
     def lose(self, volume: int) -> None:
-        """Counts and retires the pages of a volume that is permanently lost."""
+        """Removes the pages of a volume that is permanently lost, and counts them."""
         self.counts.gone += self.retire(volume)
 
     def retire(self, volume: int) -> int:
-        """Makes all pages of a volume misses, keeps its places from being written again, and returns the number of its
+        """Makes all pages of a volume misses, keeps its slots from being written again, and returns the number of
         pages.
         """
         pages = 0

@@ -1,4 +1,4 @@
-"""The tables of one manager, which its tiers share and the packages `moves` and `promise` plan from."""
+"""The records of one manager, which its tiers and the packages `moves` and `promise` share."""
 
 from __future__ import annotations
 
@@ -33,11 +33,17 @@ class CacheTables:
     Attributes:
         specs: the unit's KV groups.
         hub: the pages in host memory.
-        tiers: tiers by number; complete once the manager has made them all.
-        clock: seconds, never running backwards.
-        unix_s: wall clock for times to live.
-        counts: running totals.
-        epoch: how often `CacheManager.reset` was called.
+        ops: the ops in flight.
+        requests: the leases, waits and misses of requests.
+        access_orders: the blocks that each request has used.
+        clock: returns seconds and never runs backwards.
+        unix_s: returns the wall-clock time in Unix seconds, for times to live.
+        counts: running totals of the manager.
+        reactions: callbacks by which records and tiers report events.
+        tiers: the tiers by number; incomplete while the manager makes them.
+        outbox: tiers' own ops that were planned and not submitted yet.
+        cost: measured times of fetching, loading and computing.
+        epoch: number of resets so far.
     """
 
     specs: tuple[GroupSpec, ...]
@@ -56,27 +62,29 @@ class CacheTables:
 
     @property
     def now_s(self) -> int:
-        """Whole Unix seconds."""
+        """The wall-clock time in whole Unix seconds."""
         return max(0, int(self.unix_s()))
 
     def loads_of(self, tier: TierId) -> LoadRoute:
-        """The route from a tier to engine blocks. Precondition: the tier has one."""
+        """Returns the route from a tier to engine blocks. Precondition: the tier has one."""
         route = self.tiers[tier].loads
         assert route is not None
         return route
 
     def stores_of(self, tier: TierId) -> StoreRoute:
-        """The route from engine blocks to a tier. Precondition: the tier has one."""
+        """Returns the route from engine blocks to a tier. Precondition: the tier has one."""
         route = self.tiers[tier].stores
         assert route is not None
         return route
 
     def expiries_of(self, group: int, keys: Keys, expiry: int) -> Expiries | int | None:
-        """When these pages, which a store brings to host memory, expire there; None if none of them does.
+        """Returns when the pages that a store brings to host memory expire; None if none of them does.
+
+        If another tier has a page that expires earlier than `expiry`, the stored page expires at that time too: the
+        request may have loaded it from that tier.
 
         Args:
-            expiry: when the request that stores them wants them to expire. A page that another tier has expires when
-                that tier's page does, if that is earlier: the request may have loaded the page from there.
+            expiry: Unix time in seconds at which the storing request lets its pages expire; NEVER if it does not.
         """
         expiries: Expiries | int | None = None if expiry == NEVER else expiry
         for tier in self.tiers[1:]:
@@ -92,9 +100,15 @@ class CacheTables:
         entries: EntryIds,
         positions: NDArray[np.integer],
     ) -> None:
-        """Records as in flight the op that stores the pages at `positions` of the whole offer, and adds the request's
-        loads in flight to the op. If the op ends before these loads it is not published, because its pages may have
-        been computed from their targets.
+        """Records a planned store as in flight, together with the request's loads in flight. If the store ends before
+        these loads, its pages are not published, because they may have been computed from blocks that a load failed to
+        fill.
+
+        Args:
+            tier: the tier to which the pages are stored.
+            plan: the op of the store.
+            entries: entries of the stored pages in that tier.
+            positions: positions of the stored pages in the whole offer.
         """
         loads = self.ops.of_request(offer.request_id, OpRole.LOAD)
         self.ops.add(
@@ -123,7 +137,7 @@ def new_tables(
     clock: Callable[[], float] = time.monotonic,
     unix_s: Callable[[], float] = unix_now_s,
 ) -> CacheTables:
-    """The tables of a manager that has no tier yet.
+    """Makes the tables of a manager, without tiers.
 
     Args:
         policy: eviction policy of host memory.
@@ -144,12 +158,12 @@ def new_tables(
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The manager's tables, shared with each of its tiers.
+    """The arguments with which a manager makes a tier.
 
     Attributes:
-        tier: number of the tier that is being made.
-        policy: eviction policy.
-        tables: the manager's tables. Until all tiers are made, `tables.tiers` has only the tiers before this one.
+        tier: number of the tier.
+        policy: eviction policy of the tier.
+        tables: the manager's tables. While the tier is being made, `tables.tiers` has only the tiers before it.
     """
 
     tier: TierId
@@ -158,4 +172,4 @@ class TierContext:
 
 
 TierFactory = Callable[[TierContext], Tier]
-"""Makes a tier for a manager."""
+"""A function that makes a tier of a manager."""

@@ -1,4 +1,4 @@
-"""Lookups in the index of a tier whose entries expire and stay in the index: an expired entry is a miss."""
+"""Lookups in the index of a tier that keeps expired entries: they are misses, and are not removed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flexkv.cache.base import NO_ENTRY, EntryIds
 from flexkv.facts.keys import Keys
 
 Expired = Callable[[EntryIds], NDArray[np.bool_]]
-"""Says of each entry whether it has expired, bool [entries]."""
+"""A function that returns which entries have expired, bool [entries]."""
 
 
 def unexpired_leading(presence: BlockIndex, group: int, keys: Keys, expired: Expired) -> EntryIds:
-    """Implements `Tier.leading`; removes nothing."""
+    """Returns what `Tier.leading` returns. Does not remove expired entries."""
     entries = presence.match_prefix(group, keys)
     past = expired(entries)
     return entries[: int(np.argmax(past))] if past.any() else entries
 
 
 def unexpired_present(presence: BlockIndex, group: int, keys: Keys, expired: Expired) -> NDArray[np.bool_]:
-    """Implements `Tier.present`; removes nothing."""
+    """Returns what `Tier.present` returns. Does not remove expired entries."""
     entries = presence.find(group, keys)
     there: NDArray[np.bool_] = entries != NO_ENTRY
     there[there] = ~expired(entries[there])

@@ -1,1 +1,1 @@
-"""The unit's own disks: SSD folders, with pages distributed over all of them."""
+"""The unit's own disks: folders on SSDs, with the pages distributed over all folders."""

@@ -1,8 +1,8 @@
 """Straight loads from the unit's own disks to engine blocks, bypassing host memory (docs/gds.md).
 
-Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that their places
-are not rewritten. Each rank verifies the pages that it brings against the tags. The engine learns of each page that
-fails, and computes it; the tier forgets it if its place held something else (`FailureCause`).
+Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that their slots
+are not rewritten. Each rank verifies the pages that it reads against their tags. Pages that fail are reported to the
+engine. The tier forgets a failed page if its slot contained something else (`FailureCause`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from flexkv.transfer.graph import NO_PLACES, BlockIds, OpKind, Priority, SlotIds
 logger = get_logger(__name__)
 
 REST_S = 60.0
-"""After a rank's lane or a disk failed pages, no page is loaded on this route for this long: a hang may end, the
-manager's own lane judges the disk, and each try costs a request its hit."""
+"""Seconds for which this route is not used after a rank's lane or a disk has failed pages. A hang may end meanwhile,
+reads by the manager's own lane show whether the disk is bad, and each further failure would cost a request its hit."""
 
 
 class GdsUse(Enum):
-    """When pages on disk are loaded without passing through host memory."""
+    """When pages on disk are loaded straight to engine blocks, without passing through host memory."""
 
     NEVER = "never"
     WHERE_FASTER = "where_faster"
-    """When recent measurements say that it is faster than through host memory."""
+    """Pages are loaded straight if that is faster than through host memory, according to recent measurements."""
     ALWAYS = "always"
 
 
 class GdsLoads(StraightLoads):
-    """Plans GDS_READ ops for the part of a promise that is on the disks, takes their results, and measures how long
-    they take.
+    """Plans GDS_READ ops for the part of a promise that is on the disks, records their results, and measures their
+    times.
 
     Args:
         use: WHERE_FASTER or ALWAYS.
@@ -59,7 +59,7 @@ class GdsLoads(StraightLoads):
     # --- promises ---
 
     def _is_resting(self, now_s: float) -> bool:
-        """Whether the route is unused for now, after a failure."""
+        """Whether the route is not used for now, after a failure."""
         return now_s < self._rests_until_s
 
     def wants(self, pages: int, queued_fetches: int) -> bool:
@@ -132,18 +132,19 @@ class GdsLoads(StraightLoads):
 
     def end_load(self, op: RankOp, current: bool) -> None:
         if not current:
-            # The reset forgot the pages at these places, so a failure is no evidence about their present content.
+            # The reset removed the pages in these slots, so a failure says nothing about the pages that are in them
+            # now.
             op.suspect[:] = op.withheld[:] = False
         elif op.suspect.all():
-            # If every page failed, the route may be at fault rather than the disk, and the next loads would fail too.
+            # If every page failed, the cause may be the route rather than the pages, and the next loads would fail too.
             self._rest("; ".join(op.reasons) or "all of a load failed")
         now_s = self._context.tables.clock()
         if not op.failed.any():
             self._context.tables.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
-        # Pages that a disk did not deliver are kept, because the manager's own lane judges the disk. The log names the
-        # failure at once.
+        # Pages that a disk did not deliver are counted but not removed: reads by the manager's own lane show whether
+        # the disk is bad.
         of_disk = op.suspect | op.withheld
         counts.failed_reads += int(np.count_nonzero(of_disk))
         counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
@@ -153,8 +154,8 @@ class GdsLoads(StraightLoads):
             self._context.tables.reactions.forgotten(op.tier, op.group, lost)
 
     def _rest(self, reason: str) -> None:
-        """Makes pages go through host memory for a while, because a rank's lane or a disk failed, or a load brought no
-        page.
+        """Stops the use of this route for REST_S, because a rank's lane or a disk failed or a load brought no page.
+        Pages are loaded through host memory meanwhile.
         """
         now_s = self._context.tables.clock()
         if now_s >= self._rests_until_s:

@@ -1,4 +1,4 @@
-"""Pages on the unit's own disks: those stored there, and those being written."""
+"""The pages on the unit's own disks, including those that are being written."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class DiskPages(StoredTier, Sink):
 
     Args:
         volumes: the open folders; closed with the tier.
+        facts: limits and modes; see `TierFacts`.
         ttl_s: whole seconds after which a written page is a miss; None for never.
-        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None if the caller does.
+        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL ops; None if the caller runs them.
 
     Raises:
         ConfigError: the time to live is not positive.
@@ -59,7 +60,8 @@ class DiskPages(StoredTier, Sink):
     # --- the board for other units ---
 
     def show(self) -> SlotBoard:
-        """Makes a board of the pages, whose places all groups share, and keeps it up to date."""
+        """Makes and returns a board that shows the pages on the disks to peers and is kept up to date. All groups share
+        the slots."""
         places = np.arange(len(self._tags[0]), dtype=np.int32)
         self._board = SlotBoard(len(places))
         self._note(0, places)
@@ -113,14 +115,14 @@ class DiskPages(StoredTier, Sink):
         room: int,
         expiries: Expiries | None = None,
     ) -> tuple[NDArray[np.uint32], EntryIds, Places, PageTags]:
-        """Gives a place to those of `keys` that have none, for at most `room` of them, evicting others by the tier's
-        policy.
+        """Gives disk slots to at most `room` of the keys that have none, evicting other pages by the tier's policy.
 
         Args:
-            expiries: when the pages expire; None if none does. `ttl_s` bounds them.
+            tokens: number of valid tokens of each page.
+            expiries: when the pages expire; None if none does. They expire after `ttl_s` at the latest.
 
         Returns:
-            Positions in `keys` of those that got a place, their entries (pinned until `end_write`), places and tags.
+            Positions of the keys that got a slot, their entries (pinned until `end_write`), their slots and their tags.
         """
         if self._any_expires and self.presence.free_slots(group) < len(keys):
             self.let_go_expired()
@@ -129,7 +131,8 @@ class DiskPages(StoredTier, Sink):
         self._tell_gone(group, evicted, self.presence.gone_groups())
         former = self._fields(group, places)["generation"]
         if former.any():
-            # Recorded before the place is written, so that no crash leaves an index that still lists its old content.
+            # The eviction is recorded before the slot is written, so that after a crash the index on disk does not list
+            # the slot's old page.
             self.pages.record_evict(group, places[former != 0], former[former != 0])
         ends: Expiries | int = NEVER if self._ttl_s is None else self._now() + self._ttl_s
         if expiries is not None:
@@ -145,7 +148,8 @@ class DiskPages(StoredTier, Sink):
         return positions, entries, places, tags
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """The generations of visible pages, uint64 [keys]; 0 for keys without one. Removes expired pages."""
+        """Returns the generation of each key's visible page, uint64 [keys]; 0 for keys without one. Removes expired
+        pages that it finds."""
         there = self.present(group, keys)
         generations = np.zeros(len(keys), np.uint64)
         entries = self.presence.find(group, keys[there])
@@ -153,8 +157,8 @@ class DiskPages(StoredTier, Sink):
         return generations
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these entries, pinned since `begin_write`, may still become visible, because they were not forgotten
-        meanwhile, bool [entries]."""
+        """Returns which of these entries may still become visible, bool [entries]: those that were not removed since
+        `begin_write`. Precondition: they are pinned since `begin_write`."""
         return np.asarray(
             self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
         )
@@ -207,7 +211,7 @@ class DiskPages(StoredTier, Sink):
             return 0
         strange = len(self)
         self.presence.clear()
-        # Two, so that even stays even and odd stays odd: the process has the same weights as before.
+        # By 2, so that an even epoch stays even and an odd one odd: the process has the same weights as before.
         self.epoch += 2
         self.volumes.begin_reset(self.epoch)
         return strange
@@ -236,7 +240,7 @@ class DiskPages(StoredTier, Sink):
             self.go_down("no disk is left")
 
     def go_down(self, reason: str) -> None:
-        """Takes the tier out of use for the rest of the process; listeners are notified that its pages have left."""
+        """Takes the tier out of use until the process ends, and notifies listeners that its pages are gone."""
         if not self.down:
             super().go_down(reason)
             for volume in range(self.volumes.disks):
@@ -264,8 +268,8 @@ class DiskPages(StoredTier, Sink):
 
     def durable(self) -> bool:
         stats = self.volumes.stats()
-        # `poll` comes after `stats`: a journal that has failed shows no lag, but `poll` finds its disk lost. `poll`
-        # also passes waiting records to the journals, which shows as lag from then on.
+        # `stats` is called before `poll`. A journal that has failed shows no lag, but `poll` then finds its disk lost.
+        # `poll` also hands pending records to the journals, which would show as lag.
         self.poll(time.monotonic())
         return not (stats.journal_lag_s > 0 or stats.pending_pages)
 

@@ -33,8 +33,8 @@ from flexkv.transfer.slab_map import SlabMap
 logger = get_logger(__name__)
 
 OPS_SHARE = 2
-"""The control plane uses at most one in this many of the lane's queue entries per direction, because ops whose results
-have not been polled yet still occupy theirs."""
+"""The manager uses at most one in this many of the lane's queue entries per direction, because an op occupies its entry
+until its result is polled."""
 
 PROMISES_NEED = (
     "it needs an engine that computes what a load did not bring: vLLM with "
@@ -45,16 +45,16 @@ ONE_GROUP = "it is for models with one KV group"
 
 
 def plan_disk(unit: UnitFacts) -> TierPlan | None:
-    """The plan of the disk tier; None without `disk.folders`.
+    """Plans the disk tier; returns None if `disk.folders` is empty.
 
     Raises:
-        GeometryError: the ranks report different formats of their pages.
+        GeometryError: the ranks report different page formats.
     """
     return DiskPlan(unit) if unit.config.disk.folders else None
 
 
 class DiskPlan(TierPlan):
-    """The plan of the disk tier; made by `plan_disk`."""
+    """The plan of the disk tier; `plan_disk` makes it."""
 
     def __init__(self, unit: UnitFacts) -> None:
         self._unit = unit
@@ -64,7 +64,8 @@ class DiskPlan(TierPlan):
         self._slabs: SlabMap | None = None
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
-        """
+        """Opens the folders; see `TierPlan.open`.
+
         Raises:
             FlexKVError: a folder is in use by another process, or cannot be used; the message says which and why.
         """
@@ -104,8 +105,8 @@ class DiskPlan(TierPlan):
 
 
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
-    """How the unit uses its disks: the settings as far as this engine and its ranks can fulfil them. Warns of those
-    that they cannot.
+    """Returns how the unit uses its disks: the settings, as far as this engine and its ranks can fulfil them. Logs a
+    warning about each setting that they cannot fulfil.
     """
     disk = unit.config.disk
     if disk.stream and not (unit.recomputes and len(unit.groups) == 1):
@@ -119,7 +120,7 @@ def disk_traffic(unit: UnitFacts) -> DiskTraffic:
 
 
 def disk_facts(unit: UnitFacts) -> TierFacts:
-    """The bounds of the unit's traffic with its folders."""
+    """Returns the limits and modes of the unit's reads and writes of its folders."""
     config = unit.config
     disk = config.disk
     return TierFacts(
@@ -136,7 +137,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
 
 
 def _gds_loads(unit: UnitFacts) -> GdsUse:
-    """`disk.gds` as far as this engine and its ranks can fulfil it."""
+    """Returns when straight loads are used: what `disk.gds` says, if this engine and its ranks can fulfil it."""
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
@@ -158,10 +159,10 @@ def _gds_needs(unit: UnitFacts) -> str:
 
 
 def disk_groups(unit: UnitFacts) -> list[DiskGroup]:
-    """The unit's groups as the disks see them: all groups use the slabs of the first.
+    """Returns the descriptions of the unit's groups for the disks. All groups use the slabs of the first group.
 
     Raises:
-        GeometryError: the ranks report different formats of their pages.
+        GeometryError: the ranks report different page formats.
     """
     return [
         _disk_group(
@@ -195,7 +196,7 @@ def _disk_group(
 
 
 def image_needs(group: DiskGroup) -> ImageNeeds:
-    """The space that the tier needs in a slot for a page of the group and its trailer."""
+    """Returns the space that the tier needs in a host slot for a page of the group with its trailer."""
     codec = codec_of(group)
     ranks = range(codec.ranks) if group.host_digests else ()
     return ImageNeeds(codec.image_bytes, tuple(codec.digest_offset(rank) for rank in ranks))
@@ -210,10 +211,8 @@ def disk_folders(unit: UnitFacts) -> list[Path]:
 
 
 def overwritable(unit: UnitFacts) -> OwnBytes:
-    """A function that returns how many bytes in a folder the unit may overwrite.
-
-    Raises:
-        GeometryError: when the function is called, as `disk_groups`.
+    """Returns a function that returns how many bytes in a folder the unit may overwrite. The function raises
+    GeometryError if the ranks report different page formats.
     """
 
     def own(root: Path) -> int:
@@ -223,10 +222,8 @@ def overwritable(unit: UnitFacts) -> OwnBytes:
 
 
 def whole_slots_of(unit: UnitFacts) -> WholeSlots:
-    """A function that rounds bytes down to whole slots of the unit.
-
-    Raises:
-        GeometryError: when the function is called, as `disk_groups`.
+    """Returns a function that rounds a number of bytes down to whole slots of the unit. The function raises
+    GeometryError if the ranks report different page formats.
     """
 
     def whole(asked: int) -> int:

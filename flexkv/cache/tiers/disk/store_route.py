@@ -1,8 +1,9 @@
 """Straight stores from engine blocks to the unit's own disks, bypassing host memory (docs/gds.md).
 
-Each rank writes its stripe and reports the digests of its runs. Then the disk lane writes the trailers (the seal), and
-the pages become visible. Contract with the tier: entries are pending and pinned from the plan to the end of the seal,
-so that their places are neither read nor rewritten. A page that is not sealed is never visible.
+Each rank writes its stripe of each page and reports the digests of its runs. Then the disk lane writes the trailers
+(the seal), and the pages become visible. A page that is not sealed is never visible. Contract with the tier: entries
+are pending and pinned from the plan of the store to the end of the seal, so that their slots are neither read nor
+rewritten.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 class GdsStores(StoreRoute):
-    """Plans GDS_WRITE ops and then DISK_SEAL ops, and takes the results of both. Blocks that host memory has are not
-    stored.
+    """Plans GDS_WRITE ops and then DISK_SEAL ops, and records the results of both. Blocks that are in host memory are
+    not stored.
 
-    Blocks that are being read from the disk are not stored there again either. Because the read may fail and the engine
-    offers a block only once, they are stored in host memory, and are written to disk from there if the read finds them
-    bad.
+    A block that is being read from disk is not stored on disk again. But the read may fail, and the engine offers a
+    block only once. So the block is stored in host memory, and written to disk from there if the read finds it bad.
 
     Args:
-        most_pages: most pages being stored or sealed at once.
+        most_pages: maximum number of pages being stored or sealed at once.
     """
 
     def __init__(self, disk: DiskPages, context: TierContext, most_pages: int) -> None:
@@ -48,7 +48,7 @@ class GdsStores(StoreRoute):
 
     @property
     def pages(self) -> int:
-        """Number of pages being stored or sealed now."""
+        """Number of pages that are being stored or sealed."""
         ops, tier = self._context.tables.ops, self._context.tier
         return ops.pages(OpRole.STORE, tier) + ops.pages(OpRole.SEAL, tier)
 
@@ -66,7 +66,7 @@ class GdsStores(StoreRoute):
         index = self._context.tables.hub.index
         entries = index.find(offer.group, offer.keys)
         ready = entries[entries != NO_ENTRY]
-        # Blocks of the offer must not be evicted to make room for the rest of it.
+        # Blocks of the offer must not be evicted to free slots for other blocks of it.
         index.pin(ready)
         try:
             return self._context.tables.host_stores.begin_store(offer.part(positions), room)
@@ -74,7 +74,8 @@ class GdsStores(StoreRoute):
             index.unpin(ready)
 
     def _unknown(self, offer: StoreOffer) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Positions of the offered blocks that are in neither tier, and of those whose page on disk is being read."""
+        """Returns the positions of the offered blocks that are neither in host memory nor on disk, and the positions of
+        those that have to be stored in host memory because their page on disk is being read."""
         index, ops, group = self._context.tables.hub.index, self._context.tables.ops, offer.group
         in_host = index.find(group, offer.keys, ready_only=False)
         on_disk = self._disk.presence.find(group, offer.keys, ready_only=False)
@@ -85,8 +86,8 @@ class GdsStores(StoreRoute):
         coming = stored.copy()
         coming[stored] = index.fillers(in_host[stored]) != 0
         read = np.isin(on_disk, reads)
-        # Loads are writing pages to these engine blocks. If a read fails, the engine computes them and offers them
-        # again.
+        # Blocks whose engine block is the target of a load in flight are not stored. If the load fails, the engine
+        # computes the block and offers it again.
         awaited = (coming | read) & np.isin(offer.blocks, ops.targets_of_loads(group))
         unknown = ~(stored & ~coming) & ~awaited
         return np.flatnonzero(unknown & (on_disk == NO_ENTRY)), np.flatnonzero(unknown & read)
@@ -121,9 +122,9 @@ class GdsStores(StoreRoute):
         self._disk.presence.remove(op.entries[pages])
 
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Plans the seal of the good pages, once the ranks have written their stripes, and gives up the others."""
+        """Plans the seal of the good pages, whose stripes all ranks have written, and removes the others."""
         self._disk.counts.failed_writes += int(np.count_nonzero(op.failed))
-        # Pages that were forgotten meanwhile would never be visible.
+        # Pages that were removed meanwhile are not sealed, because they would not become visible.
         good = good & self._disk.under_way(op.group, op.entries)
         if not op.digests:
             good = np.zeros_like(good)
@@ -137,7 +138,8 @@ class GdsStores(StoreRoute):
     # --- seals ---
 
     def _seal(self, op: RankOp, good: NDArray[np.bool_]) -> None:
-        # One row per page, with all ranks' runs side by side. A rank that shares another's stripe has reported none.
+        # One row per page, with the digests of all ranks' runs side by side. A rank that shares another rank's stripe
+        # has reported no digests.
         digests = np.concatenate([op.digests[rank] for rank in sorted(op.digests)], axis=1)[good]
         ops, tier = self._context.tables.ops, self._context.tier
         plan = TransferOp(
@@ -155,7 +157,7 @@ class GdsStores(StoreRoute):
         self._context.tables.outbox.put(tier, plan)
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """Publishes the pages that were sealed successfully, and counts them."""
+        """Makes the pages visible that were sealed successfully, and counts them."""
         good = good_pages(result, op.pages)
         written = int(np.count_nonzero(self._disk.end_write(op.group, op.entries, good)))
         counts = self._disk.counts

@@ -17,11 +17,12 @@ class DiskTraffic:
     """How one unit uses its disks.
 
     Attributes:
-        facts: bounds and modes.
+        facts: limits and modes; see `TierFacts`.
         ttl_s: whole seconds after which a written page is a miss; None for never.
-        gds_loads: when whole blocks are loaded from disk without passing through host memory. Only if a load may fail
-            pages (the engine computes them, or `disk.gds_may_fail_requests`), and if the workers have the lane for it.
-        gds_stores: blocks are stored straight on disk, and not in host memory.
+        gds_loads: when whole blocks are loaded from disk without passing through host memory. NEVER unless the workers
+            have the lane for it and a page may fail to load: the engine then computes the page, or the request fails
+            (`disk.gds_may_fail_requests`).
+        gds_stores: whether blocks are stored straight to disk, and not in host memory.
     """
 
     facts: TierFacts = TierFacts("disk")  # noqa: RUF009 - frozen
@@ -31,11 +32,12 @@ class DiskTraffic:
 
 
 class DiskTier(DiskPages):
-    """Adds to `DiskPages` the routes past host memory that its unit uses.
+    """The tier of the unit's own disks. Adds straight loads and stores to `DiskPages`, if the unit uses them.
 
     Args:
         volumes: the open folders; closed with the tier.
-        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None if the caller does.
+        traffic: how the unit uses its disks.
+        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL ops; None if the caller runs them.
 
     Raises:
         ConfigError: the time to live is not positive.

@@ -1,1 +1,1 @@
-"""Host memory: the hub that every other tier reads into and is written from."""
+"""Host memory: the hub, to which pages of all other tiers are fetched and from which they are written."""

@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds,
 
 
 class HostLoads(LoadRoute):
-    """Plans H2D ops for pages that are in host memory or under way to it, and takes their results."""
+    """Plans H2D ops for pages that are in host memory or being fetched to it, and records their results."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -61,24 +61,25 @@ class HostLoads(LoadRoute):
         self._tables.hub.index.unpin(group.entries)
 
     def source_failed(self, reason: str) -> None:
-        """Does nothing: there is no other route from host memory."""
+        """Does nothing, because loads from host memory have no other route."""
 
     def end_load(self, op: RankOp, current: bool) -> None:
         index = self._tables.hub.index
         if not current:
-            # A reset forgot these pages, and the same keys may have other pages by now.
+            # The reset removed these pages, and their keys may belong to new pages by now.
             index.unpin(op.entries)
             return
         coming = op.coming
         if coming is not None:
-            # A page that never arrived is judged by the end of its fetch, which may not have been reported yet.
+            # If a page was never fetched, `end_fetch` decides whether it is forgotten; the fetch may still be in
+            # flight.
             op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
         if others := self._tables.tiers[1:]:
             keys = index.keys_of(op.entries)
             damaged, good = keys[op.suspect & op.damaged], keys[~op.suspect]
             for tier in others:
                 if len(damaged) and tier.facts.copies_unchecked:
-                    # The damaged bytes may have been written to that tier too.
+                    # The tier may have a copy of the damaged bytes.
                     tier.forget(op.group, damaged)
                 if tier.sink is not None:
                     tier.sink.used(op.group, good)
@@ -92,6 +93,6 @@ class HostLoads(LoadRoute):
 
 
 def _fetches_of(fetches: ReadIds, kept: NDArray[np.intp]) -> ReadIds:
-    """The fetches that bring the pages of a load; empty if all these pages are in host memory."""
+    """Returns the op that fetches each page of a load, 0 for pages in host memory; empty if all pages are there."""
     fetches = fetches[kept]
     return fetches if fetches.any() else NO_READS

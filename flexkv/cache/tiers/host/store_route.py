@@ -13,7 +13,7 @@ from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 
 class HostStores(StoreRoute):
-    """Plans D2H ops, and takes their results. A page is visible in host memory once every rank has copied its share."""
+    """Plans D2H ops, and records their results. A page becomes visible when every rank has copied its stripe."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -26,8 +26,8 @@ class HostStores(StoreRoute):
         )
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
-        # The index takes blocks in order and none after the first without a slot. Blocks that a fetch keeps may be
-        # anywhere in the offer.
+        # The index gives slots in order and stops at the first block without a slot. But blocks whose keys a fetch
+        # keeps may be anywhere in the offer.
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
             return StorePlan(None, stored, known, dropped, accepted)
@@ -43,14 +43,14 @@ class HostStores(StoreRoute):
         return StorePlan(TransferGraph((plan,)), stored, known, dropped, accepted)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
-        """Removes the keys of offered blocks that are being fetched, so that the offer stores them.
+        """Removes from the index the offered blocks that are being fetched, so that the store gives them new slots.
 
-        A fetch may fail until its page is verified, and the engine offers a block only once. The key then belongs to
-        the store's slot; the fetch continues in its own slot for the loads that wait for it, and is not published. If
-        the store fails, the page is still in its tier, unless both have failed.
+        A fetch may fail until its page is verified, and the engine offers a block only once. So the key is given to the
+        store's slot. The fetch continues in its own slot for the loads that wait for it, but its page does not become
+        visible. If the store fails, the page is still in its tier, unless the fetch has failed too.
 
         Returns:
-            The number of blocks without a slot, so that the fetch keeps their keys.
+            The number of blocks that are left to their fetch, because there is no slot for the store.
         """
         index, group = self._tables.hub.index, offer.group
         entries = index.find(group, offer.keys, ready_only=False)
@@ -62,7 +62,7 @@ class HostStores(StoreRoute):
         if missing > 0:
             there = entries[entries != NO_ENTRY]
             ready = there[index.ready(there).view(np.bool_)]
-            # Blocks of the offer must not be evicted to make room for the rest of it.
+            # Blocks of the offer must not be evicted to free slots for other blocks of it.
             index.pin(ready)
             self._tables.hub.evict(group, missing)
             index.unpin(ready)
@@ -71,14 +71,14 @@ class HostStores(StoreRoute):
         return max(0, len(unverified) - taken)
 
     def _unverified(self, offer: StoreOffer, entries: EntryIds) -> NDArray[np.intp]:
-        """Positions of offered blocks that a fetch is bringing, except those that a load in flight gets from a
-        fetch."""
+        """Returns the positions of offered blocks that are being fetched, except those that a load in flight is writing
+        to the offered engine blocks."""
         group = offer.group
         there = np.flatnonzero(entries != NO_ENTRY)
         coming: NDArray[np.intp] = there[self._tables.hub.index.fillers(entries[there]) != 0]
         if len(coming):
-            # A load writes what the fetch brings to these engine blocks. If it fails, the engine computes them and
-            # offers them again.
+            # If an offered engine block is the target of a load in flight, its KV comes from the fetch. If the load
+            # fails, the engine computes the block and offers it again.
             coming = coming[~np.isin(offer.blocks[coming], self._tables.ops.targets_of_loads(group))]
         return coming
 

@@ -1,4 +1,4 @@
-"""Host memory as a tier: the hub keeps its pages, and routes lead to and from engine blocks."""
+"""Host memory as a tier: the hub manages its pages, and its routes plan loads and stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexkv.facts.keys import Keys
 
 
 class HostTier(Tier):
-    """The first tier of every manager."""
+    """The tier of host memory, which is the first tier of every manager."""
 
     facts = TierFacts("host memory")
 
@@ -40,7 +40,7 @@ class HostTier(Tier):
         self._hub.times.clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        """Does nothing: no page survives the process."""
+        """Does nothing, because no page in host memory survives the process."""
 
     def poll(self, now_s: float) -> None:
-        """Does nothing: there is no storage below."""
+        """Does nothing, because no storage below host memory has events."""

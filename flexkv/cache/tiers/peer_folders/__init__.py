@@ -1,3 +1,3 @@
-"""Folders of other units on this unit's disks, as found at its start; they are read and never written. The pages of
-units that run now, in host memory and in folders, belong to `running_peers`.
+"""The tier of other units' folders that are found on this unit's disks at its start. They are read and never written.
+Pages of units that are running belong to the tiers in `running_peers`.
 """

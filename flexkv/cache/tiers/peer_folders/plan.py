@@ -18,14 +18,14 @@ from flexkv.transfer.host_pool import HostPool
 
 
 def plan_peer_folders(unit: UnitFacts) -> TierPlan | None:
-    """The plan of the peer tier; None without folders or without the common key scheme. With an engine's own keys,
-    another engine's pages lie in folders of another fingerprint."""
+    """Plans the tier of other units' folders; returns None without folders or without the common key scheme. With an
+    engine's own keys, another engine's pages are in folders with another fingerprint."""
     config = unit.config
     return PeersPlan(unit) if config.disk.folders and config.keys.scheme == "common" else None
 
 
 class PeersPlan(TierPlan):
-    """The pages of this model that other engines or units have left in the unit's folders."""
+    """The plan of the tier of pages that other engines or units with this model have left in the unit's folders."""
 
     def __init__(self, unit: UnitFacts) -> None:
         self._unit = unit

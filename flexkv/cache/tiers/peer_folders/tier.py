@@ -17,21 +17,23 @@ logger = get_logger(__name__)
 
 
 class PeerPlane(Plane, Protocol):
-    """Reads and converts peers' pages."""
+    """A plane that reads and converts peers' pages."""
 
     @property
     def down_reason(self) -> str:
-        """Why pages are no longer read; empty while they are. Queried from time to time, so that a hanging disk is
-        noticed.
+        """Why pages are no longer read; empty while they are read. The tier reads this property from time to time, so
+        that a hanging disk is noticed.
         """
 
 
 class PeerTier(StoredTier):
-    """Folders of other units. Pages are forgotten only in this process, because the folders belong to other units.
+    """The tier of pages in other units' folders. Pages are forgotten only in this process, because the folders belong
+    to other units.
 
     Args:
-        pages: pages of all folders.
-        plane: None if the caller moves the pages.
+        pages: the pages of all folders.
+        facts: limits of the tier; see `TierFacts`.
+        plane: reads and converts the pages; None if the caller does so.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class PeerTier(StoredTier):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        # Never by layers: each page is converted as a whole.
+        # Pages are never fetched by layers, because each page is converted as a whole.
         return super().plan_fetch(op_id, group, keys, entries, places, slots, layerwise=False)
 
     def begin_open(self, weights: bytes) -> int:

@@ -1,4 +1,4 @@
-"""A store that machines share, behind host memory and disks."""
+"""The remote tier: a store that machines share, behind host memory and disks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexkv.errors import ConfigError
 
 
 def plan_remote(unit: UnitFacts) -> TierPlan | None:
-    """The plan of the remote tier; None without `remote.urls`, in which case nothing of the tier is imported.
+    """Plans the remote tier. Without `remote.urls`, returns None and does not import the tier's modules.
 
     Raises:
         FlexKVError: the settings cannot be fulfilled.
@@ -21,7 +21,7 @@ def plan_remote(unit: UnitFacts) -> TierPlan | None:
 
 
 def remote_faults(config: FlexKVConfig) -> list[ConfigError]:
-    """Errors in the settings of the remote tier."""
+    """Returns the errors in the settings of the remote tier."""
     if config.remote.urls:
         from flexkv.remote.settings import store_options
 

@@ -12,12 +12,12 @@ from flexkv.facts.keys import Keys
 
 
 class KeyMemory:
-    """A set of keys, by group, that forgets each key after some seconds.
+    """A set of pairs of group and key. It forgets each pair some seconds after it was added last.
 
     Args:
-        keep_s: seconds that a key is remembered.
-        most: most keys; the ones added first are dropped first.
-        clock: seconds, never running backwards.
+        keep_s: seconds for which a pair is remembered.
+        most: maximum number of pairs; beyond it those added first are dropped.
+        clock: returns seconds and never runs backwards.
     """
 
     def __init__(self, keep_s: float, most: int, clock: Callable[[], float]) -> None:
@@ -42,7 +42,7 @@ class KeyMemory:
         return bool(self._until_s) and self._until_s.get((group, key), -1.0) > self._clock()
 
     def has(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are remembered, bool [keys]."""
+        """Returns which of the keys are remembered, bool [keys]."""
         if not self._until_s:
             return np.zeros(len(keys), np.bool_)
         now_s = self._clock()

@@ -1,4 +1,4 @@
-"""Plans the remote tier from the settings, before its process is started."""
+"""Plans the remote tier from the settings, before its helper process is started."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from flexkv.transfer.host_pool import HostPool
 logger = get_logger(__name__)
 
 START_WAIT_S = 15.0
-"""Seconds that an engine's start waits for the store's client to load, which takes a fraction of a second, and for the
-store's first answer."""
+"""Longest time in seconds that an engine's start waits until the store's client is loaded, which takes a fraction of a
+second, and the store has given its first answer."""
 
 QUESTIONS = 64
-"""Most requests that ask at the same time; further ones go on without the store."""
+"""Maximum number of questions to the store in flight; further requests continue without the store."""
 
 
 WRITE_SHARE = 8
-"""Pages on their way to the store may hold at most one host slot in this many."""
+"""Pages that are being written to the store may occupy at most one host slot in this many."""
 
 
 class RemotePlan(TierPlan):
-    """The plan of the remote tier: what its pages need in a host slot, and how the tier is opened.
+    """The plan of the remote tier.
 
     Raises:
         ConfigError: a setting cannot be fulfilled; the message says what to do.
@@ -47,12 +47,13 @@ class RemotePlan(TierPlan):
         self._unit = unit
         self._groups = disk_groups(unit)
         self._options = store_options(unit.config.remote)
-        # Only if pages have run digests in their slots; the tier keeps its own trailer elsewhere.
+        # The tier needs space in host slots only for run digests, with `host.verify`. Its trailers are kept elsewhere.
         verify = unit.config.host.verify
         self.images = tuple(image_needs(group) for group in self._groups) if verify else ()
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
-        """
+        """Starts the helper process; see `TierPlan.open`.
+
         Raises:
             StoreError: no client of the store can be started with these settings.
         """
@@ -87,10 +88,11 @@ class RemotePlan(TierPlan):
 
 
 def remote_facts(unit: UnitFacts, slots: int) -> TierFacts:
-    """The bounds of the unit's traffic with the store.
+    """Returns the limits of the unit's reads and writes of the store.
 
     Args:
-        slots: slots of its host pool. Pages that are being written cannot leave it, however slow the store is.
+        slots: number of slots in the unit's host pool. Pages that are being written cannot be evicted from it, however
+            slow the store is, so their number is limited to a share of the slots.
     """
     config, remote = unit.config, unit.config.remote
     write_pages = min(remote.inflight_pages, max(remote.batch_pages, slots // WRITE_SHARE))

@@ -1,4 +1,4 @@
-"""The counts of a remote tier as series of metrics."""
+"""Converts the counts of a remote tier to series of metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ MISSED = {
     "away": PageLoss.REMOTE_LATE,
     LOST: PageLoss.REMOTE_LATE,
 }
-"""Maps the outcome of a get to a loss; every other outcome is a failed check of the content."""
+"""Maps the outcome of a get to the reason of the loss. Every other outcome except OK is a failed check of the content.
+"""
 
 DROPPED = {"full": PageLoss.REMOTE_FULL, "known": PageLoss.REMOTE_KNOWN}
-"""Maps the outcome of a put to a loss; every other outcome is a failure."""
+"""Maps the outcome of a put to the reason why the page was not written. Every other outcome except OK is a failure."""
 
 
 def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, int]:
-    """Running totals by series; leaves out those that are 0."""
+    """Returns the running totals by series, except those that are 0."""
     found: Counter[Series] = Counter()
 
     def add(name: str, value: int, label: str = "", of: str = "") -> None:

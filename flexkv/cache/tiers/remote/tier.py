@@ -1,4 +1,5 @@
-"""The tier of pages in a store that machines share. The manager knows of them only by answers, which expire."""
+"""The tier of pages in a store that machines share. Which pages the store has is known only from its answers to
+questions, which expire."""
 
 from __future__ import annotations
 
@@ -34,25 +35,26 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 131_072
-"""Most pages of all groups that are remembered as being in the store, about 10 MB. Beyond it the ones that the policy
-evicts are asked for again."""
+"""Maximum number of pages, over all groups, that are remembered as being in the store; takes about 10 MB. Beyond it,
+the store is asked again about pages that the eviction policy removes."""
 
 HINT_S = 5
-"""Seconds for which the answer that a page is there counts. Less than a store's own lease, which keeps pages that were
-asked for from eviction (Mooncake: 10 s)."""
+"""Seconds after which the answer that the store has a page expires. This is shorter than the time for which the store
+itself does not evict a page after a question about it (Mooncake: 10 s)."""
 
 ABSENT_S = 2.0
-"""Seconds for which a page that is not there is not asked for again."""
+"""Seconds for which the store is not asked again about a page that it did not have."""
 
 LIAR_S = 10.0
-"""Seconds for which a page counts as absent that the store claimed to have and did not deliver."""
+"""Seconds for which a page counts as absent after the store claimed to have it and did not deliver it."""
 
 REMEMBERED = 65_536
-"""Most keys remembered of each of these two kinds."""
+"""Maximum number of remembered keys of absent pages, and of pages that were not delivered."""
 
 
 class RemoteLane(Plane, Protocol):
-    """Moves the tier's pages, and asks the store for them; implemented by `flexkv.remote.plane.RemotePlane`."""
+    """The plane that moves the tier's pages and asks the store about them; implemented by
+    `flexkv.remote.plane.RemotePlane`."""
 
     totals: RemoteTotals
 
@@ -67,13 +69,16 @@ class RemoteLane(Plane, Protocol):
 
 
 class RemoteTier(Tier, Source, Sink, Prober):
-    """The store itself is the index. `presence` holds its recent answers and the pages written to it from here.
+    """The remote tier. Its `presence` contains pages that the store recently said it has, and pages that this unit has
+    written to the store.
 
-    An entry counts for lookups until its answer expires. `known`, which decides which pages are written, counts it
-    until the store says that the page is absent.
+    For lookups, an entry counts until its answer expires. For `known`, which decides which pages are written, it counts
+    until the store says that it does not have the page.
 
     Args:
-        probe_s: see `Prober`.
+        facts: limits and modes; see `TierFacts`.
+        probe_s: seconds for which a request waits for an answer.
+        plane: moves the pages and asks the store.
     """
 
     def __init__(self, context: TierContext, facts: TierFacts, probe_s: float, plane: RemoteLane) -> None:
@@ -90,12 +95,12 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self.presence = BlockIndex([KNOWN_PAGES] * len(owners), context.policy, [0] * len(owners))
         self.presence.grow(0, KNOWN_PAGES)
         self._tokens = np.zeros(KNOWN_PAGES, np.int32)
-        """Valid tokens of the page in each place."""
+        """Number of valid tokens of the page in each slot of the index."""
         self._absent = KeyMemory(ABSENT_S, REMEMBERED, context.tables.clock)
         self._liars = KeyMemory(LIAR_S, REMEMBERED, context.tables.clock)
         self._asked: dict[OpId, tuple[list[Keys], NDArray[np.int32] | None]] = {}
         self._off = ""
-        """Why the tier is out of use for good."""
+        """Why the tier is out of use until the process ends; empty if it is not."""
         self.down = plane.down_reason
 
     # --- questions ---
@@ -105,7 +110,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
             return False
         only_one = len(asked) == 1 and self._whole[0]
         keys = [asked[0][:MOST_ASKED]] if only_one else self._shared_out(asked)
-        # Any one candidate of a tail is enough.
+        # The candidates of a tail are not a chain: the store has to look for each, not only up to the first absent one.
         whole = self._whole if tokens is None else [False] * len(keys)
         if not self._lane.ask(op_id, keys, whole):
             return False
@@ -113,8 +118,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return True
 
     def _shared_out(self, asked: Sequence[Keys]) -> list[Keys]:
-        """Cuts the keys to as many as one question may have. Groups that restore whole prefixes come first. The others
-        get the rest, from their last key backwards, because the end of the longest hit needs those.
+        """Cuts the keys to the number that one question may contain. FULL groups come first. The other groups get the
+        remaining number, from their last key backwards, because the longest hit needs their last pages.
         """
         keys, room = list(asked), MOST_ASKED
         for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
@@ -124,7 +129,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return keys
 
     def _is_worth_asking(self, asked: Sequence[Keys]) -> bool:
-        """Whether there are keys to ask for, and no first page of a whole prefix is known to be absent."""
+        """Whether there are keys to ask about, and no FULL group's first page is known to be absent."""
         wanted = False
         for group, keys in enumerate(asked):
             wanted |= len(keys) > 0
@@ -152,7 +157,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         absent = found == Presence.NO
         if absent.any():
             if self._whole[group]:
-                # Only the first absent page is recorded: without it, no later page is requested.
+                # Only the first absent page is recorded, because pages after it are useless without it.
                 self._absent.add(group, keys[absent][:1])
             self._drop(group, keys[absent])
         there = (found == Presence.YES) & ~self._liars.has(group, keys)
@@ -165,7 +170,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._remember(group, keys[there], valid)
 
     def _remember(self, group: int, keys: Keys, tokens: NDArray[np.int32]) -> None:
-        """Adds pages that the store has now."""
+        """Adds to the index pages that the store has, or renews their expiry."""
         known = self.presence.find(group, keys)
         positions, new, places, *_ = self.presence.insert(group, keys, len(keys))
         self._tokens[places] = tokens[positions]
@@ -185,8 +190,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return unexpired_present(self.presence, group, keys, self._old)
 
     def _old(self, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which entries have an expired answer, bool [entries]. They stay in the index, so that their pages are not
-        written again."""
+        """Returns for which entries the store's answer has expired, bool [entries]. They stay in the index, so that
+        their pages are not written again."""
         old: NDArray[np.bool_] = self.presence.expiries(entries) <= np.uint64(self._now())
         return old
 
@@ -257,7 +262,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
     def room(self, group: int) -> int:
         return KNOWN_PAGES
 
-    # --- leaving ---
+    # --- removal ---
 
     def _drop(self, group: int, keys: Keys) -> int:
         entries = self.presence.find(group, keys)
@@ -266,12 +271,13 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return int(np.count_nonzero(self.presence.remove(entries)))
 
     def forget(self, group: int, keys: Keys) -> int:
-        """Keeps pages from being served here for a while, and asks the store to remove them. Copies that other machines
-        have read stay there."""
+        """Makes pages misses in this unit for LIAR_S seconds, and asks the store to remove them. Other machines may
+        already have read them; those copies stay."""
         entries = self.presence.find(group, keys, ready_only=False)
         entries = entries[entries != NO_ENTRY]
         if len(keys) and not self._off:
-            # This includes keys that are not remembered: the store may have them from here or from other machines.
+            # Keys without an entry are included: this unit may have forgotten that it wrote them, or another machine
+            # may have written them.
             self._liars.add(group, keys)
             self._lane.remove(group, keys)
         return int(np.count_nonzero(self.presence.remove(entries)))
@@ -285,16 +291,16 @@ class RemoteTier(Tier, Source, Sink, Prober):
         super().open_for(weights)
 
     def begin_reset(self) -> None:
-        # Nothing names the new weights: pages stored under the fingerprint belong to the weights that the process
-        # started with.
+        # Nothing identifies the new weights. Pages in the store under this unit's fingerprint were computed with the
+        # weights that the process loaded at its start.
         self.go_down(NAMELESS)
         self.presence.clear()
         self._absent.clear()
         self._liars.clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        """Does nothing, because no page is served any more, and pages being written have the bytes and the names of the
-        former weights.
+        """Does nothing. No page is served any more, and pages that are still being written were computed with the old
+        weights and are stored under their names.
         """
 
     def go_down(self, reason: str) -> None:

@@ -1,1 +1,1 @@
-"""Pages of units that run on this machine beside this one: in their host pools, and in their folders."""
+"""The tiers of pages in the host pools and folders of running peers."""

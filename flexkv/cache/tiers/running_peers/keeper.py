@@ -1,4 +1,5 @@
-"""Which pages this unit leaves to its peers, and which of them it must take over (`peers.store: once`)."""
+"""The pages that this unit leaves to its peers, and those that it must copy after a peer has ended (`peers.store:
+once`)."""
 
 from __future__ import annotations
 
@@ -19,11 +20,16 @@ from flexkv.transfer.graph import NEVER, SlotIds
 NO_KEYS: Keys = np.zeros((0, KEY_BYTES), np.uint8)
 
 TURN_S = 0.25
-"""How long a unit leaves another's share of the orphans to that unit: a dozen looks at its board (`FOLLOW_S`)."""
+"""Seconds for which the units leave each share of the orphans to one unit. They read its board about a dozen times
+meanwhile (`FOLLOW_S`)."""
 
 
 class DepartedPeers(Protocol):
-    """The part of `flexkv.peers.share.PeerShare` that says which peers have ended."""
+    """The part of `flexkv.peers.share.PeerShare` that says which peers have ended.
+
+    Attributes:
+        departed: numbers of ended peers whose memory can still be read.
+    """
 
     departed: tuple[int, ...]
 
@@ -33,18 +39,23 @@ class DepartedPeers(Protocol):
 
 
 class PeerKeeper(Keeper):
-    """Keeps a record for each page that this unit left out, at the page's place in the tier's index. So there are
-    records only of pages that a peer has, and no more than the index has room for.
+    """Has a record for each slot of the tier's index: whether this unit left out the page in the slot. So there are
+    records only of pages that a peer has.
 
-    Orphans are divided among the units, so that the units that left a page out do not all copy it. The running units
-    are numbered, and a key belongs to one of them by its bits. Each unit begins with its own keys, and turns to those
-    of the next unit every `TURN_S`. By then most of these are in that unit's memory, and are no longer orphans.
+    Orphans are pages that this unit left out and that only ended peers have. They are divided among the running units,
+    so that not every unit that left out a page copies it. The units are numbered, and the bits of a key assign it to
+    one of them. Each unit begins with its own keys, and goes on to those of the next unit every `TURN_S`. By then that
+    unit has copied most of them, so they are no longer orphans.
 
     Args:
-        presence: the tier's index, whose `places` places have the records.
-        present: which of the keys of a group the tier has and may serve.
-        usable: whether the tier may be used now.
-        clock: seconds, never running backwards.
+        presence: the tier's index.
+        places: number of slots of the index.
+        present: returns which keys of a group the tier has and may serve.
+        usable: returns whether the tier may be used now.
+        directory: the pages that peers have.
+        share: says which peers have ended.
+        counts: totals of pages that were left out, promoted and lost.
+        clock: returns seconds and never runs backwards.
     """
 
     def __init__(
@@ -62,35 +73,34 @@ class PeerKeeper(Keeper):
         self._directory, self._share, self.counts, self._clock = directory, share, counts, clock
         self._left_out = np.zeros(places, np.bool_)
         self._keys = np.zeros((places, KEY_BYTES), np.uint8)
-        """The key of the page in each place with a note."""
+        """For each slot whose page was left out, the page's key."""
         self._groups = np.zeros(places, np.int32)
-        """The page's KV group."""
+        """For each slot whose page was left out, the page's KV group."""
         self._departed: tuple[int, ...] = ()
-        """Peers for which `_orphans` was collected."""
+        """The ended peers for which `_orphans` was collected."""
         self._since_s = 0.0
-        """When the last of these was found to have ended."""
+        """Clock time at which the last of these peers was found to have ended."""
         self._let_go: tuple[int, ...] = ()
-        """Departed peers none of whose pages are needed any more. They stay known until another thread has unmapped
-        them."""
+        """Ended peers whose pages are not needed any more. They are listed in `share.departed` until another thread has
+        unmapped their memory."""
         self._orphans: deque[tuple[int, Keys]] = deque()
-        """Groups, each with keys of its pages."""
+        """Pages that may be orphans: groups, each with keys."""
 
     # --- notifications of the tier ---
 
     def entered(self, places: SlotIds) -> None:
-        """Called when other pages have these places."""
+        """Called when new pages were put into these slots of the index."""
         self._left_out[places] = False
 
     def leaving(self, entries: EntryIds) -> None:
-        """Called when the tier is about to remove these pages, because no peer has them any more, or none has an intact
-        copy.
-        """
+        """Called when the tier is about to remove these pages, because no peer has an intact copy any more. Counts
+        those that this unit left out as lost."""
         places = self._presence.slots_of(entries)
         self.counts.lost += int(np.count_nonzero(self._left_out[places]))
         self._left_out[places] = False
 
     def clear(self) -> None:
-        """Called when the tier has no pages any more."""
+        """Called when the tier has removed all its pages."""
         self._left_out[:] = False
         self._orphans.clear()
 
@@ -101,7 +111,8 @@ class PeerKeeper(Keeper):
             return np.zeros(len(keys), np.bool_)
         there = self._present(group, keys)
         if there.any():
-            # The index may lack the latest news, and has the expiry of a holder that may have given the page up.
+            # The index may not be up to date yet, and the expiry time in it may be that of a peer that has evicted the
+            # page since.
             running, expiries = self._running(group, keys[there], self._share.departed)
             if expiry is not None:
                 lasts = expiries == NEVER
@@ -114,7 +125,7 @@ class PeerKeeper(Keeper):
     def _running(
         self, group: int, keys: Keys, departed: tuple[int, ...]
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        """Which of the keys a running peer has, bool [keys], and when its page expires."""
+        """Returns which of the keys a running peer has, bool [keys], and when its pages expire, uint64 [keys]."""
         peers, _, _, expiries, _ = self._directory.find(
             group, np.ascontiguousarray(keys), np.array(departed, np.int32)
         )
@@ -135,7 +146,7 @@ class PeerKeeper(Keeper):
     def promoted(self, pages: int) -> None:
         self.counts.promoted += pages
 
-    # --- pages that the unit takes over ---
+    # --- pages that the unit copies from ended peers ---
 
     @property
     def has_orphans(self) -> bool:
@@ -162,8 +173,8 @@ class PeerKeeper(Keeper):
         return group, keys[mine]
 
     def _noted(self, most: int) -> Iterator[tuple[int, Keys]]:
-        """The pages with a record, up to `most` of one group at a time. Groups with few come first: a hit needs pages
-        of each group, and time or room may not suffice for all.
+        """Yields the pages that were left out: a group and up to `most` keys at a time. Groups with few pages come
+        first, because a hit needs pages of every group, and there may not be time or slots for all pages.
         """
         places = np.flatnonzero(self._left_out)
         groups = self._groups[places]
@@ -174,9 +185,9 @@ class PeerKeeper(Keeper):
                 yield group, noted[at : at + most]
 
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys this unit should copy, bool [keys]."""
+        """Returns which of the keys it is this unit's turn to copy, bool [keys]."""
         number, units = self._share.turn
-        # All turns must come before the memory is dropped.
+        # The turns are short enough for all units to have theirs before the ended peer's memory is released.
         turn = int((self._clock() - self._since_s) / min(TURN_S, DEPARTED_S / 4 / units))
         shares = first_words(keys) % np.uint64(units)
         mine: NDArray[np.bool_] = shares == (number + turn) % units

@@ -1,4 +1,4 @@
-"""Plans the tiers of running peers' pages, and what the unit shows of its own pages."""
+"""Plans the tiers of running peers' pages, and what this unit shows its peers of its own pages."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from flexkv.transfer.host_pool import HostPool
 logger = get_logger(__name__)
 
 HOST, FOLDERS = "peer-host", "peers"
-"""The tiers' names in metrics. Folders of running peers count with those that were read at start."""
+"""Names of the two tiers, also in metrics. The tier of folders that were read at start (`peer_folders`) has the name
+`peers` too, so both count together."""
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
-    """The parts that the unit's settings share with others; None for none.
+    """Plans what the unit shares with other units by its settings; returns None if it shares nothing.
 
     Raises:
-        ConfigError: pages should be kept once but host memory is not shared; or folders should be shared with other
-            machines but not with units of this one.
+        ConfigError: `peers.store` is `once` but host memory is not shared, or folders are to be shared with other
+            machines but not with units of this machine.
     """
     host, disk = shares(unit.config)
     if unit.config.peers.store == "once" and not host:
@@ -64,7 +65,7 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
 
 
 def shares(config: FlexKVConfig) -> tuple[bool, bool]:
-    """Whether host memory and folders are shared."""
+    """Returns whether host memory is shared, and whether folders are shared."""
     share = config.peers.share
     if share == "auto":
         share = usual_share(config)
@@ -72,25 +73,25 @@ def shares(config: FlexKVConfig) -> tuple[bool, bool]:
 
 
 def usual_share(config: FlexKVConfig) -> Literal["host+disk", "disk", "off"]:
-    """`peers.share` if it is not set: host memory is shared if several units start on the node, or if they keep pages
-    once."""
+    """Returns what `peers.share: auto` means: host memory is shared if several units start on the node or pages are
+    kept once; folders are shared in any case."""
     return "host+disk" if config.host.units_per_node > 1 or config.peers.store == "once" else "disk"
 
 
 def plan_peer_host(unit: UnitFacts) -> TierPlan | None:
-    """The plan of the tier of peers' host pools; None if host memory is not shared."""
+    """Plans the tier of peers' host pools; returns None if host memory is not shared."""
     share = unit.share
     return None if share is None or share.host is None else PeerHostPlan(unit, share, share.host)
 
 
 def plan_running_folders(unit: UnitFacts) -> TierPlan | None:
-    """The plan of the tier of running peers' folders; None if folders are not shared."""
+    """Plans the tier of running peers' folders; returns None if folders are not shared."""
     share = unit.share
     return None if share is None or share.disk is None else PeerFoldersPlan(unit, share, share.disk)
 
 
 class PeerHostPlan(TierPlan):
-    """Peers' host pools, and this unit's own pool as peers see it."""
+    """The plan of the tier of peers' host pools. Its `open` also shows this unit's own pool to peers."""
 
     shares_pool = True
 
@@ -125,7 +126,7 @@ class PeerHostPlan(TierPlan):
 
 
 class PeerFoldersPlan(TierPlan):
-    """Running peers' folders, and this unit's own folders as peers see them."""
+    """The plan of the tier of running peers' folders. Its `open` also shows this unit's own folders to peers."""
 
     def __init__(self, unit: UnitFacts, share: PeerShare, directory: PeerDirectory) -> None:
         self._unit, self._share, self._directory = unit, share, directory

@@ -1,4 +1,4 @@
-"""The tier of pages that running units have: in their host pools, or in their folders."""
+"""The tier of pages that running peers have, in their host pools or in their folders."""
 
 from __future__ import annotations
 
@@ -33,38 +33,39 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 262_144
-"""Most pages of all groups of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses.
-"""
+"""Maximum number of peers' pages in the index, over all groups; takes about 25 MB. Beyond it, pages that the eviction
+policy removes from the index are misses."""
 
 NEWS_PER_POLL = 4_096
-"""Pages of which a poll takes over at most what has changed: about a millisecond of the engine's thread, four times a
-second. Lookups do not wait for it: they take over what concerns their own pages."""
+"""Maximum number of changed pages that one poll enters in the index: about 1 ms of the engine's thread, four times per
+second. Lookups do not wait for this, because each first enters the changes of its own pages."""
 
 
 News = tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]]
-"""Keys, groups, tokens, expiries, and whether a peer has the page now; see `PeerDirectory.take`."""
+"""Changed pages: keys, groups, valid tokens, expiry times, and whether a peer has the page now; see
+`PeerDirectory.take`."""
 
 
 class SharingUnit(DepartedPeers, Protocol):
-    """This unit among its peers; implemented by `flexkv.peers.share.PeerShare`."""
+    """What this unit shares with its peers; implemented by `flexkv.peers.share.PeerShare`."""
 
     def start(self, weights: bytes) -> None: ...
     def retire(self) -> None: ...
     def close(self) -> None: ...
     @property
     def leaves(self) -> bool:
-        """Whether a thread is leaving after `retire`, for which `close` would wait."""
+        """Whether a thread that ends after `retire` is still running, so that `close` would wait for it."""
 
     @property
     def joined(self) -> int:
-        """The number of units that are followed."""
+        """Number of peers that this unit follows."""
 
 
 class ReadingPlane(Plane, Protocol):
-    """Copies pages of peers.
+    """A plane that copies pages of peers to host memory.
 
     Attributes:
-        outcomes: number of pages requested from peers by outcome, in the order of `OUTCOMES`, int64.
+        outcomes: number of pages requested from peers, by outcome, in the order of `OUTCOMES`, int64 [outcomes].
     """
 
     outcomes: NDArray[np.int64]
@@ -74,12 +75,15 @@ class ReadingPlane(Plane, Protocol):
 
 
 class LivePeerTier(Tier, Source, Follower):
-    """`presence` repeats the news of `directory`. It may be stale: a page that no longer exists is a miss when it is
-    read.
+    """The tier of running peers' pages. Its `presence` is copied from `directory` and may be out of date: a page that a
+    peer no longer has fails when it is read, and is then a miss.
 
     Args:
-        directory: which pages peers have; a thread keeps it up to date.
-        once: the totals of `peers.store: once`, for the tier of host pools of a unit that stores once; else None.
+        directory: the pages that peers have; another thread keeps it up to date.
+        share: what this unit shares with its peers.
+        plane: copies the pages.
+        once: totals of pages that were left out, promoted and lost, for the tier of host pools with `peers.store:
+            once`; None otherwise.
     """
 
     def __init__(
@@ -102,9 +106,9 @@ class LivePeerTier(Tier, Source, Follower):
         self._unix_s = context.tables.unix_s
         self._block_tokens = [spec.block_tokens for spec in specs]
         self._tokens = np.zeros(KNOWN_PAGES, np.int32)
-        """Valid tokens of the page in each place."""
+        """Number of valid tokens of the page in each slot of the index."""
         self._expiries: Expiries = np.zeros(KNOWN_PAGES, np.uint64)
-        """When the page in each place expires."""
+        """Expiry time of the page in each slot of the index."""
         self._any_partial = self._any_expires = False
         self._once = once
         self._keeper: PeerKeeper | None = None
@@ -130,13 +134,13 @@ class LivePeerTier(Tier, Source, Follower):
             self._take_over(news)
 
     def take_all_news(self, most: int = NEWS_PER_POLL) -> None:
-        """Updates `presence` with the news of up to `most` pages."""
+        """Updates `presence` with the changes of up to `most` pages."""
         if self._directory.has_news and not self.down:
             self._take_over(self._directory.take(most))
 
     def _take_over(self, news: News) -> None:
         keys, groups, tokens, expiries, there = news
-        # Lost pages come first, each once.
+        # `news` begins with the pages that no peer has any more.
         went = len(there) - int(np.count_nonzero(there))
         for group, those in self._by_group(groups[:went], 0):
             found = self.presence.find(group, keys[those])
@@ -147,7 +151,7 @@ class LivePeerTier(Tier, Source, Follower):
     def _by_group(
         self, groups: NDArray[np.uint32], first: int
     ) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
-        """The groups among these, each with its positions, counted from `first`."""
+        """Yields each group in `groups` with its positions in `groups` plus `first`."""
         if not len(groups):
             return
         if len(self._block_tokens) == 1:
@@ -169,9 +173,7 @@ class LivePeerTier(Tier, Source, Follower):
         self.presence.finish(new, np.ones(len(new), np.uint8))
 
     def _remove(self, entries: EntryIds) -> int:
-        """Makes misses of pages that no peer has any more, or of which none has an intact copy; returns how many were
-        known.
-        """
+        """Removes pages from the index because no peer has an intact copy any more, and returns how many it removed."""
         if self._keeper is not None:
             self._keeper.leaving(entries)
         return int(np.count_nonzero(self.presence.remove(entries)))
@@ -197,9 +199,9 @@ class LivePeerTier(Tier, Source, Follower):
         return past
 
     def forget(self, group: int, keys: Keys) -> int:
-        """Turns the pages into misses in this process, until a peer stores them again."""
+        """Makes the pages misses in this process, until a peer stores them again."""
         if self._keeper is not None:
-            # They were removed on request, so they do not count as lost.
+            # The pages are removed on request, so they must not count as lost.
             self._keeper.take_back(group, keys)
         entries = self.presence.find(group, keys, ready_only=False)
         return self._remove(entries[entries != NO_ENTRY])
@@ -216,8 +218,8 @@ class LivePeerTier(Tier, Source, Follower):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        # DISK_READ is the kind of every op that fills host slots from behind host memory; the tier's plane carries it
-        # out, here from another unit's memory.
+        # DISK_READ is the kind of all ops that fetch pages to host slots. The tier's plane runs it, here by copying
+        # from the memory or the folders of a peer.
         none = np.zeros(len(keys), np.uint64)
         tags = make_tags(keys, 0, none, self._tokens[places], self._expiries[places])
         return TransferOp(
@@ -242,7 +244,7 @@ class LivePeerTier(Tier, Source, Follower):
         self._share.start(weights)
 
     def begin_reset(self) -> None:
-        # The new weights have no name, neither here nor at peers.
+        # After a reset nothing identifies the new weights, so pages can no longer be exchanged with peers.
         self._share.retire()
         self.go_down(NAMELESS)
         self._clear()
@@ -252,7 +254,8 @@ class LivePeerTier(Tier, Source, Follower):
         return self._share.leaves
 
     def finish_reset(self, ends_s: float) -> None:
-        # No pages of peers are served any more. If no time is left, threads that leave end by themselves.
+        # `begin_reset` has taken the tier out of use, so no page of a peer is served. If no time is left, the threads
+        # of `share` are not waited for.
         if time.monotonic() < ends_s:
             self._share.close()
 
