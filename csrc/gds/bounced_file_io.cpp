@@ -16,7 +16,8 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Each thread keeps one buffer for its life, so that only its first call allocates.
+// Returns the calling thread's buffer. Each thread keeps one until it ends, so that only its first call
+// allocates.
 void* bounce_buffer() {
   thread_local const std::unique_ptr<void, Free> buffer(std::aligned_alloc(kIoAlignBytes, kBounceBytes));
   if (!buffer) throw std::bad_alloc();

@@ -1,5 +1,5 @@
-// File I/O for memory that the inner I/O cannot reach: the inner I/O uses a buffer in plain memory, and a
-// device copy moves the bytes between the two.
+// File I/O for memory that the inner I/O cannot reach. The inner I/O uses a buffer in plain memory, and a
+// copy by the device moves the bytes between that buffer and the memory.
 #pragma once
 #include <memory>
 
@@ -10,7 +10,7 @@ namespace flexkv {
 
 class BouncedFileIo : public FileIo {
  public:
-  // `reason`: why no direct I/O is used, for direct_refusal().
+  // `reason` says why no direct I/O is used; direct_refusal() returns it.
   BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device,
                 std::string reason = {})
       : inner_(std::move(inner)), device_(std::move(device)), reason_(std::move(reason)) {}

@@ -15,28 +15,29 @@ namespace flexkv {
 
 class CufileIo : public FileIo {
  public:
-  // Registers every file once; files that cuFile refuses, and calls that are not 4 KiB-aligned in file
-  // offset, length and address (which cuFile would bounce without saying so), go to `fallback`.
+  // Registers every file once. `fallback` serves files that cuFile refuses, and calls whose file offset,
+  // length and address are not all 4 KiB-aligned, because cuFile would bounce such calls without reporting
+  // it.
   CufileIo(std::shared_ptr<Cufile> cufile, std::shared_ptr<const RawFiles> files,
            std::shared_ptr<FileIo> fallback);
   ~CufileIo() override;
   CufileIo(const CufileIo&) = delete;
   CufileIo& operator=(const CufileIo&) = delete;
 
-  // Describes the routes of calls on the files, as far as cuFile's statistics have shown them, and names a
-  // file whose calls bounce.
+  // Describes the routes of calls on the files, as far as cuFile's statistics have shown them. If the calls
+  // on some files bounce, it has the path of one of these files.
   std::string name() const override;
   IoOutcome transfer(const IoCall& call) override;
-  // kDirect only for registered memory and files whose last observed calls were direct.
+  // Returns kDirect only if the memory is registered and the file's last observed calls were direct.
   IoRoute route(const IoCall& call) const override;
   std::string direct_refusal() const override;
-  // Returns one read from the start of each file whose route is not known yet; none if cuFile does not count
-  // its calls.
+  // Returns one read from the start of each file whose route is not known yet. Returns none if cuFile does
+  // not count its calls.
   std::vector<IoCall> looks(void* memory, int64_t bytes) const override;
   Registering registering() const override;
   std::string add_memory(void* memory, int64_t bytes) override;
   void remove_memory(void* memory) override;
-  // Why a file is not registered; empty if it is.
+  // Why a file is not registered with cuFile; empty if it is.
   const std::string& refused(int32_t device, int64_t file) const { return entry(device, file).refused; }
 
  private:
@@ -61,8 +62,8 @@ class CufileIo : public FileIo {
     return entries_[static_cast<size_t>(device)][static_cast<size_t>(file)];
   }
   Place place(void* memory, int64_t bytes) const;
-  // Makes one call to cuFile and watches it. Merges its route into `route`, which covers the transfer's calls
-  // so far.
+  // Makes one call to cuFile and observes its route. Merges it into `route`, the common route of the
+  // transfer's calls so far.
   ssize_t call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
                       off_t in_buffer, std::optional<IoRoute>& route) const;
   Summary summary() const;

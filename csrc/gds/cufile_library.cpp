@@ -27,7 +27,8 @@ std::string loader_words() {
   return words != nullptr ? words : std::string("cannot load ") + kLibrary;
 }
 
-// Fills `table`. Returns the first required function that is missing; empty if none is.
+// Fills `table` with the library's functions. Returns the name of the first required function that is
+// missing, or an empty string.
 std::string fill(void* library, CufileTable& table) {
   std::string missing;
   const auto need = [&](const char* name, auto& function) {

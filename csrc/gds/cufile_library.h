@@ -14,16 +14,17 @@ struct CufileLibrary {
   CufileTable table;
   std::string path;
   std::string found;    // "already loaded", "by the loader" or "in a wheel"
-  int32_t version = 0;  // 1200 is 1.20; 0 if the library does not report it
+  int32_t version = 0;  // 1200 means 1.20; 0 if the library does not report its version
 };
 
-// Sets the paths of libcufile in wheels, tried in order after a library already loaded and the one that the
-// loader finds. Python calls this, because it knows where packages are installed.
+// Sets the paths of libcufile in installed wheels. load_cufile() tries them in this order, after a library
+// that is already loaded and the one that the loader finds. Python calls this function, because it knows
+// where packages are installed.
 FLEXKV_EXPORT void set_cufile_wheels(std::vector<std::string> paths);
 
-// Loads libcufile without opening its driver, so that no GPU is needed. Unset if it cannot be loaded: `why`
-// then names the places searched and why each failed. The library stays loaded, because its threads may
-// outlive any user.
+// Loads libcufile without opening its driver, so that no GPU is needed. If libcufile cannot be loaded,
+// returns nothing and sets `why` to the places searched and the reason for each. The library is never
+// unloaded, because its threads may outlive all its users.
 FLEXKV_EXPORT std::optional<CufileLibrary> load_cufile(std::string* why);
 
 }  // namespace flexkv

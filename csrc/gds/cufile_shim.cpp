@@ -7,15 +7,15 @@
 namespace flexkv {
 namespace {
 
-// CUfileOpError: another user in this process has already opened the driver, which is just as good.
+// CUfileOpError: a different user in this process has already opened the driver. It can then be used as well.
 constexpr int32_t kDriverAlreadyOpen = 5026;
-// All bits of status_flags: local disks and network file systems alike.
+// All bits of status_flags, for local disks and network file systems.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
-// Bit of feature_flags, since 1.16.
+// A bit of feature_flags, since cuFile 1.16.
 constexpr uint32_t kP2pSupported = 1u << 4;
-// CUfileDriverStatusFlags are numbers below this.
+// How many kinds of file systems cuFile may know: the numbers of CUfileDriverStatusFlags are below this.
 constexpr int32_t kFileSystems = 16;
-// CUfileP2PFlags of a file system: PCI P2PDMA, and chip to chip.
+// Bits of a file system's CUfileP2PFlags: PCI P2PDMA, and chip to chip.
 constexpr int32_t kP2pDma = 1 << 0;
 constexpr int32_t kChipToChip = 1 << 3;
 
@@ -25,7 +25,7 @@ int32_t all_p2p_flags(const CufileTable& table) {
   int32_t all = 0;
   for (int32_t system = 0; system < kFileSystems; ++system) {
     int32_t flags = 0;
-    // cuFile returns an error for a file system that it does not know, which then counts as without flags.
+    // For a file system that it does not know, cuFile returns an error, which counts as no flags.
     if (table.p2p_flags(system, &flags).code == 0) all |= flags;
   }
   return all;
@@ -55,7 +55,7 @@ std::string cufile_version_text(int32_t version) {
 }
 
 Cufile::Cufile(const CufileTable& table, int64_t pinned_bytes) : table_(table) {
-  // cuFile accepts multiples of 4 KiB. If it refuses the number, its own limit remains.
+  // cuFile accepts multiples of 4 KiB. If it refuses this number, its own limit remains.
   if (pinned_bytes > kCufilePinnedBytes && table_.set_max_pinned_kib != nullptr) {
     table_.set_max_pinned_kib(static_cast<size_t>(pinned_bytes / kIoAlignBytes * (kIoAlignBytes / 1024)));
   }

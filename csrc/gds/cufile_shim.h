@@ -1,4 +1,4 @@
-// cuFile's functions, loaded at run time. The declarations are our own and follow the ABI of libcufile.so.0
+// cuFile's functions, which are loaded at run time. The declarations here follow the ABI of libcufile.so.0
 // (CUDA 12 and 13), so that a build needs no part of cuFile.
 #pragma once
 #include <sys/types.h>
@@ -45,8 +45,8 @@ struct CufileProperties {
   uint64_t reserved[32];  // newer libraries may write more than is declared here
 };
 
-// One entry per function; tests fill in their own. An entry that libraries may lack names the first version
-// that has it.
+// One pointer per function of cuFile; tests use functions of their own. A comment with a version means that
+// older libraries lack the function.
 struct CufileTable {
   CufileError (*driver_open)() = nullptr;
   CufileError (*driver_close)() = nullptr;
@@ -66,20 +66,21 @@ struct CufileTable {
 // cuFile with its driver open.
 class Cufile {
  public:
-  // Opens the driver of `table` and asks for its properties. Throws ConfigError, with the reason, if either
-  // fails. Before that it raises cuFile's limit on pinned device memory to `pinned_bytes`, if that is more
-  // than cuFile's own; pinned_limit() tells the limit that resulted.
+  // Raises cuFile's limit on pinned device memory to `pinned_bytes`, if that is more than cuFile's default;
+  // pinned_limit() returns the resulting limit. Then opens the driver of `table` and reads its properties.
+  // Throws ConfigError, with the reason, if the driver cannot be opened or its properties cannot be read.
   explicit Cufile(const CufileTable& table, int64_t pinned_bytes = 0);
   ~Cufile();
   Cufile(const Cufile&) = delete;
   Cufile& operator=(const Cufile&) = delete;
 
   const CufileTable& table() const { return table_; }
-  // The mechanism by which disks and GPUs can exchange bytes on this machine, such as "nvidia-fs 2.0" or "PCI
-  // P2PDMA"; whether calls use it is known only for each file. Empty in compatibility mode, where every call
-  // is a POSIX call inside cuFile.
+  // The mechanisms through which disks and GPUs can exchange bytes on this machine, such as "nvidia-fs 2.0"
+  // or "PCI P2PDMA". Whether calls use one of them differs from file to file. Empty in compatibility mode,
+  // where every call is a POSIX call inside cuFile.
   const std::string& direct_by() const { return direct_by_; }
-  // Unit: bytes. The most device memory that cuFile registers in this process; 0: cuFile does not report it.
+  // Unit: bytes. The most device memory that cuFile registers in this process; 0 if cuFile does not report
+  // it.
   int64_t pinned_limit() const { return pinned_limit_; }
   // Why cuFile does not count the routes of its calls; empty if it does.
   const std::string& uncounted() const { return statistics_->refusal(); }
@@ -87,19 +88,19 @@ class Cufile {
 
  private:
   CufileTable table_;
-  bool opened_ = false;  // we opened the driver, so we close it
+  bool opened_ = false;  // whether this object opened the driver and therefore closes it
   std::string direct_by_;
   int64_t pinned_limit_ = 0;
   std::unique_ptr<CufileStatistics> statistics_;
   std::unique_ptr<CufileWatch> watch_;
 };
 
-// Shares one open driver among all users. It stays open after the last of them has gone, because libcufile
+// Shares one open driver among all users. The driver stays open even when no user is left, because libcufile
 // 1.15 crashes in one of its own threads after some two dozen cycles of opening and closing.
 class CufileUsers {
  public:
-  // Returns the open driver. The first call opens it: it makes a Cufile from the table that `load` returns
-  // and `pinned_bytes`. Null if `load` returns no table. Throws what Cufile's constructor throws.
+  // Returns the open driver. The first call opens it, with the table that `load` returns and `pinned_bytes`.
+  // Returns null if `load` returns no table. Throws what Cufile's constructor throws.
   std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load,
                                int64_t pinned_bytes = 0);
 
@@ -108,17 +109,19 @@ class CufileUsers {
   std::shared_ptr<Cufile> cufile_;
 };
 
-// Unit: bytes. cuFile's own limit on pinned device memory (max_device_pinned_mem_size_kb in cufile.json).
+// Unit: bytes. cuFile's default limit on pinned device memory (max_device_pinned_mem_size_kb in cufile.json).
 inline constexpr int64_t kCufilePinnedBytes = int64_t{32} << 30;
 
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
-// The process's cuFile, opened by the first call. Null without a GPU (cuFile is not even loaded then, because
-// its driver may hang while opening) or if cuFile cannot be opened; `why` says which. `pinned_bytes`: the
-// most device memory that the process may want to register, which is its GPU's memory.
+// Returns the process's cuFile, which the first call opens. Returns null, and sets `why` to the reason, if
+// there is no GPU or cuFile cannot be opened. Without a GPU it does not even load cuFile, because opening
+// cuFile's driver may hang. `pinned_bytes` is the most device memory that the process may register: its GPU's
+// memory.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes = 0);
 
-// Formats what cuFileGetVersion reports, 1000 per major and 10 per minor version: 1200 is "1.20".
+// Formats the number that cuFileGetVersion reports, which has 1000 per major and 10 per minor version: 1200
+// is "1.20".
 std::string cufile_version_text(int32_t version);
 
 }  // namespace flexkv

@@ -22,8 +22,8 @@ std::string to_string(const CufileError& error) {
 }
 
 std::optional<size_t> cufile_statistics_offset(int32_t version) {
-  // From each version's cufile.h: the level 3 structure begins with that of level 1, to which 1.19 added
-  // vectored I/O.
+  // The numbers come from each version's cufile.h. The level 3 structure begins with the level 1 structure,
+  // to which 1.19 added vectored I/O.
   if (version >= 1150 && version < 1190) return 1032;
   if (version >= 1190 && version < 1210) return 1144;
   return std::nullopt;
@@ -56,12 +56,12 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
     refusal_ = "cuFileStatsStart: " + to_string(error);
     return;
   }
-  // If another user in this process had already started the statistics, at any level, we must not stop them.
+  // If a different user in this process had already started the statistics, at any level, they must go on.
   started_ = level_before_ == 0;
 }
 
 CufileStatistics::~CufileStatistics() {
-  // If cuFile refuses either call, it keeps counting, which is harmless.
+  // If cuFile refuses one of these calls, it continues to count, which is harmless.
   if (started_) static_cast<void>(table_.stop());
   if (level_before_) static_cast<void>(table_.set_level(*level_before_));
 }

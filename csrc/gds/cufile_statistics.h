@@ -1,5 +1,5 @@
-// Reads the routes of calls from cuFile's own statistics (available since 1.15): by DMA between disk and
-// GPU, or by POSIX calls and copies inside cuFile.
+// Reads from cuFile's own statistics (available since 1.15) how many calls went by DMA between disk and GPU,
+// and how many by POSIX calls and copies inside cuFile.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +25,7 @@ struct CufileStatisticsTable {
   bool complete() const { return get_level && set_level && start && stop && level3; }
 };
 
-// CUfilePerGpuStats, the same in 1.15 to 1.20.
+// CUfilePerGpuStats, which is the same in cuFile 1.15 to 1.20.
 struct CufileGpuStatistics {
   char uuid[16];
   uint64_t read_bytes, read_bytes_per_s, read_utilization, read_us;
@@ -37,37 +37,38 @@ struct CufileGpuStatistics {
 };
 
 inline constexpr size_t kCufileGpus = 16;  // CUfileStatsLevel3::per_gpu_stats
-// Unit: bytes. Enough for the level 3 statistics of every known version, with room for what a newer one may
-// add.
+// Unit: bytes. Enough for the level 3 statistics of every known version and for additions in newer ones.
 inline constexpr size_t kCufileStatisticsBytes = 16384;
-// Where the GPUs' part of level 3 begins in cuFile `version` (1150 is 1.15); unset if its layout is not
-// known.
+// Returns the offset at which the GPUs' part of the level 3 statistics begins in cuFile `version` (1150 means
+// 1.15). Returns nothing if the version's layout is not known.
 std::optional<size_t> cufile_statistics_offset(int32_t version);
 
 // The process's reads and writes since cuFile began to count.
 struct CufileOps {
-  uint64_t direct = 0;   // PCI P2PDMA and nvidia-fs
-  uint64_t bounced = 0;  // POSIX calls, and DMA through another GPU's memory
+  uint64_t direct = 0;   // by PCI P2PDMA and nvidia-fs
+  uint64_t bounced = 0;  // by POSIX calls, and by DMA through another GPU's memory
 };
 
 class CufileStatistics {
  public:
-  // Makes cuFile's open driver count at level 3, the only level that tells direct from bounced operations.
+  // Makes cuFile's open driver count at level 3, the only level that distinguishes direct from bounced
+  // operations. If cuFile refuses, refusal() says why.
   CufileStatistics(const CufileStatisticsTable& table, int32_t version);
-  // Stops the statistics if this object started them, and restores their level.
+  // Stops the statistics if this object started them, and restores their former level.
   ~CufileStatistics();
   CufileStatistics(const CufileStatistics&) = delete;
   CufileStatistics& operator=(const CufileStatistics&) = delete;
 
-  // Why nothing is counted; empty if calls are counted.
+  // Why cuFile does not count its calls; empty if it does.
   const std::string& refusal() const { return refusal_; }
-  // Unset if nothing is counted or cuFile refuses this call.
+  // Returns the current counts, or nothing if cuFile does not count its calls or refuses to return the
+  // counts.
   std::optional<CufileOps> read() const;
 
  private:
   CufileStatisticsTable table_;
   size_t offset_ = 0;
-  std::optional<int32_t> level_before_;  // set if we changed the level
+  std::optional<int32_t> level_before_;  // the former level; unset if this object has not changed it
   bool started_ = false;
   std::string refusal_;
 };

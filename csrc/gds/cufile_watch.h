@@ -1,6 +1,6 @@
-// Finds out the route of each of our calls to cuFile. cuFile counts for the whole process, so the watch reads
-// the counts before and after a call: if all operations between the two readings took one route, so did the
-// call, whatever ran beside it.
+// Finds out the route of each of flexkv's calls to cuFile. cuFile counts the operations of the whole process,
+// so the watch reads the counts before and after a call. If all operations between the two readings took the
+// same route, the call took it too, even if other calls ran at the same time.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,26 +17,26 @@ namespace flexkv {
 struct CufileCalls {
   int64_t direct = 0;
   int64_t bounced = 0;
-  int64_t unknown = 0;  // nothing was counted, or concurrent calls went the other way
+  int64_t unknown = 0;  // cuFile counted nothing, or concurrent calls took both routes
 };
 
 class CufileWatch {
  public:
-  // The route of a file's calls when it was last observed; kUnknown until then.
+  // The route of a file's calls when it was last observed; kUnknown if it never was.
   using Route = std::shared_ptr<std::atomic<IoRoute>>;
 
-  // `unseen`: the route of calls whose route the counts do not show.
+  // `unseen` is the route that calls get if the counts do not show their route.
   explicit CufileWatch(std::function<std::optional<CufileOps>()> read, IoRoute unseen = IoRoute::kUnknown)
       : read_(std::move(read)), unseen_(unseen) {}
 
-  // Returns the counts before a call; unset if nothing is counted.
+  // Reads the counts before a call. Returns nothing if cuFile does not count its calls.
   std::optional<CufileOps> begin();
-  // Returns the route of a call on `file`. `before` is what begin() returned; `moved` says whether the call
-  // moved bytes, because cuFile does not count a call that moved none. `file` is null for memory that is not
-  // registered: such a call is bounced, since its DMA ends in one of cuFile's buffers and says nothing about
-  // the file.
+  // Returns the route of a call on `file`. `before` is what begin() returned. `moved` says whether the call
+  // moved bytes, because cuFile does not count a call that moved none. For memory that is not registered,
+  // `file` is null: such a call is bounced, because its DMA ends in one of cuFile's buffers, and it shows
+  // nothing about the file.
   IoRoute end(const std::optional<CufileOps>& before, const Route& file, bool moved);
-  // Counts all calls that have ended.
+  // The number of calls so far, by route.
   CufileCalls calls() const;
 
  private:

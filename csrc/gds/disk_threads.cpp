@@ -39,7 +39,7 @@ struct DiskThreads::Shared {
       disk.queue.pop_front();
       lock.unlock();
       task(not_started);
-      task = nullptr;  // frees what the task owns before the wait for the next one
+      task = nullptr;  // frees what the task owns before the wait for the next task
       lock.lock();
     }
   }
@@ -81,7 +81,7 @@ void DiskThreads::submit(int32_t disk, Task task) {
         target.queue.pop_back();
         throw;
       }
-      // No new thread could be started, so the running ones will take the task.
+      // No new thread could be started, so a running thread will take the task.
     }
   }
   target.ready.notify_one();

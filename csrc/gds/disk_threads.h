@@ -7,23 +7,26 @@
 
 namespace flexkv {
 
-// Unit: threads. cuFile was seen to hang with 256 or more requests in flight, and every thread has one.
+// Unit: threads. cuFile was seen to hang with 256 or more requests in flight, and every thread has one in
+// flight.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {
  public:
-  // `on_start` runs first in every thread (it binds the GPU); if it returns an error, every task gets that
-  // error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
+  // `on_start` runs first in every thread, and binds the GPU. If it returns an error, every task of that
+  // thread gets the error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
   DiskThreads(int32_t disks, int32_t threads_per_disk, std::function<std::string()> on_start);
-  // Joins the threads after all submitted tasks have ended; call abandon() first if one may never end.
+  // Waits until all submitted tasks have finished, and joins the threads. Call abandon() first if a task may
+  // never finish.
   ~DiskThreads();
   DiskThreads(const DiskThreads&) = delete;
   DiskThreads& operator=(const DiskThreads&) = delete;
 
-  // `not_started` is on_start's error, empty on success. Callers limit how many tasks they have outstanding.
+  // `not_started` is the error of on_start, or empty. The queue has no limit: callers limit how many of their
+  // tasks are unfinished.
   using Task = std::function<void(const std::string& not_started)>;
   void submit(int32_t disk, Task task);
-  // Detaches the threads, which own everything that they use.
+  // Detaches the threads. They own everything that they use.
   void abandon();
   int32_t started() const;
 

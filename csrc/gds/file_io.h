@@ -1,5 +1,5 @@
-// Moves bytes between one place in a file and memory: POSIX, io_uring, cuFile, or a decorator around one of
-// them.
+// The interface of file I/O, which moves bytes between a place in a file and memory. It is implemented with
+// POSIX calls, io_uring and cuFile, and by decorators.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -18,54 +18,57 @@ struct IoCall {
   int64_t bytes = 0;
 };
 
-// The route of a call's bytes, either expected, when a caller chooses a path, or observed afterwards.
+// The route that a call's bytes take. It is either expected, when a caller chooses a path, or observed
+// afterwards.
 enum class IoRoute {
   kDirect,   // directly between disk and memory
   kBounced,  // through another buffer, at the cost of a copy
-  kUnknown,  // one of the two, but nothing shows which
+  kUnknown,  // either direct or bounced, but nothing shows which
 };
 
 struct IoOutcome {
   int64_t bytes = 0;                  // bytes moved; a call that moved fewer than requested has failed
-  std::string error;                  // why it stopped early; empty at the end of the file or device
-  bool of_memory = false;             // the memory, its device or driver caused the error, not the disk
-  std::optional<IoRoute> route = {};  // the observed route; unset: the one that route() expects
+  std::string error;                  // why the call stopped early; empty at the end of the file or device
+  bool of_memory = false;             // whether the error came from the memory, its device or driver
+  std::optional<IoRoute> route = {};  // the observed route; if unset, the call took the one of route()
 };
 
 // What memory needs for calls to go directly between it and a disk.
 struct Registering {
-  bool needed = false;                // calls reach only added memory directly; if false, any memory
-  bool seen_direct = false;           // the last observed calls on some file went directly to added memory
-  std::string refusal;                // why adding memory would not help; empty if it may
-  std::optional<int64_t> most_bytes;  // how much more can be added; unset: not known
+  bool needed = false;                // whether calls reach only added memory directly; if false, any memory
+  bool seen_direct = false;           // whether a file's last observed calls were direct, to added memory
+  std::string refusal;                // why adding memory would not help; empty if it may help
+  std::optional<int64_t> most_bytes;  // how many more bytes can be added; unset if that is not known
 };
 
 class FileIo {
  public:
   virtual ~FileIo() = default;
   virtual std::string name() const = 0;
-  // Synchronous; several threads call it at once. Continues short transfers if it can.
+  // Makes a call and waits until it has finished. If it moves fewer bytes than requested, continues with the
+  // rest if possible. Thread-safe: several threads call it at once.
   virtual IoOutcome transfer(const IoCall& call) = 0;
-  // Makes several calls in any order, perhaps at once, and sets one outcome per call. After one that failed,
-  // the rest may be left undone.
+  // Makes several calls in any order, perhaps at once, and sets one outcome per call. After a call that
+  // failed, it may leave the remaining calls undone.
   virtual void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
     for (size_t i = 0; i < calls.size(); ++i) {
       outcomes[i] = transfer(calls[i]);
       if (outcomes[i].bytes != calls[i].bytes) return;
     }
   }
+  // The route that `call` is expected to take.
   virtual IoRoute route(const IoCall& call) const = 0;
-  // Why no file reaches registered memory directly; empty if one does, or if the route of one is unknown.
+  // Why no file reaches registered memory directly; empty if some file does, or if some file's route is
+  // unknown.
   virtual std::string direct_refusal() const { return {}; }
-  // Returns reads into added memory whose outcomes would show the routes of files that are not known yet. The
-  // caller may skip them: they change nothing but the content of that memory. Each takes as long as its disk
-  // does.
+  // Returns probing reads into added memory, which would show the routes of files whose route is not known
+  // yet. The caller may skip them: they change nothing but the content of that memory.
   virtual std::vector<IoCall> looks(void*, int64_t) const { return {}; }
   virtual Registering registering() const { return {}; }
-  // Registers memory that will be used often. Returns an error, empty on success; calls on unregistered
-  // memory still work.
+  // Registers memory that will be used often. Returns an error, or an empty string on success. Calls on
+  // unregistered memory work, too.
   virtual std::string add_memory(void* memory, int64_t bytes) = 0;
-  // Ends the registration, or forgets that it was refused.
+  // Ends the registration of memory. If the registration was refused, forgets the refusal.
   virtual void remove_memory(void* memory) = 0;
 };
 

@@ -19,22 +19,22 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A transfer takes no further work item once it has this much. 16 pages of 2 MiB keep an NVMe
-// disk at its full speed (the disk lane has the same bound), and at 3 GB/s a load that arrives waits about 10
-// ms for a store under way.
+// Unit: bytes. A transfer that has this much takes no further work item. 16 pages of 2 MiB keep an NVMe disk
+// at its full speed; the disk lane has the same limit. At 3 GB/s, a new load waits about 10 ms for a store in
+// flight.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
 
 LayerRange layers_of(const WorkItem& item) { return {item.layer_lo(), item.layer_hi()}; }
 
-// A page of a work item.
+// Page number `index` of work item number `item`.
 struct Task {
   size_t item = 0;
   size_t index = 0;
   PageMove move;
 };
 
-// Finds where the view's stripe lies in a slot image. Throws GeometryError unless the image has the same runs
-// there.
+// Returns where the view's stripe lies in a slot image. Throws GeometryError unless the image has the same
+// runs there as the view.
 StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view) {
   const SlotImage& image = codec.image();
   const size_t first = static_cast<size_t>(codec.digest_offset(stripe) - codec.digest_offset(0)) / 8;
@@ -72,11 +72,12 @@ PageMiss miss_of(StagedFailure cause, PageMiss at_gate) {
 
 FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
   if (cause == StagedFailure::kStopped) return FailureCause::kNotExecuted;
-  return failure_cause_of(miss);  // kTransport if there is no miss
+  return failure_cause_of(miss);  // returns kTransport if there is no miss
 }
 
-// The first layer of each range in which layerwise reads bring a rank's stripe: those of the disk lane, or
-// one range of all layers if the runs of some range do not follow each other in the stripe.
+// Returns the first layer of each range of layers in which layerwise reads bring a rank's stripe. The ranges
+// are those of the disk lane, or one range of all layers if the runs of some range are not contiguous in the
+// stripe.
 std::vector<int32_t> read_stages(const PageCodec& codec, int32_t stripe) {
   const std::vector<int32_t> starts = layer_stages(codec);
   const int64_t begin = codec.image().stripe_offset(stripe);
@@ -92,7 +93,7 @@ std::vector<int32_t> read_stages(const PageCodec& codec, int32_t stripe) {
   return starts;
 }
 
-// The slot size of a slab: the largest image of the groups that share it.
+// Returns the slot size that a slab must have: the largest slot image of the groups that share the slab.
 int64_t slab_slot_bytes(const std::vector<GdsGroup>& groups, size_t disk, uint64_t slab_id) {
   int64_t bytes = 0;
   for (const GdsGroup& group : groups) {
@@ -120,7 +121,8 @@ struct GdsLane::Shared {
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
 };
 
-// Takes a work item and, until it has kMostTransferBytes, further waiting items of the same op kind.
+// Waits for a work item and takes it, and then further waiting items of the same op kind, until they have
+// kMostTransferBytes together. Returns no items when the lane has to end.
 std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
   std::vector<std::shared_ptr<WorkItem>> items;
   std::shared_ptr<WorkItem> item = source.take(lane);
@@ -163,14 +165,14 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   }
 }
 
-// Moves pages of one view, range of layers and fence as one batch. A page whose target is already in the
-// batch starts the next batch, so that the later op's bytes win. Items that have moved are finished before
-// the lane waits for another fence.
+// Moves pages of the same view, range of layers and fence as one batch. A page whose target is already in the
+// batch starts the next batch, so that the bytes of the later op remain. Items whose pages have all moved are
+// finished before the lane waits for a different fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results,
                            const std::function<void(size_t)>& finish_before) {
   std::vector<Task> tasks;
-  std::unordered_set<int32_t> targets;  // blocks of a read, places of a write
+  std::unordered_set<int32_t> targets;  // engine blocks of a read, disk slots of a write
   const auto flush = [&] {
     try {
       if (!tasks.empty()) move_group(items, tasks, results);
@@ -273,7 +275,7 @@ GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<G
     : shared_(std::make_shared<Shared>()) {
   if (groups.empty()) throw ContractError("a gds lane needs a group");
   for (const GdsGroup& group : groups) {
-    static_cast<void>(group.codec->image().stripe_offset(stripe));  // throws for a bad stripe
+    static_cast<void>(group.codec->image().stripe_offset(stripe));  // throws if there is no such stripe
     if (group.slabs.size() != groups.front().slabs.size() || group.slabs.empty()) {
       throw ContractError("a gds lane needs a slab of each group on each disk");
     }
@@ -327,7 +329,7 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   const GdsGroup& of = shared_->groups[static_cast<size_t>(group)];
   const StripePlace place = place_of(*of.codec, shared_->stripe, view);
   const PageMap map = PageMap::stripe(view, place, true);
-  std::vector<StagedPage> samples;  // two blocks are enough to show how all of them are aligned
+  std::vector<StagedPage> samples;  // two blocks are enough to show how all blocks are aligned
   for (const auto& [device, shape, file] : of.slabs) {
     if (device < 0) continue;
     for (const int64_t block : {0, 1}) samples.push_back({block, device, file, shape.header_bytes});
@@ -341,7 +343,8 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   } else {
     shared_->manager->refuse_pool("a block lies in " + std::to_string(pieces.size()) + " pieces of it");
   }
-  // Ranges of layers come first: they may have to pass through slots even if whole pages do not.
+  // Ranges of layers need staging of their own, because they may have to pass through slots even if complete
+  // pages do not.
   const std::vector<int32_t>& starts = shared_->stages[static_cast<size_t>(group)];
   for (size_t stage = 0; starts.size() > 1 && stage < starts.size(); ++stage) {
     const int32_t end = stage + 1 < starts.size() ? starts[stage + 1] : of.codec->layers();

@@ -1,11 +1,12 @@
-// GDS_READ and GDS_WRITE of one rank: staged transfers between blocks of the engine's pool and their stripe
-// of slab pages, without a page in the host pool.
+// The lane of one rank's GDS_READ and GDS_WRITE ops. They move blocks between the engine's pool and the
+// rank's stripe of pages in slabs, without a page in the host pool.
 //
-// A read verifies pages as the disk lane does: the trailer before a byte leaves the staging slot for the
-// pool, the digests while the bytes move there. A layerwise read brings one range of layers of all its pages,
-// then the next; for each range it reads and checks the trailers again, so that no range trusts an earlier
-// one. A write moves the stripe alone and reports the digests of its runs. The manager collects the digests
-// of all ranks, and the page exists once its DISK_SEAL has written the trailer.
+// A read verifies pages as the disk lane does. If a page is staged, the lane checks its trailer before any
+// byte leaves the staging slot for the pool, and its digests while the bytes move there. If a page is read
+// directly into the pool, the lane checks both afterwards. A layerwise read brings one range of layers of all
+// its pages, then the next. For each range it reads and checks the trailers again, so that no range relies on
+// an earlier one. A write moves the stripe alone and reports the digests of its runs. The cache's manager
+// collects the digests of all ranks; the page exists when its DISK_SEAL op has written the trailer.
 #pragma once
 #include <memory>
 #include <optional>
@@ -21,24 +22,26 @@
 namespace flexkv {
 
 struct GdsSlab {
-  int32_t device = -1;  // index in the manager; -1 if the disk is lost
+  int32_t device = -1;  // index of the disk in the GDS manager; -1 if the disk is lost
   SlabShape shape = {};
-  int32_t file = 0;  // index among the device's files
+  int32_t file = 0;  // index among the disk's files
 };
 
-// One KV group and its slabs, one per disk. Groups that share slabs name slabs of the same ids.
+// One KV group and its slabs, one per disk. Groups that share slabs have slabs with the same ids.
 struct GdsGroup {
   std::shared_ptr<const PageCodec> codec;
   std::vector<GdsSlab> slabs;
 };
 
-// Unit: bytes. The most that one transfer moves: its last work item may exceed kMostTransferBytes.
+// Unit: bytes. The most that one transfer moves. That is more than kMostTransferBytes, because the last work
+// item may go beyond it.
 int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {
  public:
-  // `manager` has opened each slab file once. `stripe`: the rank whose stripe moves. Place p of a group is
-  // slot p / disks of disk p % disks. Throws ContractError and GeometryError.
+  // `manager` has opened each slab file once. `stripe` is the rank whose stripe the lane moves. Disk slot p
+  // of a group is slot p / disks of disk p % disks. Throws ContractError if groups or slabs are missing, and
+  // GeometryError if a slab's slots do not have the size of the slot images.
   GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager);
   ~GdsLane() override { abandon(); }
 
@@ -47,14 +50,14 @@ class GdsLane : public Lane {
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
   // Registers the memory of `view`, which the group will use, and allocates the staging that its pages need.
-  // Throws ContractError for an unknown group, GeometryError if the view's stripe has another size, and
-  // CapacityError, which says which setting to change.
+  // Throws ContractError if there is no such group, GeometryError if the view's runs are not those of the
+  // slabs, and CapacityError, which says which setting to change.
   void reserve_staging(int32_t group, const KvView& view);
-  // See GDSManager. Precondition: no op is under way.
+  // Call the functions of the same names of GDSManager. Precondition: no op is in flight.
   void release_pool();
   void restore_pool();
-  // Closes the slabs and frees the staging. Only a lane without a transfer engine needs this call, because an
-  // engine closes its lanes. Later transfers fail. Idempotent.
+  // Closes the slabs and frees the staging. Only a lane without a transfer engine needs this call, because a
+  // transfer engine closes its lanes. Later transfers fail. Idempotent.
   void close();
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   bool needs_stream() const override { return device_ != nullptr; }
@@ -66,7 +69,7 @@ class GdsLane : public Lane {
   const GDSManager& manager() const;
 
  private:
-  struct Shared;  // shared with the thread, which may outlive this
+  struct Shared;  // shared with the lane's thread, which may outlive the lane
 
   std::shared_ptr<Shared> shared_;
   std::shared_ptr<cuda::Device> device_;  // null for plain memory

@@ -11,16 +11,17 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages per thread. While a thread moves one page, its next one is queued.
+// Unit: pages per thread. While a thread moves one page, the thread's next page is queued.
 constexpr int32_t kDirectPagesPerThread = 2;
-// Unit: seconds. How long a disk may take to answer one probing read, and how long further probing reads may
-// be started.
+// Unit: seconds. How long a disk may take to answer one probing read, and after what time no further probing
+// reads are started.
 constexpr double kFileLookS = 10;
-// Unit: bytes. Enough for every read that the I/O asks for; see FileIo::looks().
+// Unit: bytes. Enough for every probing read; see FileIo::looks().
 constexpr int64_t kLookBufferBytes = int64_t{1} << 20;
-// Unit: bytes. More than any pool has.
+// Unit: bytes. No pool is larger than this.
 constexpr int64_t kMostRegionBytes = int64_t{1} << 50;
-// Unit: bytes. A larger number is a mistake; rounding it up stays far from overflow.
+// Unit: bytes. A larger value is a mistake of the caller. Up to this limit, rounding up stays far from
+// overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
 void refuse(const char* name, const std::string& value, const char* allowed) {
@@ -46,7 +47,7 @@ const GdsOptions& checked(const GdsOptions& options) {
 
 }  // namespace
 
-// Registers a transfer in running_ while it exists.
+// Lists a transfer in running_ for as long as this object exists.
 class GDSManager::Running {
  public:
   Running(GDSManager& manager, TransferControl& control) : manager_(manager), control_(control) {
@@ -102,16 +103,17 @@ void GDSManager::close() {
   std::unique_lock lock(mutex_);
   closed_ = true;
   for (TransferControl* control : running_) control->cancel();
-  // A transfer ends when its I/O has ended, or gives up after stuck_s.
+  // A transfer ends when its I/O has finished, or gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
-  // Each file is closed when its last reference is dropped: stuck I/O keeps what it may still touch.
+  // Each file is closed when its last reference is dropped: I/O that hangs keeps everything that it may still
+  // touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   lock.unlock();
   {
     const std::lock_guard pool_lock(pool_mutex_);
-    pool_ = nullptr;  // before the I/O that it registers with
+    pool_ = nullptr;  // before the I/O, with which the pool is registered
   }
   lock.lock();
   parts_.io = nullptr;
@@ -192,13 +194,13 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
   if (!buffer->not_registered().empty()) return {};
   const double answer_s = std::min(options_.stuck_s, kFileLookS);
   const auto enough = deadline_in(kFileLookS);
-  // Makes the reads one by one, because the counts cannot tell overlapping calls apart.
+  // Makes the probing reads one by one, because the I/O's counts cannot distinguish overlapping calls.
   for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
     if (control.cancelled() || control.late() || Clock::now() >= enough) break;
     // The I/O records the route that the read shows. An error is ignored here, because the transfers that
-    // need the file report it. The task owns everything it touches, because this function may stop waiting
-    // for it, and drops its references before it answers, so that the buffer's registration does not end
-    // later on one of the disk's threads.
+    // need the file report it. The task owns everything that it touches, because this function may stop
+    // waiting for it. It drops its references before it reports its outcome, so that the buffer is not
+    // destroyed later on one of the disk's threads.
     auto look =
         std::make_shared<std::packaged_task<IoOutcome()>>([io = parts_.io, held = buffer, call]() mutable {
           IoOutcome outcome = io->transfer(call);
@@ -211,7 +213,7 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
       if (not_started.empty()) {
         (*look)();
       } else {
-        look->reset();  // ends the wait for it
+        look->reset();  // ends the wait for `answer`
       }
     });
     if (answer.wait_for(to_duration(answer_s)) != std::future_status::ready) {
@@ -228,7 +230,7 @@ void GDSManager::look_first(const TransferControl& control) {
   try {
     buffer = std::make_shared<StagingBuffer>(parts_.device, parts_.io, kLookBufferBytes);
   } catch (const CapacityError&) {
-    return;  // reserve_staging() says which setting to change
+    return;  // reserve_staging() will report which setting to change
   }
   std::string why = look_around(buffer, control);
   if (!why.empty()) take_down(std::move(why));
@@ -248,15 +250,15 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map, const
   {
     const std::lock_guard lock(mutex_);
     if (!down_reason_.empty()) return nullptr;
-    // The geometry alone decides the size, not the transfer: a new buffer is made only for a group that needs
-    // more bytes.
+    // The size depends only on the geometry of the pages, not on the transfer. So a new buffer is made only
+    // for a group that needs more bytes.
     if (staging_.buffer != nullptr && staging_.buffer->bytes() >= slots * slot) {
       staging_.slots = {slots, slot};
       return staging_.buffer;
     }
     buffer = std::exchange(staging_, {}).buffer;
   }
-  buffer = nullptr;  // frees the old buffer before the larger one is made
+  buffer = nullptr;  // frees the old buffer before the larger buffer is allocated
   buffer = make_staging(slots, slot);
   if (std::string why = look_around(buffer, control); !why.empty()) {
     take_down(std::move(why));
@@ -299,7 +301,7 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
   if (!is_read && std::adjacent_find(places.begin(), places.end()) != places.end()) {
     throw BlockRangeError("a block of the files is named twice in one write");
   }
-  if (!is_read) return;  // one block may be written to several places
+  if (!is_read) return;  // a write may copy one block to several places
   std::sort(blocks.begin(), blocks.end());
   const auto twice = std::adjacent_find(blocks.begin(), blocks.end());
   if (twice != blocks.end()) {
@@ -309,8 +311,8 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
 
 GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPage> pages,
                                    bool force_direct) const {
-  // A page in one piece gains nothing from a slot; pages in several pieces go directly if the options ask for
-  // it.
+  // A page in one piece gains nothing from a slot. Pages in several pieces go directly only if the options
+  // say so.
   const PageMap* beside = map.beside_slots();
   const bool unknown_too = options_.register_pool == RegisterPool::kOn;
   if (beside != nullptr && (beside->one_piece() || !options_.use_staged_transfer) &&
@@ -319,7 +321,7 @@ GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPag
   }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return Way::kStraight;
-  // Pages without digests also go straight, unless their calls would be bounced.
+  // Pages without digests go directly if they are in one piece and their calls would not be bounced.
   if (map.one_piece() && can_go_direct(*parts_.io, map, pages, unknown_too)) return Way::kStraight;
   return Way::kStaged;
 }

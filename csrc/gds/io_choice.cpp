@@ -17,7 +17,7 @@ namespace flexkv {
 std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream,
                                                TransformGrid grid) {
   if (!number) {
-    const cuda::Info info = cuda::device_info();  // kernels need a build with the toolkit
+    const cuda::Info info = cuda::device_info();  // `built`: kernels need a build with the CUDA toolkit
     number = info.built && info.device_count > 0 ? cuda::current_device() : kHostDevice;
   }
   if (*number == kHostDevice) return host_transform_device();
@@ -47,7 +47,8 @@ std::shared_ptr<FileIo> chosen_io(std::shared_ptr<const RawFiles> files,
 
 }  // namespace
 
-// The I/O is made and destroyed with the device current, because cuFile registers with the current context.
+// Makes and destroys the I/O while the device is current, because cuFile registers memory with the current
+// context.
 std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
   std::shared_ptr<FileIo> io;

@@ -59,7 +59,7 @@ void PageIo::submit(int32_t position, PageJob job) {
       result.error = error.what();
       result.cause = StagedFailure::kDevice;
     }
-    job.reset();  // before the result is visible: an ended page must hold no references
+    job.reset();  // before the result is visible, because a finished page must hold no references
     const std::lock_guard lock(shared->mutex);
     shared->ended.push_back(std::move(result));
     shared->changed.notify_one();

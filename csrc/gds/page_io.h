@@ -11,7 +11,8 @@
 
 namespace flexkv {
 
-// A thread's work for one page. It owns everything it touches, because it may outlive the transfer.
+// The I/O of one page, which a disk's thread performs. It owns everything that it touches, because it may
+// outlive the transfer.
 struct PageJob {
   std::vector<IoCall> calls;
   size_t together = 0;                     // how many leading calls may be made in any order
@@ -22,10 +23,10 @@ struct PageIoResult {
   int32_t position = 0;
   int64_t calls = 0;
   int64_t bounced = 0;
-  int64_t unknown = 0;  // direct or bounced, but nothing shows which
+  int64_t unknown = 0;  // calls that were direct or bounced, but nothing shows which
   int64_t bytes = 0;
-  std::string error;                         // empty: every byte moved
-  StagedFailure cause = StagedFailure::kIo;  // of the error
+  std::string error;                         // why a call failed; empty if every byte moved
+  StagedFailure cause = StagedFailure::kIo;  // the cause of the error; meaningless if there is none
 };
 
 class PageIo {
@@ -34,7 +35,7 @@ class PageIo {
 
   void submit(int32_t position, PageJob job);
   int32_t in_flight() const { return in_flight_; }
-  // Returns the pages that have ended; waits up to `wait_s` if there are none.
+  // Returns the results of the pages that have finished. If there are none, waits for up to `wait_s`.
   std::deque<PageIoResult> take_ended(double wait_s);
 
  private:

@@ -1,4 +1,4 @@
-// How one block moves: its runs in the engine's pool, its bytes in a staging slot, and its bytes in a file.
+// Describes where one block's bytes lie in the engine's pool, in a staging slot and in a file.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,26 +9,27 @@
 
 namespace flexkv {
 
-// A range that is contiguous in the file and in the slot, so that one I/O call moves it. Offsets count from
-// the block's place in the file and from the slot's start.
+// A range of bytes that is contiguous in the file and in the slot, so that one I/O call moves it. The offsets
+// count from the block's place in the file and from the slot's start.
 struct FileExtent {
   int64_t file_offset = 0;
   int64_t slot_offset = 0;
   int64_t bytes = 0;
 };
 
-// A range that is contiguous in the file and in the pool, so that one I/O call moves it without staging. Its
-// page_offset counts from the block's place in the file.
+// A range of bytes that is contiguous in the file and in the pool, so that one I/O call moves it without
+// staging. Its page_offset counts from the block's place in the file.
 using DirectPiece = Segment;
 
-// The digest offset of pages without digests, such as those of raw files.
+// The value of digest_offset() for pages without digests, such as those of raw files.
 inline constexpr int64_t kNoDigestOffset = -1;
 
-// Where one rank's stripe and digests lie in a slot image, in bytes. The trailer's sectors hold nothing else.
+// Where one rank's stripe and digests lie in a slot image, in bytes. The trailer shares no sector with a
+// stripe.
 struct StripePlace {
   int64_t stripe_offset = 0;
   int64_t trailer_offset = 0;
-  int64_t digest_offset = 0;  // of this rank's run digests
+  int64_t digest_offset = 0;  // where this rank's run digests begin
   int64_t image_bytes = 0;
 };
 
@@ -41,38 +42,41 @@ struct LayerRange {
 
 class PageMap {
  public:
-  // Maps runs of a pool to a file without headers. Their page_offset is where they lie in the file; they are
-  // sorted by it and do not overlap there.
+  // Maps runs of a pool to a file without headers. A run's page_offset is its offset in the file, counted
+  // from the block's place. `runs` are sorted by page_offset and do not overlap in the file.
   static PageMap file(std::vector<Segment> runs);
-  // Maps one rank's stripe of a slot image. In the slot, the image's trailer follows the stripe and holds the
-  // digests of the rank's runs. `with_trailer`: I/O moves stripe and trailer, else only the stripe. `layers`:
-  // maps the runs of these layers alone; I/O moves the whole sectors that hold them. Throws GeometryError
-  // unless they fit on 4 KiB boundaries without overlap, or if the layers' runs do not follow each other.
+  // Maps one rank's stripe of a slot image. In the slot, the image's trailer follows the stripe and has the
+  // digests of the rank's runs. I/O moves stripe and trailer if `with_trailer`, otherwise only the stripe.
+  // Only the runs of `layers` are mapped; I/O moves the complete sectors that contain them. Throws
+  // GeometryError if stripe and trailer overlap or do not lie on 4 KiB boundaries, or if the layers' runs are
+  // not contiguous in the stripe.
   static PageMap stripe(const KvView& view, const StripePlace& place, bool with_trailer,
                         LayerRange layers = {});
 
-  // Uncoalesced; page_offset counts from the slot's start. Each digest covers one run.
+  // The uncoalesced runs. Their page_offset counts from the slot's start. Each digest covers one run.
   const std::vector<Segment>& runs() const { return runs_; }
-  // The number of the first of them among the stripe's.
+  // The number that the first of runs() has among all runs of the stripe.
   size_t first_run() const { return first_run_; }
-  // Coalesced. A copy between pool and slot loops over these.
+  // The coalesced runs. A copy between pool and slot loops over segments.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
-  // Empty in the maps of stripe(): their pages pass through a slot, or move as beside_slots() says.
+  // The pieces that move directly. Empty in a map that stripe() returns, whose pages pass through a slot or
+  // move as beside_slots() describes.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
-  // Maps the same page without its stripe in the slot: the pieces move directly between file and pool, only
-  // the trailer passes through the slot, and the transform computes digests of the bytes in the pool. Null
-  // for pages without digests.
+  // A map of the same page without its stripe in the slot: the pieces move directly between file and pool,
+  // only the trailer passes through the slot, and the transform computes digests of the bytes in the pool.
+  // Null for pages without digests.
   const PageMap* beside_slots() const { return beside_slots_.get(); }
+  // Whether this is a map of beside_slots().
   bool in_place() const { return in_place_; }
   bool one_piece() const { return pieces_.size() == 1; }
-  // A multiple of 4 KiB.
+  // The size of a staging slot, a multiple of 4 KiB.
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t digest_offset() const { return digest_offset_; }
-  // For pages with digests: where the image's trailer lies in the slot.
+  // The offset of the image's trailer in the slot; only meaningful for pages with digests.
   int64_t trailer_offset() const { return trailer_offset_; }
   bool has_digests() const { return digest_offset_ != kNoDigestOffset; }
-  // How many bytes of the file one page moves.
+  // How many bytes of the file are read or written for one page.
   int64_t page_bytes() const { return page_bytes_; }
 
  private:

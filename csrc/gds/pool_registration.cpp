@@ -94,14 +94,15 @@ void PoolRegistrations::try_to_register(Entry& entry) {
 }
 
 std::string PoolRegistrations::register_pieces(Entry& entry) {
-  // cuFile registers with the current context, and the thread may be the engine's.
+  // The device must be current, because cuFile registers memory with the current context, and the thread may
+  // be the engine's.
   return device_->while_current([&] {
     const std::vector<MemoryPiece> wanted = pool_pieces(entry.region, piece_bytes_);
     for (const MemoryPiece& piece : wanted) {
       auto* memory = reinterpret_cast<void*>(piece.base);
       const std::string error = io_.add_memory(memory, piece.bytes);
       if (!error.empty()) {
-        io_.remove_memory(memory);  // forgets this refusal, which must not affect the staging
+        io_.remove_memory(memory);  // makes the I/O forget this refusal, which must not affect the staging
         const std::string made = std::to_string(entry.pieces.size());
         deregister(entry.pieces);
         return "after " + made + " of " + std::to_string(wanted.size()) + " pieces: " + error;

@@ -1,5 +1,6 @@
 // Registers an engine's pool with the I/O, so that contiguous blocks move directly between disk and pool.
-// Only GPU memory needs this: cuFile directly reaches memory that it has pinned, and bounces the rest.
+// Only GPU memory needs this: cuFile directly reaches only memory that it has pinned, and bounces calls on
+// other memory.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -14,16 +15,16 @@ namespace flexkv {
 
 enum class RegisterPool {
   kOff,
-  kAuto,  // if calls were seen to go directly between a disk and the device
-  kOn,    // also if nothing shows which way they go
+  kAuto,  // register if calls were observed to go directly between a disk and the device
+  kOn,    // register also if the route of calls is not known
 };
 
-// Blocks in one allocation, each of them contiguous. All sizes are in bytes.
+// Blocks in one allocation. Each block is contiguous. All sizes are in bytes.
 struct PoolRegion {
   uintptr_t base = 0;  // the first block's address
   int64_t blocks = 0;
   int64_t block_stride = 0;
-  int64_t block_bytes = 0;  // how much of each block moves, from its start
+  int64_t block_bytes = 0;  // how many bytes of each block are transferred, from its start
 
   int64_t bytes() const { return blocks < 1 ? 0 : (blocks - 1) * block_stride + block_bytes; }
   bool operator==(const PoolRegion&) const = default;
@@ -35,24 +36,27 @@ struct MemoryPiece {
 };
 
 // Unit: bytes. The size of one registration. nvidia-fs runs one call at a time per registration, so with few
-// pieces the disks would wait for each other; and it backs each registration with up to 16 MiB of host memory
-// (nvfs-mmap.h), so many small ones would cost more than staging does. Chosen, not measured.
+// large registrations the disks would wait for each other. It also allocates up to 16 MiB of host memory for
+// each registration (nvfs-mmap.h), so many small registrations would cost more than staging does. The number
+// was chosen, not measured.
 inline constexpr int64_t kPoolPieceBytes = int64_t{512} << 20;
 
-// Cuts a region between blocks, where possible at multiples of a GPU's 64 KiB pages: two pieces that share a
-// page would both pin it. A piece has at least one block, even if that is larger than `most_bytes`.
+// Cuts a region into pieces of at most `most_bytes`. It cuts between blocks, where possible at multiples of a
+// GPU's 64 KiB pages, because two pieces that share a page would both pin it. A piece has at least one block,
+// even if that block is larger than `most_bytes`.
 std::vector<MemoryPiece> pool_pieces(const PoolRegion& region, int64_t most_bytes = kPoolPieceBytes);
 
 struct PoolState {
-  int64_t regions = 0;     // registered now
-  int64_t pieces = 0;      // registered now
-  int64_t bytes = 0;       // in the pieces registered now
-  int64_t registered = 0;  // pieces registered so far
-  int64_t released = 0;    // pieces whose registration has ended so far
-  std::string refusal;     // why a region's blocks pass through staging; empty if none does
+  int64_t regions = 0;     // number of regions registered now
+  int64_t pieces = 0;      // number of pieces registered now
+  int64_t bytes = 0;       // total size of the pieces registered now
+  int64_t registered = 0;  // how many times a piece was registered so far
+  int64_t released = 0;    // how many of these registrations have ended so far
+  std::string refusal;     // why some region's blocks pass through staging; empty if no region's do
 };
 
-// The registrations of one pool, a region per KV group. Not thread-safe. `io` must outlive this.
+// The registrations of one pool, which has a region per KV group. Not thread-safe. `io` must outlive this
+// object.
 class PoolRegistrations {
  public:
   PoolRegistrations(RegisterPool mode, int64_t piece_bytes, std::shared_ptr<TransformDevice> device,
@@ -62,18 +66,19 @@ class PoolRegistrations {
   PoolRegistrations(const PoolRegistrations&) = delete;
   PoolRegistrations& operator=(const PoolRegistrations&) = delete;
 
-  // Registers a region and keeps it for restore(). Calls `look`, which finds out which way the I/O's calls
-  // go, only if the decision depends on it. Does nothing for I/O that reaches any memory.
+  // Registers a region and remembers it for restore(). Calls `look`, which finds out the route of the I/O's
+  // calls, only if the decision depends on the route. Does nothing if the I/O reaches any memory directly.
   void add(const PoolRegion& region, const std::function<void()>& look);
   // Records that a group's blocks cannot be registered at all.
   void refuse(std::string reason);
-  // Ends all registrations: the pool's memory may go away. Idempotent.
+  // Ends all registrations, so that the pool's memory may be freed. Idempotent.
   void release();
-  // Makes the registrations again that release() has ended.
+  // Registers again what release() has deregistered.
   void restore();
-  // Whether transfers have to call restore() or retry() first.
+  // Whether restore() or retry() has something to register before the next transfer.
   bool waits() const;
-  // Registers what add() put off because no call had been seen to go directly, once one has been.
+  // Registers the regions that add() postponed because no call had been observed to go directly, if one has
+  // been observed since.
   void retry();
   PoolState state() const;
 
@@ -85,7 +90,7 @@ class PoolRegistrations {
     std::vector<MemoryPiece> pieces;  // registered now
     std::string refusal;
   };
-  // Why registering the region would fail or not help; empty if it may succeed.
+  // Returns why registering the region would fail or not help, or an empty string if it may help.
   std::string refusal_of(const PoolRegion& region, const Registering& needs) const;
   void try_to_register(Entry& entry);
   std::string register_pieces(Entry& entry);

@@ -35,8 +35,8 @@ IoOutcome PosixFileIo::transfer(const IoCall& call) {
     }
     if (moved == 0) break;
     outcome.bytes += moved;
-    // After a short transfer whose length is not a multiple of 4 KiB, the rest is no longer aligned for
-    // direct I/O.
+    // If a short transfer moved a number of bytes that is not a multiple of 4 KiB, the rest is no longer
+    // aligned for direct I/O.
     if (outcome.bytes % kIoAlignBytes != 0) fd = file.buffered_fd;
   }
   return outcome;

@@ -1,4 +1,4 @@
-// File I/O with pread and pwrite, to and from plain memory.
+// File I/O with pread and pwrite, from and to plain memory.
 #pragma once
 #include <memory>
 
@@ -7,8 +7,8 @@
 
 namespace flexkv {
 
-// Uses direct I/O if offset, length and address are 4 KiB-aligned and the file system has it, else the page
-// cache, which route() reports as bounced.
+// Uses direct I/O if file offset, length and address are 4 KiB-aligned and the file system supports direct
+// I/O. Otherwise it uses the page cache, which route() reports as bounced.
 class PosixFileIo : public FileIo {
  public:
   explicit PosixFileIo(std::shared_ptr<const RawFiles> files) : files_(std::move(files)) {}

@@ -1,4 +1,4 @@
-// A manager's open files, by device.
+// The open files of a GDS manager, by device (disk).
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,10 +12,10 @@ enum class OpenFiles { kCreate, kExisting };
 
 class RawFiles {
  public:
-  // Opens every file for reading and writing; kCreate makes missing ones, for this user alone. Opens each
-  // file twice if the file system supports direct I/O, because calls that are not 4 KiB-aligned need the page
-  // cache. Throws ConfigError, which names a file that cannot be opened or is given twice, or a device
-  // without files.
+  // Opens every file for reading and writing. kCreate creates missing files, which only this user may access.
+  // If the file system supports direct I/O, opens each file twice, because calls that are not 4 KiB-aligned
+  // need the page cache. Throws ConfigError if a file cannot be opened or is given twice, or if a device has
+  // no files.
   explicit RawFiles(const FilePaths& paths_by_device, OpenFiles how = OpenFiles::kCreate);
   ~RawFiles();
   RawFiles(const RawFiles&) = delete;
@@ -23,13 +23,13 @@ class RawFiles {
 
   struct File {
     std::string path;
-    int direct_fd = -1;  // -1 if direct I/O is refused
+    int direct_fd = -1;  // -1 if the file system refuses direct I/O
     int buffered_fd = -1;
   };
   int32_t devices() const { return static_cast<int32_t>(files_.size()); }
   const std::vector<File>& on(int32_t device) const { return files_[static_cast<size_t>(device)]; }
   FilePaths paths() const;
-  // Precondition: there is such a file.
+  // Precondition: the device and its file exist.
   const File& at(int32_t device, int64_t file) const { return on(device)[static_cast<size_t>(file)]; }
 
  private:

@@ -5,7 +5,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds since the epoch. A time at which nothing has expired.
+// Unit: seconds since 1970. A time at which no page has expired.
 constexpr uint64_t kNoTime = 0;
 
 }  // namespace
@@ -25,7 +25,8 @@ std::string SlabGate::arrived(int32_t position, const std::byte* trailer) {
   const auto at = static_cast<size_t>(position);
   const auto bytes = static_cast<int64_t>(trailer_.size());
   if (const std::string why = device_->copy(trailer_.data(), trailer, bytes); !why.empty()) return why;
-  // The page was leased and promised before it expired: a promised page is loaded, however late the load is.
+  // Does not check whether the page has expired: it had not when it was promised, and a promised page is
+  // loaded, however late the load is.
   const PageCheck check =
       codec_->check_trailer_alone(trailer_.data(), pages_[at].place, pages_[at].tag, kNoTime);
   misses_[at] = check.miss;

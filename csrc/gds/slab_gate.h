@@ -1,5 +1,5 @@
-// The gate of a transfer of slab pages: checks which page each slot holds, and keeps the digests of the pages
-// written.
+// The gate of a transfer of pages in slabs. It checks which page each disk slot holds, and keeps the digests
+// of the pages that are written.
 #pragma once
 #include <functional>
 #include <memory>
@@ -12,18 +12,18 @@
 
 namespace flexkv {
 
-// A page of a transfer: its place, and the tag that it must have.
+// A page of a transfer: its place in a slab, and the tag that it must have.
 struct SlabPage {
   PagePlace place;
   PageTag tag;
 };
 
-// On reads it refuses a page whose trailer is damaged or another page's, by the same rules as the disk lane.
-// On writes it keeps the run digests for whoever writes the trailer.
+// In a read, the gate refuses a page whose trailer is damaged or belongs to a different page, with the same
+// rules as the disk lane. In a write, it keeps the run digests for the op that will write the trailer.
 class SlabGate : public PageGate {
  public:
-  // `runs`: the number of runs that one rank has, which is the number of digests per page written. `on_end`
-  // is called when a page ends.
+  // `runs` is the number of runs in one rank's stripe, and thus of digests per page written. The gate calls
+  // `on_end` with the position of each page that has finished or failed.
   SlabGate(std::shared_ptr<const PageCodec> codec, std::shared_ptr<TransformDevice> device,
            std::vector<SlabPage> pages, size_t runs, std::function<void(int32_t)> on_end);
 
@@ -31,7 +31,7 @@ class SlabGate : public PageGate {
   std::string digested(int32_t position, const std::byte* digests) override;
   void ended(int32_t position) override { on_end_(position); }
 
-  // Why a page was refused; kNone for one that was not.
+  // Why the gate refused a page; kNone if it did not.
   PageMiss miss(int32_t position) const { return misses_[static_cast<size_t>(position)]; }
   std::vector<uint64_t> take_digests(int32_t position) {
     return std::move(digests_[static_cast<size_t>(position)]);

@@ -13,10 +13,11 @@ namespace {
 // Unit: seconds. How often a waiting transfer checks whether it was cancelled.
 constexpr double kCancelLookS = 0.02;
 
-// One transfer, driven by its caller's thread. A page passes from state to state:
+// One transfer, which its caller's thread drives. A page passes from state to state:
 //   read:  waiting -> I/O -> ready -> transform -> ended
 //   write: waiting -> ready -> transform -> I/O -> ended
-// Direct pages go from waiting to I/O to ended. A page holds its slot from waiting to ended.
+// Direct pages go from waiting to I/O to ended. A page has a slot from the time it leaves `waiting` until it
+// is `ended`.
 class Transfer {
  public:
   Transfer(const TransferParts& parts, const PageMap& map, std::span<const StagedPage> pages, bool is_read,
@@ -38,7 +39,8 @@ class Transfer {
     report_.staged = !map_.in_place();
     const int32_t slots = std::min({staging->slots_of(map_.slot_bytes()), std::max(max_slots, 1),
                                     static_cast<int32_t>(std::max<size_t>(pages_.size(), 1))});
-    // The lowest slot is used first, and a freed slot is reused next, so that a few slots stay in the caches.
+    // The lowest slot is used first, and the slot that was freed last is reused first, so that a few slots
+    // stay in the caches.
     for (int32_t slot = slots - 1; slot >= 0; --slot) free_.push_back(slot);
     batch_pages_ = std::clamp(parts_.device->batch_pages(slots), 1, slots);
     transformer_ = parts_.device->transformer(map_, is_read_, batch_pages_, hooks_.fence);
@@ -49,13 +51,14 @@ class Transfer {
 
   TransferReport run() {
     try {
-      // Calls directly between disk and pool are not in a stream, so the thread itself has to wait.
+      // Calls directly between disk and pool are not in a stream, so this thread itself has to wait for the
+      // engine.
       const bool straight = !staging_ || map_.in_place();
       const std::string error = straight ? parts_.device->await_engine(hooks_.fence) : std::string();
       if (!error.empty()) fail_all("the engine's work before it failed: " + error);
       drive();
     } catch (...) {
-      drain();  // the caller may reuse its blocks at once
+      drain();  // because the caller may reuse its blocks at once
       throw;
     }
     std::sort(report_.failures.begin(), report_.failures.end(),
@@ -70,7 +73,7 @@ class Transfer {
       if (!stopped_ && (control_.cancelled() || control_.late())) stop();
       admit();
       launch();
-      // Nothing else can proceed until a batch or some I/O ends.
+      // Nothing else can proceed until a batch or some I/O finishes.
       if (!batches_.empty() && (batches_.size() >= kBatchesInFlight || ready_.empty())) {
         collect(0);
         retire_batch();
@@ -124,7 +127,8 @@ class Transfer {
       }
     }
     job.together = job.calls.size();
-    // The digests are written last: a write that fails before them leaves an image that no read accepts.
+    // The digests, if they are written here, come last: a write that fails earlier leaves an image that no
+    // read accepts.
     if (staging_) {
       job.staging = staging_;
       for (const FileExtent& extent : map_.extents()) {
@@ -184,7 +188,7 @@ class Transfer {
     }
   }
 
-  // Asks the gate about a page. Returns why it refuses the page; empty if the page may pass.
+  // Asks the gate about a page. Returns why the gate refuses it, or an empty string if the page may pass.
   std::string pass(int32_t position) {
     if (hooks_.gate == nullptr || !staging_) return {};
     return is_read_ ? hooks_.gate->arrived(position, slot(position) + map_.trailer_offset())
@@ -212,8 +216,8 @@ class Transfer {
     }
   }
 
-  // Returns true if the transfer must end although its I/O has not. That I/O keeps the staging memory alive
-  // and touches none of the engine's.
+  // Returns whether the transfer must end although its I/O has not finished. Then fails the remaining pages.
+  // Their I/O keeps the staging memory alive and does not touch the engine's memory.
   bool give_up() {
     if (!staging_ || staging_->lent() || map_.in_place() || io_.in_flight() == 0 || !batches_.empty() ||
         seconds_since(last_moved_) < control_.stuck_s()) {
@@ -262,7 +266,7 @@ class Transfer {
   std::vector<int32_t> slot_of_;
   std::vector<char> ended_;
   std::deque<int32_t> ready_;                 // pages whose slots wait for a transform
-  std::deque<std::vector<int32_t>> batches_;  // under way, oldest first
+  std::deque<std::vector<int32_t>> batches_;  // batches in flight, oldest first
   size_t next_ = 0;
   size_t ended_count_ = 0;
   std::optional<Status> stopped_;

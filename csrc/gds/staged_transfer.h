@@ -1,9 +1,11 @@
 // Moves pages between files and an engine's pool: through staging slots and one layout transform per batch,
-// or directly, if a page's bytes have the same order in both.
+// or directly.
 //
-// Read:  file -> slot (disks' threads) -> pool (transform, which checks digests).
-// Write: pool -> slot (transform, which makes digests) -> file. If there are more pages than slots, slots are
-// reused; I/O and transforms of different pages overlap.
+// Read: file -> slot (by the disks' threads) -> pool (by a transform, which also checks digests).
+//
+// Write: pool -> slot (by a transform, which also computes digests) -> file (by the disks' threads).
+//
+// If there are more pages than slots, slots are reused. I/O and transforms of different pages overlap.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -32,11 +34,11 @@ struct StagedPage {
 };
 
 enum class StagedFailure : int32_t {
-  kStopped,  // cancelled, or the deadline passed
+  kStopped,  // the transfer was cancelled, or its deadline passed
   kIo,       // the disk refused a call or did not answer
   kShort,    // a call moved fewer bytes than requested
   kGate,     // the gate refused the page
-  kDevice,   // memory, a transform, the GPU or its driver failed: the disk had no part in it
+  kDevice,   // memory, a transform, the GPU or its driver failed, not the disk
   kDigest,   // the page's bytes do not match its digests
 };
 
@@ -47,25 +49,27 @@ struct PageFailure {
   StagedFailure cause = StagedFailure::kStopped;
 };
 
-// Inspects what a page's slot holds beside the page's bytes. All pointers are to memory of the transfer's
-// device. The transfer's thread calls it.
+// Inspects the trailer or the digests in a page's slot, and may refuse the page. The transfer's thread calls
+// it. All pointers are to memory of the transfer's device.
 class PageGate {
  public:
   virtual ~PageGate() = default;
-  // Called when the I/O of a page that is read has ended. Returns why the page must not go into the pool;
-  // empty if it may. (A page that was read directly is in the pool already; if refused, it counts as failed.)
+  // Called when the I/O of a page that is read has finished. Returns why the page must not go into the pool,
+  // or an empty string if it may. A page that was read directly is already in the pool; if the gate refuses
+  // it, it counts as failed.
   virtual std::string arrived(int32_t position, const std::byte* trailer) = 0;
-  // Called when the digests of a page to be written are in its slot. Returns why it must not be written;
-  // empty if it may.
+  // Called when the digests of a page to be written are in its slot. Returns why the page must not be
+  // written, or an empty string if it may.
   virtual std::string digested(int32_t position, const std::byte* digests) = 0;
-  // Called when a page has ended, with or without success, but not for pages that the transfer gave up on.
+  // Called when a page has finished or failed, but not for pages that the transfer gave up on because of I/O
+  // that hangs.
   virtual void ended(int32_t position) = 0;
 };
 
 struct TransferHooks {
   PageGate* gate = nullptr;
   // A point in the engine's stream: no byte of the pool is read or written before the engine's work has
-  // reached it. Null: all work that is enqueued on the stream when the transfer starts.
+  // reached it. If null, the transfer waits for all work that is enqueued on the stream when it starts.
   StreamEvent* fence = nullptr;
 };
 
@@ -78,12 +82,13 @@ struct TransferReport {
   int64_t io_bytes = 0;
   int64_t launches = 0;
   bool staged = false;
-  bool stuck = false;  // I/O into our own staging never ended: it must not be used again
+  bool stuck = false;  // whether I/O hangs in the manager's own staging, which then must not be used again
   bool ok() const { return failures.empty(); }
 };
 
-// Lets a caller stop a transfer under way. Pages that were not issued then end as kCancelled (cancel) or
-// kFailed (deadline); a transfer returns only when none of its bytes can move any more.
+// Lets a caller stop a running transfer. Pages that were not issued yet then fail with kCancelled (after
+// cancel()) or kFailed (after the deadline). The transfer returns only when none of its bytes can move any
+// more.
 class TransferControl {
  public:
   explicit TransferControl(double deadline_s, double stuck_s)
@@ -91,9 +96,9 @@ class TransferControl {
   void cancel() { cancelled_.store(true); }
   bool cancelled() const { return cancelled_.load(); }
   bool late() const { return Clock::now() >= deadline_; }
-  // How long I/O may make no progress before the transfer gives up and leaves its own staging to that I/O.
-  // For direct I/O or a lent buffer it waits without limit, because it does not own that memory and cannot
-  // keep it alive.
+  // Unit: seconds. If I/O makes no progress for this long, the transfer gives up and leaves its staging to
+  // that I/O. With direct I/O or a caller's staging buffer, it waits without limit, because it does not own
+  // that memory and cannot keep it alive.
   double stuck_s() const { return stuck_s_; }
 
  private:
@@ -109,20 +114,21 @@ struct TransferParts {
 };
 
 // Moves pages through at most `max_slots` slots of `staging`. Precondition: no two pages have the same target
-// (a block in a read, a place in a write). Throws CapacityError if not even one slot fits.
+// (a block in a read, a place in a file in a write). Throws CapacityError if `staging` is smaller than one
+// slot.
 TransferReport transfer_staged(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read,
                                const std::shared_ptr<StagingBuffer>& staging, int32_t max_slots,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
-// Moves pages directly between files and pool, one call per piece, with at most `max_pages` pages under way.
-// Precondition: the map has pieces.
+// Moves pages directly between files and pool, with one call per piece and at most `max_pages` pages in
+// flight. Precondition: the map has pieces.
 TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read, int32_t max_pages,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
-// Whether every call of transfer_direct() is known to go directly between disk and pool; with `unknown_too`,
-// whether none is known to bounce.
+// Whether every call of transfer_direct() for these pages is known to go directly between disk and pool. With
+// `unknown_too`, whether no call is known to be bounced.
 bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages,
                    bool unknown_too = false);
 

@@ -1,4 +1,5 @@
-// Memory for staging slots on one device: either a manager's own, or lent by a caller for one transfer.
+// Memory for staging slots on one device: either memory that a manager owns, or memory that a caller provides
+// for one transfer.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -8,24 +9,26 @@
 
 namespace flexkv {
 
-// I/O in flight holds a reference, so that memory owned by the buffer outlives a transfer that stopped
-// waiting.
+// I/O in flight holds a reference to the buffer, so that memory which the buffer owns outlives a transfer
+// that stopped waiting.
 class StagingBuffer {
  public:
-  // Allocates memory on `device` and registers it with `io`.
+  // Allocates memory on `device` and registers it with `io`. Throws CapacityError if it cannot be allocated.
   StagingBuffer(std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io, int64_t bytes);
-  // Uses memory lent by the caller. Throws CapacityError if it contains no 4 KiB-aligned byte.
+  // Uses memory of the caller. Throws CapacityError if it contains no 4 KiB-aligned byte.
   StagingBuffer(void* memory, int64_t bytes);
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
+  // Whether the memory is a caller's.
   bool lent() const { return device_ == nullptr; }
   int64_t bytes() const { return bytes_; }
   std::byte* slot(int64_t number, int64_t slot_bytes) const { return base_ + number * slot_bytes; }
-  // How many slots fit. Throws CapacityError, which says what is needed, if not even one does.
+  // How many slots fit into the memory. Throws CapacityError, which says what is needed, if not even one
+  // fits.
   int32_t slots_of(int64_t slot_bytes) const;
-  // Why the memory is not registered with the I/O; empty if it is, or need not be.
+  // Why the memory is not registered with the I/O; empty if it is registered or does not have to be.
   const std::string& not_registered() const { return not_registered_; }
 
  private:

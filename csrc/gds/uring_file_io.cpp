@@ -14,7 +14,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Longer calls use POSIX: a ring has 32 bits for the length, and the kernel cuts calls at 2 GiB.
+// Unit: bytes. Longer calls use POSIX calls, because a ring has 32 bits for the length and the kernel cuts
+// calls at 2 GiB.
 constexpr int64_t kLongestBytes = int64_t{1} << 30;
 // Unit: seconds. The pause between attempts to get completions from a ring that has failed.
 constexpr double kDeafS = 0.1;
@@ -30,9 +31,9 @@ uint64_t next_number() {
   return ++numbers;
 }
 
-// Waits for completions even if the ring fails, because the kernel may still write to its requests' memory.
-// Like a call that never returns, this holds the thread until all requests have completed; the waiting
-// transfer gives up, and leaves the memory to it.
+// Waits for completions, and tries again if the ring fails, because the kernel may still write to the
+// requests' memory. If no completion ever comes, the thread stays here, as in a call that never returns. Then
+// the transfer that waits for the thread gives up, and leaves the memory to the thread.
 void hear(IoQueue& queue, std::vector<IoDone>& done) {
   for (;;) {
     try {
@@ -77,8 +78,8 @@ void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcom
   try {
     carry_out(*queue, calls, outcomes, done, in_flight);
   } catch (...) {
-    // Waits, because the kernel may still write to the caller's memory, and the next calls must not see these
-    // completions.
+    // Waits for the requests in flight, because the kernel may still write to the caller's memory, and the
+    // next calls must not see their completions.
     while (in_flight > 0) {
       done.clear();
       hear(*queue, done);
@@ -121,7 +122,8 @@ void UringFileIo::carry_out(IoQueue& queue, std::span<const IoCall> calls, std::
   }
 }
 
-// Finishes a short transfer with POSIX calls, which check whether the rest is aligned.
+// Returns the outcome of a call with the ring's `result`. Finishes a short transfer with POSIX calls, which
+// check whether the rest is aligned.
 IoOutcome UringFileIo::finish(const IoCall& call, int64_t result) {
   const bool again = result == -EINTR || result == -EAGAIN;
   if (result < 0 && !again) return {0, std::generic_category().message(static_cast<int>(-result))};

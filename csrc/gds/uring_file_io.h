@@ -1,4 +1,4 @@
-// File I/O with io_uring, to and from plain memory.
+// File I/O with io_uring, from and to plain memory.
 #pragma once
 #include <memory>
 #include <span>
@@ -9,15 +9,16 @@
 
 namespace flexkv {
 
-// Unit: I/Os. The depth of one thread's ring. In a per-layer transfer each I/O is one piece of a page, and a
-// few of them keep a disk busy.
+// Unit: I/Os. The depth of one thread's ring. If a page moves in one piece per layer, each I/O is one piece,
+// and a few of them keep a disk busy.
 inline constexpr int32_t kRingDepth = 32;
 
-// Routes are the same as for POSIX calls. Each calling thread has a ring of its own, because some rings
-// belong to the thread that made them; a thread that gets no ring makes POSIX calls.
+// Calls take the same routes as those of PosixFileIo. Each calling thread has a ring of its own, because an
+// io_uring may accept requests only from the thread that made it. A thread that gets no ring makes POSIX
+// calls.
 class UringFileIo : public FileIo {
  public:
-  // `wrap` decorates each thread's ring; the disk number it gets is 0.
+  // `wrap`, if set, decorates each thread's ring. It is called with disk number 0.
   explicit UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap = {});
   std::string name() const override { return "io_uring"; }
   IoOutcome transfer(const IoCall& call) override;
@@ -28,7 +29,8 @@ class UringFileIo : public FileIo {
 
  private:
   IoQueue* ring() const;
-  // `in_flight`: requests that have not completed, also if this throws.
+  // Makes all calls through the ring. `in_flight` counts the requests that have not completed, and is right
+  // even if this function throws.
   void carry_out(IoQueue& queue, std::span<const IoCall> calls, std::span<IoOutcome> outcomes,
                  std::vector<IoDone>& done, int32_t& in_flight);
   IoOutcome finish(const IoCall& call, int64_t result);
@@ -36,7 +38,7 @@ class UringFileIo : public FileIo {
   const std::shared_ptr<const RawFiles> files_;
   PosixFileIo posix_;
   const WrapQueue wrap_;
-  const uint64_t number_;  // identifies this object; never used again
+  const uint64_t number_;  // identifies this object; no later object has the same number
 };
 
 }  // namespace flexkv

@@ -1,4 +1,5 @@
-// Describes an engine's pool by its tensors' addresses and strides, the form that outside callers use.
+// Describes an engine's pool by the addresses and strides of its tensors, which is the form that callers from
+// outside flexkv use.
 #pragma once
 #include <cstdint>
 
@@ -6,15 +7,16 @@
 
 namespace flexkv {
 
-// The numbers are those of `gpu_block_type`.
+// The engine's layout of its pool. The numbers are those of the argument `gpu_block_type`.
 enum class BackendType : int32_t {
-  VLLM = 0,    // one tensor per layer: [kv][block][data], or with K and V of a block together
+  VLLM = 0,    // one tensor per layer: [kv][block][data], or [block][kv][data]
   TRTLLM = 1,  // one tensor: [block][layer][kv][data]
   SGLANG = 2,  // K of every layer, then V of every layer, one tensor each: [block][data]
 };
 
-// Strides are in bytes. `gpu_tensor_ptrs` is an array in host memory: num_layers addresses for VLLM, one for
-// TRTLLM, and num_layers x (K, V) for SGLANG. Holds addresses, not memory.
+// `gpu_tensor_ptrs` is an array in host memory with num_layers addresses for VLLM, one address for TRTLLM,
+// and for SGLANG the num_layers addresses of K, then those of V. The handler owns neither the array nor the
+// tensors.
 struct GTensorHandler {
   BackendType type = BackendType::VLLM;
   int64_t** gpu_tensor_ptrs = nullptr;
@@ -33,12 +35,12 @@ struct GTensorHandler {
         gpu_block_stride_in_bytes(block_stride_in_bytes),
         gpu_layer_stride_in_bytes(layer_stride_in_bytes) {}
 
-  // The number of addresses in gpu_tensor_ptrs; `kv_dim` is 2, or 1 for a pool that keeps one joined tensor
-  // (MLA).
+  // The number of addresses in gpu_tensor_ptrs. `kv_dim` is 2, or 1 for a pool with one tensor for both K and
+  // V (MLA).
   int64_t num_tensors(int32_t kv_dim) const {
     return type == BackendType::TRTLLM ? 1 : type == BackendType::VLLM ? num_layers : num_layers * kv_dim;
   }
-  // Where the run of block 0 lies. Precondition: 0 <= layer < num_layers.
+  // The address of block 0's run of K (kv 0) or V (kv 1) in a layer. Precondition: 0 <= layer < num_layers.
   uintptr_t first_run(int64_t layer, int64_t kv) const {
     const auto tensor = [&](int64_t i) { return reinterpret_cast<uintptr_t>(gpu_tensor_ptrs[i]); };
     const auto bytes = [](int64_t offset) { return static_cast<uintptr_t>(offset); };

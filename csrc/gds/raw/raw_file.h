@@ -1,5 +1,5 @@
-// Finds the device, file and place of a block in raw files, which hold blocks without header or trailer and
-// are spread over several devices. docs/gds.md states the rule.
+// Computes the device, the file and the place in the file where a block lies in raw files. Raw files hold
+// blocks without header or trailer and are spread over several devices. docs/gds.md states the rule.
 #pragma once
 #include <cstdint>
 
@@ -8,16 +8,16 @@ namespace flexkv {
 struct BlockPlace {
   int32_t device = 0;
   int64_t file = 0;           // number of the file on its device
-  int64_t block_in_file = 0;  // its offset is this times the file's block stride
+  int64_t block_in_file = 0;  // multiplied by the file's block stride, the block's offset in the file
 };
 
 class RawFileRule {
  public:
-  // `round_robin` consecutive blocks lie on one device, the next ones on the next device. Throws
-  // GeometryError unless all three are positive.
+  // `round_robin` consecutive blocks lie on one device, the next `round_robin` blocks on the next device.
+  // Throws GeometryError unless all three numbers are positive.
   RawFileRule(int32_t devices, int64_t round_robin, int64_t blocks_per_file);
 
-  // Throws BlockRangeError for a negative block.
+  // Throws BlockRangeError if the block is negative.
   BlockPlace place(int64_t block) const;
 
  private:

@@ -10,9 +10,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: layers. A pool or file that claims more layers is described wrongly.
+// Unit: layers. A description of a pool or file with more layers is wrong.
 constexpr int64_t kMostLayers = 1 << 16;
-// Unit: bytes. A larger number is a mistake; products with layer counts stay far from overflow.
+// Unit: bytes. A larger value is a mistake of the caller. Up to this limit, products with numbers of layers
+// stay far from overflow.
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 44;
 
 std::string at(int64_t layer, int64_t kv) {
@@ -41,8 +42,8 @@ void check_sizes(const GTensorHandler& pool, const RawBlockLayout& file) {
   if (pool.gpu_tensor_ptrs == nullptr) throw GeometryError("the pool has no tensor addresses");
 }
 
-// Returns the runs, sorted by their offset in the file. Their page_offset holds that file offset until slots
-// are laid out.
+// Returns the runs of `layers`, sorted by their offset in the file. A run's page_offset is that offset in the
+// file, as PageMap::file() expects.
 std::vector<Segment> runs_in_file_order(const GTensorHandler& pool, const RawBlockLayout& file,
                                         std::span<const int32_t> layers) {
   check_sizes(pool, file);

@@ -1,4 +1,4 @@
-// Where a block's bytes lie in a raw file and in the pool of an outside caller.
+// Where a block's bytes lie in a raw file and in the pool of a caller from outside flexkv.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -8,21 +8,21 @@
 
 namespace flexkv {
 
-// The layout of a block in a raw file, in bytes from the block's place: layer l's K (kv 0) or V (kv 1) starts
-// at l * layer_stride + kv * kv_stride + copy_offset.
+// The layout of a block in a raw file. K (kv 0) or V (kv 1) of layer l starts l * layer_stride + kv *
+// kv_stride + copy_offset bytes after the block's start. Strides are in bytes.
 struct RawBlockLayout {
   int64_t layer_stride = 0;
   int64_t kv_stride = 0;
   int64_t block_stride = 0;
-  int64_t copy_offset = 0;  // start of this rank's part in a chunk that several ranks share
-  int64_t chunk_bytes = 0;  // how much of one layer's K or V moves
+  int64_t copy_offset = 0;  // start of this rank's bytes in a chunk that several ranks share
+  int64_t chunk_bytes = 0;  // how many bytes of one layer's K or V are transferred
   int32_t kv_dim = 2;
   int64_t total_layers = 0;
 };
 
-// Maps `layers` (any order, each once) of a pool to a raw file. Throws GeometryError for sizes that are not
-// positive, chunks that overlap each other or leave their block, or pool strides shorter than a chunk;
-// BlockRangeError for layers outside the pool or the file.
+// Maps `layers` of a pool to a raw file. The layers may be in any order, each once. Throws GeometryError if a
+// size is not positive, if chunks overlap each other or go beyond their block, or if the pool's block stride
+// is shorter than a chunk. Throws BlockRangeError if the pool or the file does not have a layer.
 PageMap raw_map(const GTensorHandler& pool, const RawBlockLayout& file, std::span<const int32_t> layers);
 
 }  // namespace flexkv

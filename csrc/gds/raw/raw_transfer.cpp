@@ -12,12 +12,12 @@
 namespace flexkv {
 namespace {
 
-// How many failed blocks an error names.
+// How many of the failed blocks an error message lists.
 constexpr size_t kNamedFailures = 8;
-// Unit: bytes. The highest end of a block in a pool or a file; sums stay far from overflow.
+// Unit: bytes. The limit for the end of a block in a pool or a file, which keeps sums far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// Throws BlockRangeError for a block that would lie past the end of any memory or file.
+// Throws BlockRangeError if the block is negative or would lie beyond the end of any possible memory or file.
 void check_reach(int64_t block, int64_t stride, const char* what) {
   if (block < 0) {
     throw BlockRangeError("block " + std::to_string(block) + " of " + what + ": must not be negative");
@@ -41,8 +41,8 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
   check_no_overlap(map.segments(), *highest + 1);
 }
 
-// Throws GeometryError if a run of the highest pool block lies in memory that does not exist: callers give
-// addresses and strides, but no sizes.
+// Throws GeometryError if a run of the highest pool block lies in memory that the device cannot reach. This
+// has to be checked because callers give addresses and strides, but no sizes.
 void check_pool(const TransformDevice& device, const PageMap& map, std::span<const int64_t> pool_blocks) {
   if (pool_blocks.empty()) return;
   const int64_t highest = *std::max_element(pool_blocks.begin(), pool_blocks.end());
@@ -105,7 +105,7 @@ void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
   std::shared_ptr<StagingBuffer> staging;
   if (transfer.staging != nullptr && transfer.staged && manager.options().use_staged_transfer) {
     staging = std::make_shared<StagingBuffer>(transfer.staging, transfer.staging_bytes);
-    staging->slots_of(map.slot_bytes());  // throws if it is too small, even if no slot will be used
+    staging->slots_of(map.slot_bytes());  // throws if the buffer is too small, even if no slot will be used
   }
   const TransferReport report = manager.transfer(map, pages_of(manager, transfer), transfer.is_read,
                                                  std::move(staging), !transfer.staged);

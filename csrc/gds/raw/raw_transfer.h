@@ -1,5 +1,5 @@
-// Transfers described by plain pointers and numbers. The Python functions and the tensor templates call
-// these.
+// Transfers on raw files, described by plain pointers and numbers. The bindings for Python and the templates
+// of tensor_transfer.h call these functions.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -11,32 +11,31 @@
 
 namespace flexkv {
 
-// A transfer between raw files and a pool. The manager's round robin and `blocks_per_file` place the file
-// blocks.
+// A transfer between raw files and a pool. Where the files' blocks lie follows from the manager's round_robin
+// and from `blocks_per_file`.
 struct RawTransfer {
   GTensorHandler pool = {};
   RawBlockLayout file = {};
   std::span<const int32_t> layers = {};
   std::span<const int64_t> file_blocks = {};
-  std::span<const int64_t> pool_blocks = {};  // of the same length; pool_blocks[i] <-> file_blocks[i]
+  std::span<const int64_t> pool_blocks = {};  // pool_blocks[i] is copied from or to file_blocks[i]
   int64_t blocks_per_file = 1;
   bool is_read = true;
-  bool staged = true;       // false: one call for each piece of a page, straight to the pool
-  void* staging = nullptr;  // null: the manager's own
+  bool staged = true;       // if false, one call per piece of a page, directly from or to the pool
+  void* staging = nullptr;  // the caller's staging buffer; null to use the manager's own
   int64_t staging_bytes = 0;
-  bool verbose = false;  // prints to stderr what moved, and by which route
+  bool verbose = false;  // whether to print to stderr how much was moved, and through which route
 };
 
-// Throws TransferError naming the blocks that failed, and what raw_map() and GDSManager::transfer()
-// throw.
+// Performs the transfer. Throws TransferError if blocks failed; the message lists them. Also throws what
+// raw_map() and GDSManager::transfer() throw.
 FLEXKV_EXPORT void transfer_raw(GDSManager& manager, const RawTransfer& transfer);
 
-// Allocates the part of the manager's own staging that such transfers will use. The given blocks serve as
-// examples; none is moved. Throws CapacityError, which says which setting to change, and what raw_map()
-// throws.
+// Allocates the manager's own staging for transfers like this one. The blocks of `transfer` serve as examples
+// and are not moved. Throws CapacityError, which says which setting to change, and what raw_map() throws.
 FLEXKV_EXPORT void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer);
 
-// Unit: bytes. The size of one block's slot in a staging buffer.
+// Returns the size of one block's slot in a staging buffer, in bytes.
 FLEXKV_EXPORT int64_t raw_slot_bytes(const RawTransfer& transfer);
 
 }  // namespace flexkv

@@ -1,5 +1,6 @@
-// Transfers that take tensors, for C++ callers that have libtorch. These templates are compiled in the caller
-// and forward pointers. Include this after torch's own header, or pass any type with the same few members.
+// Transfers on raw files that take tensors, for C++ callers that have libtorch. These templates are compiled
+// in the caller and pass on pointers. Include this header after torch's own header, or pass any type with the
+// members that HostTensor requires.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -65,9 +66,10 @@ RawTransfer describe(const Tensor& gpu_layer_id_list, GTensorHandler gpu_tensor_
 }  // namespace tensor_detail
 
 // Moves blocks between raw files and a pool through staging slots (docs/gds.md), and returns when every byte
-// has moved. `gpu_layer_id_list` is int32, the ids are int64, all in host memory. `staging_buffer` is memory
-// on the pool's device, on a 4 KiB boundary, with raw_slot_bytes() for each block moved, or for
-// max_staging_blocks of the manager if that is fewer; null: the manager's own. Throws as transfer_raw() does.
+// has moved. `gpu_layer_id_list` is int32, the block ids are int64, all in host memory. `staging_buffer` is
+// memory on the pool's device and on a 4 KiB boundary. It has raw_slot_bytes() for each block moved, but for
+// at most max_staging_blocks of the manager. If it is null, the manager's own staging is used. Throws what
+// transfer_raw() throws.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                                    GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,
@@ -90,7 +92,8 @@ void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_la
   transfer_raw(gds_manager, transfer);
 }
 
-// The same without staging: one call for each part of a block that is contiguous in the pool and in the file.
+// Does the same without staging, with one call for each part of a block that is contiguous in the pool and in
+// the file.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                             GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,

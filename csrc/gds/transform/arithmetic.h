@@ -1,7 +1,7 @@
 // The arithmetic of the layout transform, which moves pages between staging slots and the engine's pool and,
-// in the same pass, makes or checks the digests of their runs. A group of 32 lanes (a warp) handles one leaf
-// of one run of one page at a time. Compiled by g++ and nvcc alike: kernel.cuh is the kernel over it,
-// testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
+// in the same pass, computes or checks the digests of their runs. A group of 32 lanes (a warp) handles one
+// leaf of one run of one page at a time. g++ and nvcc both compile this file: kernel.cuh uses it in a kernel,
+// and csrc/testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
 #pragma once
 #include <cstdint>
 
@@ -22,11 +22,11 @@ struct TransformRun {
   int64_t leaves = 0;
 };
 
-// A table entry, so that no lane needs a division to find its leaf.
+// One leaf of a page's runs. Leaves are in a table, so that no lane needs a division to find its leaf.
 struct TransformLeaf {
   int32_t run = 0;
   int32_t bytes = 0;
-  int64_t index = 0;  // in its run
+  int64_t index = 0;  // the leaf's number in its run
 };
 
 struct TransformPage {
@@ -36,17 +36,17 @@ struct TransformPage {
 
 // The progress of one run of one page while warps handle its leaves.
 struct RunProgress {
-  uint64_t terms = 0;
-  uint64_t leaves = 0;
+  uint64_t terms = 0;   // sum of the terms of the finished leaves
+  uint64_t leaves = 0;  // number of finished leaves
 };
 
 enum class TransformMode : int32_t {
   kToPool,          // slot -> pool
   kToSlot,          // pool -> slot
-  kToPoolVerified,  // and compare every run's digest with the one in the slot
-  kToSlotDigested,  // and write every run's digest into the slot
-  kVerifyInPool,    // nothing moves: compare the digests of the pool's runs with those in the slot
-  kDigestInPool,    // nothing moves: write the digests of the pool's runs into the slot
+  kToPoolVerified,  // slot -> pool, and compare every run's digest with the one in the slot
+  kToSlotDigested,  // pool -> slot, and write every run's digest into the slot
+  kVerifyInPool,    // move nothing: compare the digests of the pool's runs with those in the slot
+  kDigestInPool,    // move nothing: write the digests of the pool's runs into the slot
 };
 
 FLEXKV_HD constexpr bool to_pool(TransformMode mode) {
@@ -62,7 +62,7 @@ FLEXKV_HD constexpr bool has_digests(TransformMode mode) {
   return mode != TransformMode::kToPool && mode != TransformMode::kToSlot;
 }
 
-// The value of bad_run for a page whose runs are all good.
+// The value of bad_run for a page if the digests of all its runs match.
 inline constexpr int32_t kNoBadRun = INT32_MAX;
 
 // The arguments of one launch. All arrays are in memory that the executing processor can access.
@@ -70,17 +70,17 @@ struct TransformBatch {
   const TransformRun* runs = nullptr;
   const TransformLeaf* leaves = nullptr;
   const TransformPage* pages = nullptr;
-  RunProgress* progress = nullptr;  // [page][run], all zero; only used with digests
+  RunProgress* progress = nullptr;  // [page][run], all zero at first; only used with digests
   int32_t* bad_run = nullptr;  // [page], kNoBadRun at first; then the lowest run whose digest does not match
-  int64_t digest_offset = 0;   // in the slot
+  int64_t digest_offset = 0;   // offset of the digests in a slot
   int32_t num_runs = 0;
   int32_t num_leaves = 0;
   int32_t num_pages = 0;
   TransformMode mode = TransformMode::kToPool;
 };
 
-// Walks the leaves that belong to one of `warps` warps, which are every `warps`-th leaf over all pages.
-// Divides once, not once per leaf.
+// Iterates over the leaves of one of `warps` warps: every `warps`-th leaf, counted over all pages. It divides
+// only in its constructor, not for each leaf.
 class LeafWalk {
  public:
   FLEXKV_HD LeafWalk(const TransformBatch& batch, int32_t warp, int32_t warps)
@@ -94,7 +94,8 @@ class LeafWalk {
   FLEXKV_HD bool ended() const { return page_ >= pages_; }
   FLEXKV_HD int32_t page() const { return static_cast<int32_t>(page_); }
   FLEXKV_HD int32_t leaf() const { return static_cast<int32_t>(leaf_); }
-  // Precondition: !ended(). No sum overflows, because each adds two numbers below 2^31.
+  // Goes to the warp's next leaf. Precondition: !ended(). No sum overflows, because each adds two numbers
+  // below 2^31.
   FLEXKV_HD void advance() {
     page_ += step_pages_;
     leaf_ += step_leaves_;
@@ -124,8 +125,8 @@ FLEXKV_HD inline LeafEnds leaf_ends(const TransformBatch& batch, int32_t page, c
   return to_pool(batch.mode) ? LeafEnds{pool, slot} : LeafEnds{slot, pool};
 }
 
-// The sums of one lane: words 2i and 2i + 1 of the 16-byte vectors i = lane, lane + 32, ..., which belong to
-// digest lanes 2 * lane % 8 and the one after it.
+// The sums of one lane over the words 2i and 2i + 1 of a leaf, for i = lane, lane + 32, and so on. The even
+// words belong to digest lane 2 * lane % 8, the odd words to the digest lane after it.
 struct LaneLeafSums {
   LaneSums even, odd;
 };
@@ -137,8 +138,8 @@ FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high
   sums.odd.add(high, digest_constant(static_cast<uint64_t>(2 * vector + 1)));
 }
 
-// Adds the words of a vector that may extend past the leaf's end. A word that starts past the end is not part
-// of the leaf.
+// Adds the words of a 16-byte vector that may extend past the leaf's end. A word that starts past the end is
+// not part of the leaf.
 FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int bytes,
                                          int vector) {
   const int word = 2 * vector;
@@ -169,10 +170,10 @@ FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, in
 
 }  // namespace transform_detail
 
-// Copies (if kCopy) and sums (if kDigest) `lane`'s part of one leaf of 1 to 4096 bytes. Between
-// 16-byte-aligned addresses it moves 16-byte vectors and issues all of a lane's loads before its first store,
-// so that eight are in flight; otherwise it moves units of 8, 4 or 1 bytes. It handles every size, with its
-// tail.
+// Copies (if kCopy) and sums up (if kDigest) one lane's share of a leaf of 1 to 4096 bytes. Between
+// 16-byte-aligned addresses it moves 16-byte vectors and issues all of the lane's loads before its first
+// store, so that eight loads are in flight. Otherwise, and for the tail of a leaf, it moves units of 8, 4 or
+// 1 bytes.
 template <bool kDigest, bool kCopy = true>
 FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, int lane) {
   namespace detail = transform_detail;
@@ -182,8 +183,9 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   const unsigned char* src = ends.src;
   if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
     const int vectors = bytes / 16;
-    // Vectors past the end are set to zero: a register that only some leaves write would have to survive from
-    // leaf to leaf, and eight such vectors would leave too few of a thread's 64 registers for the rest.
+    // Vectors past the end are set to zero. Otherwise, a register that only some leaves write would have to
+    // keep its value from leaf to leaf, and eight such vectors would leave too few of a thread's 64 registers
+    // for the rest.
     Vector16 held[kHeld];
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
@@ -193,7 +195,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
       const int i = lane + k * kTransformLanes;
       if (kCopy && i < vectors) reinterpret_cast<Vector16*>(dst)[i] = held[k];
     }
-    // Sums come after all stores, when the store addresses no longer occupy registers.
+    // The sums are made after all stores, when the store addresses no longer occupy registers.
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
       if (kDigest && i < vectors) detail::add_vector(sums, held[k].low, held[k].high, i);
@@ -215,17 +217,18 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   return sums;
 }
 
-// Lanes whose numbers are congruent modulo kSumGroups hold sums of the same digest lanes.
+// Lanes whose numbers are equal modulo kSumGroups hold sums of the same two digest lanes.
 inline constexpr int kSumGroups = kDigestLanes / 2;
 
-// What lane `lane` < kSumGroups adds to the leaf's folded value. Precondition: the sums of all lanes
-// congruent to it have been added to its own.
+// Returns what a lane below kSumGroups adds to the leaf's folded value. Precondition: `sums` includes the
+// sums of all lanes whose numbers are equal to `lane` modulo kSumGroups.
 FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
   return sums.even.folded(2 * lane) + sums.odd.folded(2 * lane + 1);
 }
 
-// Ends one leaf; the caller that ends the last leaf of a run makes or checks the run's digest. `Atomics` has
-// add(), which returns the previous value, min(), and fence(), which makes that caller see all terms.
+// Adds the term of a finished leaf to its run's sum. The call for the last leaf of a run also writes or
+// checks the run's digest. `Atomics` has add(), which returns the previous value, min(), and fence(), which
+// lets that call see the terms of all leaves.
 template <typename Atomics>
 FLEXKV_HD inline void end_leaf(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf,
                                uint64_t folded) {

@@ -24,7 +24,7 @@ class CudaTransformer : public Transformer {
 
   ~CudaTransformer() override {
     const cuda::QuietCurrent here(*device_);
-    // Enqueued work reads tables_ and writes slots, so it must end before they are freed.
+    // Enqueued work reads tables_ and writes slots, so it must have finished before they are freed.
     const std::string error = await_stream();
     if (space_->error.empty()) space_->error = error;
     on_.workspaces->put(std::move(space_));
@@ -47,8 +47,8 @@ class CudaTransformer : public Transformer {
     BatchResult result{pending.error, {}};
     if (result.error.empty()) result.error = buffers.ended->wait();
     if (!result.error.empty()) {
-      // Parts of the batch may have been enqueued: they must end before its pages are reported as failed. If
-      // the context is broken, nothing moves any more, and the batch already has its error.
+      // A part of the batch may have been enqueued, and must have finished before the pages are reported as
+      // failed. If the context is broken, nothing moves any more, and the batch already has its error.
       await_stream();
       return result;
     }
@@ -94,8 +94,8 @@ class CudaTransformer : public Transformer {
     }
     step([&] { return upload(space_->runs, tables_.runs.data(), tables_.runs.size()); });
     step([&] { return upload(space_->leaves, tables_.leaves.data(), tables_.leaves.size()); });
-    // Batches start after the work that the engine has enqueued, which may still write blocks that they read
-    // or read blocks that they write.
+    // Batches start after the work that the engine has enqueued, because that work may still write blocks
+    // that the batches read, or read blocks that they write.
     step([&] { return fence_stream(on_, stream(), fence); });
     return error;
   }

@@ -15,12 +15,12 @@ struct CudaTransforms {
   LayoutLauncher launcher;
 };
 
-// Makes `stream` wait for the fence or, without one, for the work enqueued on the engine's stream so far.
-// Returns an error; empty on success. Precondition: the GPU is current.
+// Makes `stream` wait for `fence` or, if that is null, for the work enqueued on the engine's stream so far.
+// Returns an error, or an empty string on success. Precondition: the GPU is current.
 std::string fence_stream(const CudaTransforms& on, cuda::StreamHandle stream, StreamEvent* fence);
 
-// Throws CapacityError if the GPU cannot be made current or no stream can be made, and what TransformTables
-// throws; batches report other failures.
+// Makes the transformer of one transfer. Throws CapacityError if the GPU cannot be made current or no stream
+// can be made, and what TransformTables throws. All other failures are reported by batches.
 std::unique_ptr<Transformer> cuda_transformer(const CudaTransforms& on, const PageMap& map, bool into_pool,
                                               int32_t max_pages, StreamEvent* fence);
 

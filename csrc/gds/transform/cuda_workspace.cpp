@@ -12,7 +12,8 @@ std::string GpuMemory::allocate(void** memory, size_t bytes) const {
   return error;
 }
 
-// Here and below, errors are ignored: at exit the driver may already be gone, and its memory with it.
+// This function and PinnedMemory::release() ignore errors: at exit the driver may already be gone, and with
+// it the memory.
 void GpuMemory::release(void* memory) const { driver->mem_free(reinterpret_cast<uintptr_t>(memory)); }
 
 std::string PinnedMemory::allocate(void** memory, size_t bytes) const {

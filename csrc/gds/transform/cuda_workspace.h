@@ -1,5 +1,5 @@
-// The stream, events and small buffers that one transfer's transforms need on a GPU; kept for the next
-// transfer.
+// The stream, events and small buffers that one transfer's transforms need on a GPU. They are kept for later
+// transfers.
 #pragma once
 #include <array>
 #include <memory>
@@ -14,13 +14,13 @@
 
 namespace flexkv {
 
-// Memory of the current GPU.
+// Allocates memory of the current GPU, for GrowingBuffer.
 struct GpuMemory {
   const cuda::Driver* driver;
   std::string allocate(void** memory, size_t bytes) const;
   void release(void* memory) const;
 };
-// Pinned host memory, which the GPU can reach.
+// Allocates pinned host memory, which the GPU can access, for GrowingBuffer.
 struct PinnedMemory {
   const cuda::Driver* driver;
   std::string allocate(void** memory, size_t bytes) const;
@@ -36,7 +36,7 @@ struct CudaBatchBuffers {
 
 // Precondition of the constructor and the destructor: the GPU is current.
 struct CudaWorkspace {
-  // Throws CapacityError.
+  // Throws CapacityError if no stream can be made.
   explicit CudaWorkspace(const std::shared_ptr<cuda::Device>& device);
   CudaWorkspace(const CudaWorkspace&) = delete;
   CudaWorkspace& operator=(const CudaWorkspace&) = delete;
@@ -44,10 +44,11 @@ struct CudaWorkspace {
   const cuda::Stream stream;
   GrowingBuffer<GpuMemory> runs, leaves;
   std::array<CudaBatchBuffers, kBatchesInFlight> batches;
-  std::string error;  // why it cannot be used; empty if it can
+  std::string error;  // why the workspace cannot be used; empty if it can
 };
 
-// Keeps workspaces between transfers. Outlives its TransformDevice while a transformer uses it.
+// Keeps workspaces between transfers. While a transformer uses the pool, the pool may outlive its
+// TransformDevice.
 class WorkspacePool {
  public:
   explicit WorkspacePool(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}
@@ -55,9 +56,11 @@ class WorkspacePool {
   WorkspacePool(const WorkspacePool&) = delete;
   WorkspacePool& operator=(const WorkspacePool&) = delete;
   const std::shared_ptr<cuda::Device>& device() const { return device_; }
-  // Precondition: the GPU is current. Throws CapacityError.
+  // Returns a kept workspace or makes a new one. Precondition: the GPU is current. Throws CapacityError if no
+  // workspace can be made.
   std::unique_ptr<CudaWorkspace> take();
-  // Precondition: the workspace's work has ended. Drops a workspace that has an error.
+  // Keeps a workspace for a later take(), or destroys it if it has an error. Precondition: the work on the
+  // workspace's stream has finished.
   void put(std::unique_ptr<CudaWorkspace> workspace);
 
  private:

@@ -7,9 +7,9 @@
 
 namespace flexkv {
 
-// Memory that it has outgrown is freed only with the buffer, because freeing device memory waits for all work
-// on the device, including other transfers and the engine's. `Memory` has allocate(void**, size_t), which
-// returns an error or an empty string, and release(void*).
+// Memory that the buffer has outgrown is freed only in the buffer's destructor, because freeing device memory
+// waits for all work on the device, including the work of other transfers and of the engine. `Memory` has
+// allocate(void**, size_t), which returns an error or an empty string, and release(void*).
 template <typename Memory>
 class GrowingBuffer {
  public:
@@ -19,11 +19,11 @@ class GrowingBuffer {
   }
   GrowingBuffer(const GrowingBuffer&) = delete;
   GrowingBuffer& operator=(const GrowingBuffer&) = delete;
-  // Returns an error if there is no memory, and then changes nothing; empty on success. Growing loses the
-  // content.
+  // Makes the buffer at least `bytes` large. Growing loses the content. Returns an empty string, or an error
+  // if there is not enough memory; then the buffer is unchanged.
   std::string reserve(size_t bytes) {
     if (bytes <= bytes_) return {};
-    // Doubling keeps the sum of all outgrown memory below the memory in use.
+    // The size at least doubles, so that all outgrown memory together is smaller than the memory in use.
     const size_t grown = std::max(bytes, 2 * bytes_);
     void* memory = nullptr;
     std::string error = source_.allocate(&memory, grown);

@@ -19,17 +19,17 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes, in whole leaves. How much is digested before it is copied: enough to amortise a copy's fence,
-// and little enough to stay in the L2 cache.
+// Unit: bytes, a multiple of a leaf. How much is digested before it is copied: enough that a copy's fence
+// costs little, and little enough to stay in the L2 cache.
 constexpr int64_t kDigestStepBytes = 64 << 10;
-// Unit: bytes. Huge pages need this alignment. I/O buffers on huge pages double the disk's speed.
+// Unit: bytes. The alignment that huge pages need. With I/O buffers on huge pages, disks are twice as fast.
 constexpr int64_t kHugePageBytes = 2 << 20;
 
 class HostTransformer : public Transformer {
  public:
   HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
 
-  // Does the work in the caller's thread; the disks' threads continue meanwhile.
+  // Does the work in the caller's thread, while the disks' threads continue.
   void launch(std::span<const TransformPage> pages) override {
     BatchResult result;
     for (const TransformPage& page : pages) {
@@ -83,10 +83,11 @@ class HostTransformer : public Transformer {
 
   std::vector<Segment> segments_;
   TransformTables tables_;
-  std::deque<BatchResult> done_;  // every batch has ended when launch() returns
+  std::deque<BatchResult> done_;  // results that wait() has not returned; launch() completes its batch
 };
 
-// Asks the kernel whether a byte can be read. Only EFAULT means no; other errors tell nothing about the byte.
+// Asks the kernel whether a byte can be read. Only EFAULT means that it cannot; other errors say nothing
+// about the byte.
 bool readable(const char* byte) {
   char copy = 0;
   const iovec here{&copy, 1}, there{const_cast<char*>(byte), 1};
@@ -99,7 +100,8 @@ class HostTransformDevice : public TransformDevice {
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
-    // If memory is overcommitted, the first touch could invoke the OOM killer.
+    // Refuses what exceeds the available memory: if memory is overcommitted, the first touch could invoke the
+    // OOM killer.
     const MemoryLimit limit = machine_memory_limit();
     if (bytes > limit.available_bytes) {
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging: " +
@@ -113,14 +115,15 @@ class HostTransformDevice : public TransformDevice {
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging");
     // This is only advice: if the kernel refuses it, the buffer works, but is slower.
     if (huge) static_cast<void>(madvise(memory, size, MADV_HUGEPAGE));
-    std::memset(memory, 0, size);  // so that no page is first touched during a transfer
+    std::memset(memory, 0, size);  // touches all pages, so that no transfer has to
     return memory;
   }
   void release(void* memory) override { std::free(memory); }
 
   std::string bind_thread() override { return {}; }
   std::string while_current(const std::function<std::string()>& work) override { return work(); }
-  // Transforms run in the caller's thread, so with small batches the disks start sooner and end sooner.
+  // Batches have one page. Transforms run in the caller's thread, so with small batches the disks start and
+  // finish sooner.
   int32_t batch_pages(int32_t) const override { return 1; }
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     copy_run(dst, src, static_cast<size_t>(bytes));
@@ -131,8 +134,8 @@ class HostTransformDevice : public TransformDevice {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) & ~(page - 1);
     const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes);
-    // msync with MS_ASYNC writes nothing and only tells whether all of the memory is mapped. Memory reserved
-    // without access counts as mapped, too, hence the two reads.
+    // msync with MS_ASYNC writes nothing and only shows whether all of the memory is mapped. Memory that is
+    // reserved without access counts as mapped, too, so the first and last byte are also read.
     const bool mapped = end > begin && msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0;
     const auto* first = static_cast<const char*>(memory);
     if (mapped && readable(first) && readable(first + bytes - 1)) return {};

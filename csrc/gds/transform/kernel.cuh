@@ -6,7 +6,7 @@
 namespace flexkv {
 namespace {
 
-// nvcc compiles end_leaf() for the host, too, and these functions with it; the host versions are never
+// nvcc compiles end_leaf(), and with it these functions, for the host, too. The host versions are never
 // called.
 struct GpuAtomics {
   __host__ __device__ static uint64_t add(uint64_t* value, uint64_t amount) {
@@ -37,7 +37,8 @@ __device__ inline void add_from(LaneSums& sums, int distance) {
   sums.words += __shfl_down_sync(kAll, sums.words, distance);
 }
 
-// Returns the leaf's folded value in lane 0. testing/transform_lanes.cpp does the same with an array.
+// Returns the leaf's folded value in lane 0; other lanes' results are meaningless.
+// csrc/testing/transform_lanes.cpp does the same with an array.
 __device__ inline uint64_t reduce_and_fold(LaneLeafSums sums, int lane) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     add_from(sums.even, distance);

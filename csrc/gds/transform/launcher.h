@@ -1,5 +1,5 @@
-// Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit at build time: the code that plans
-// and fences it is in every build.
+// Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit at build time. The code that plans
+// it and makes it wait for the engine is in every build.
 #pragma once
 #include <string>
 
@@ -8,12 +8,13 @@
 
 namespace flexkv {
 
-// Enqueues one batch, whose arrays are in memory of the current GPU, on `stream` (a CUstream), on as many of
-// the GPU's `multiprocessors` as `grid` says. Returns an error; empty on success.
+// A function that enqueues one batch, whose arrays are in the current GPU's memory, on `stream` (a CUstream).
+// The batch runs on as many of the GPU's `multiprocessors` as `grid` says. Returns an error, or an empty
+// string on success.
 using LayoutLauncher = std::string (*)(const TransformBatch& batch, TransformGrid grid, int multiprocessors,
                                        void* stream);
 
-// The launcher of this build; null without a CUDA toolkit.
+// Returns the launcher, or null in a build without a CUDA toolkit.
 LayoutLauncher layout_launcher();
 
 }  // namespace flexkv

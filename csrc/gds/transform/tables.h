@@ -1,4 +1,4 @@
-// The parts of a transform that stay the same from batch to batch, made once per transfer.
+// The tables of a transform that are the same for all batches of a transfer. They are made once per transfer.
 #pragma once
 #include <vector>
 
@@ -17,7 +17,8 @@ struct TransformTables {
   TransformMode mode;
 };
 
-// A batch over `tables`, which must outlive it. The caller sets pages, num_pages, progress and bad_run.
+// Returns a batch that points to `tables`, which must outlive it. The caller sets pages, num_pages, progress
+// and bad_run.
 TransformBatch host_batch(const TransformTables& tables);
 
 }  // namespace flexkv

@@ -26,8 +26,8 @@ class Allocation {
   void* memory_;
 };
 
-// Units: bytes, layers, and repetitions. A larger number is a mistake; products of checked numbers stay far
-// from overflow.
+// Units: bytes, layers, and repetitions. A larger number is a mistake of the caller. Up to these limits,
+// products stay far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 46;
 constexpr int32_t kMostLayers = 1 << 16;
 constexpr int32_t kMostRepeats = 1 << 20;
@@ -79,7 +79,7 @@ std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTr
     }
     return seconds_since(start);
   };
-  run(*device.transformer(map, false, count));  // the slots have digests from here on
+  run(*device.transformer(map, false, count));  // writes pages and digests into the slots
   const auto transformer = device.transformer(map, what.into_pool, count);
   std::vector<TransformTime> times;
   for (int32_t i = 0; i <= repeats; ++i) {
@@ -88,7 +88,7 @@ std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTr
     const auto start = Clock::now();
     require(device.copy(slots.at(0), pool.at(0), total));
     time.copy_s = seconds_since(start);
-    // The copy has overwritten the digests, so make them again if the next round checks them.
+    // The copy has overwritten the digests, so they are written again if the next round checks them.
     if (what.into_pool) run(*device.transformer(map, false, count));
     if (i > 0) times.push_back(time);
   }

@@ -1,4 +1,5 @@
-// Measures the layout transform beside a plain copy on the same device, for `flexkv bench transfer`.
+// Measures the layout transform, and for comparison a plain copy on the same device, for `flexkv bench
+// transfer`.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,21 +9,22 @@
 
 namespace flexkv {
 
-// What to time: a layer-first pool of its own, [layer][block][run], and one slot per block.
+// What to time. time_transform() allocates a layer-first pool, [layer][block][run], and one slot per block.
 struct TimedTransform {
   int32_t layers = 1;
   int64_t run_bytes = 0;
   int64_t blocks = 1;
-  bool into_pool = true;  // checks digests; else makes them
+  bool into_pool = true;  // slot -> pool with checked digests; if false, pool -> slot with new digests
 };
 
 struct TransformTime {
   double transform_s = 0;
-  double copy_s = 0;  // the device's own copy of as many bytes
+  double copy_s = 0;  // the time of the device's own copy of the same number of bytes
 };
 
-// One entry per repeat. Transform and copy alternate, after one unmeasured pair. Throws ConfigError for
-// numbers out of range, CapacityError without the memory, and TransferError if a transform fails.
+// Returns one entry per repeat. Transform and copy alternate; a first pair of them is not counted. Throws
+// ConfigError if a number is out of range, CapacityError if there is not enough memory, and TransferError if
+// a transform fails.
 FLEXKV_EXPORT std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                                         int32_t repeats);
 
