@@ -533,7 +533,14 @@ class SlabFile:
     """
 
     def __init__(
-        self, path: str, header_bytes: int, slot_bytes: int, slots: int, id: int, lock_fd: int = -1
+        self,
+        path: str,
+        header_bytes: int,
+        slot_bytes: int,
+        slots: int,
+        id: int,
+        lock_fd: int = -1,
+        read_only: bool = False,
     ) -> None: ...
     @property
     def direct(self) -> bool:

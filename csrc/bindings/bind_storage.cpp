@@ -220,14 +220,14 @@ void bind_storage(py::module_& m) {
       .def("trailer", &trailer, py::arg("image"));
   NativeBinding<SlabFile, std::shared_ptr<SlabFile>>(m, "SlabFile")
       .def(py::init([](std::string path, int64_t header_bytes, int64_t slot_bytes, int64_t slots, uint64_t id,
-                       int lock_fd) {
+                       int lock_fd, bool read_only) {
              const py::gil_scoped_release release;
              const SlabShape shape{header_bytes, slot_bytes, slots, id};
-             return std::shared_ptr<SlabFile>(new SlabFile(std::move(path), shape, lock_fd),
+             return std::shared_ptr<SlabFile>(new SlabFile(std::move(path), shape, lock_fd, read_only),
                                               CloseWithoutGil{});
            }),
            py::arg("path"), py::arg("header_bytes"), py::arg("slot_bytes"), py::arg("slots"), py::arg("id"),
-           py::arg("lock_fd") = -1)
+           py::arg("lock_fd") = -1, py::arg("read_only") = false)
       .def_property_readonly("direct", &SlabFile::direct)
       .def_property_readonly("buffered_because", &SlabFile::buffered_because)
       .def_property_readonly("fd", &SlabFile::fd)

@@ -22,7 +22,7 @@ constexpr int64_t kMostSlabBytes = int64_t{1} << 60;
 
 }  // namespace
 
-SlabFile::SlabFile(std::string path, const SlabShape& shape, int lock_fd)
+SlabFile::SlabFile(std::string path, const SlabShape& shape, int lock_fd, bool read_only)
     : path_(std::move(path)), shape_(shape) {
   if (shape.header_bytes <= 0 || shape.header_bytes % kIoAlignBytes != 0 || shape.slot_bytes <= 0 ||
       shape.slot_bytes % kIoAlignBytes != 0 || shape.slots < 0 || shape.header_bytes > kMostSlabBytes) {
@@ -36,14 +36,15 @@ SlabFile::SlabFile(std::string path, const SlabShape& shape, int lock_fd)
                         std::to_string(kMostSlabBytes) + " bytes");
   }
   require_no_nul<DiskError>(path_);
-  fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
+  const int flags = (read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
+  fd_ = open(path_.c_str(), flags | O_DIRECT);
   if (fd_ < 0 && errno == EINVAL) {
     buffered_because_ = "this file system has no direct I/O";
   } else if (fd_ >= 0) {
     buffered_because_ = direct_io_refusal(fd_);
     if (!buffered_because_.empty()) close(fd_);
   }
-  if (!buffered_because_.empty()) fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC);
+  if (!buffered_because_.empty()) fd_ = open(path_.c_str(), flags);
   if (fd_ < 0) throw DiskError(path_ + ": " + std::strerror(errno));
   try {
     if (lock_fd >= 0 && (lock_fd_ = fcntl(lock_fd, F_DUPFD_CLOEXEC, 0)) < 0) {

@@ -183,6 +183,15 @@ class FolderLock:
             os.close(fd)
 
 
+def is_read_only(folder: Path) -> bool:
+    """Whether the folder's file system is mounted read-only.
+
+    Raises:
+        OSError: the folder cannot be reached.
+    """
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
 def is_in_use(folder: Path) -> bool:
     """Whether a process holds the lock of a unit's folder now.
 
@@ -295,16 +304,19 @@ def folder_at_rest(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DiskError(f"{path}: {error.strerror}") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in IN_USE:
+                raise FolderLockedError(f"{folder} is in use by process {_holder(fd)}") from error
+            raise
         if not _has_name(fd, path):
             raise DiskError(f"{folder} is being deleted")
         yield
     except OSError as error:
         if isinstance(error, DiskError):
             raise
-        if error.errno in IN_USE:
-            raise FolderLockedError(f"{folder} is in use by process {_holder(fd)}") from error
-        raise DiskError(f"{folder}: {error.strerror}") from error
+        raise DiskError(f"{folder}: {error.strerror or error}") from error
     finally:
         os.close(fd)
 

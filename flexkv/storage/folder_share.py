@@ -15,7 +15,7 @@ from flexkv.config.sizes import format_size
 from flexkv.errors import DiskError
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity
-from flexkv.storage.folder import held_bytes, unit_folder
+from flexkv.storage.folder import held_bytes, is_read_only, unit_folder
 from flexkv.storage.header import slot_bytes_of_all
 from flexkv.storage.private_files import make_folders
 
@@ -218,7 +218,7 @@ def _access_fault(root: Path, there: Path) -> str:
         return f"{there} is no folder"
     if os.access(there, os.W_OK | os.X_OK):
         return ""
-    if os.statvfs(there).f_flag & os.ST_RDONLY:
+    if is_read_only(there):
         return f"the file system of {there} is read-only"
     return f"no permission to write in {there}"
 

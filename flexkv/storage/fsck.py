@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,20 @@ from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.epoch import EPOCH_NAME, after_all, read_epoch, write_epoch
-from flexkv.storage.folder import LOOKED_AFTER_IN_USE, FolderLock, native_path, slab_name
+from flexkv.storage.folder import (
+    LOOKED_AFTER_IN_USE,
+    FolderLock,
+    folder_at_rest,
+    is_read_only,
+    native_path,
+    slab_name,
+)
 from flexkv.storage.generations import OPENS_NAME, opens_of, opens_so_far, read_opens, write_opens
 from flexkv.storage.group_tables import codec_of
 from flexkv.storage.header import DamagedHeaderError, SlabHeader
 from flexkv.storage.header_copy import find_header, mend_header
 from flexkv.storage.index import SlotIndex
+from flexkv.storage.index_copy import copy_files
 from flexkv.storage.index_database import INDEX_NAME, set_aside_index
 from flexkv.storage.index_trouble import UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
@@ -113,18 +122,35 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
         FolderLockedError: the folder is in use.
         DiskError: the folder cannot be read.
     """
-    lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     try:
-        return _check(folder, repair)
+        if is_read_only(folder):
+            return _check_read_only(folder, repair)
+        lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
+        try:
+            return _check(folder, folder / INDEX_NAME, repair)
+        finally:
+            lock.release()
     except OSError as error:
         if isinstance(error, DiskError):
             raise
         raise DiskError(f"{folder}: {error}") from error
-    finally:
-        lock.release()
 
 
-def _check(folder: Path, repair: bool) -> FsckReport:
+def _check_read_only(folder: Path, repair: bool) -> FsckReport:
+    """Checks a folder that cannot be written, as when the system has mounted a failing disk read-only. Reads a copy of
+    the index, because SQLite writes to a database that it opens.
+    """
+    if repair:
+        raise DiskError(f"{folder}: the file system is read-only: nothing can be repaired")
+    with folder_at_rest(folder), tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
+        copy_files(folder, Path(made))
+        report = _check(folder, Path(made) / INDEX_NAME, repair=False)
+        for words in (report.problems, report.index_faults):
+            words[:] = [text.replace(made, str(folder)) for text in words]
+        return report
+
+
+def _check(folder: Path, index_path: Path, repair: bool) -> FsckReport:
     report = FsckReport(folder)
     found: dict[int, tuple[SlabHeader, list[SlotReport]]] = {}
     groups: dict[int, Mapping[int, DiskGroup]] = {}
@@ -146,7 +172,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
             mend_header(path, whole)
         slots = max(0, (path.stat().st_size - header.header_bytes) // header.slot_bytes)
         slab = c_ext.SlabFile(
-            native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id
+            native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id, read_only=True
         )
         codecs = [codec_of(group, number) for number, group in whole.groups.items()]
         reports = list(read_slots(slab, header.slab_id, codecs, slots, data=True))
@@ -171,7 +197,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     if not found:
         return report
     slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
-    index = _open_index(folder, slots_of, report, repair)
+    index = _open_index(index_path, slots_of, report, repair)
     try:
         if index is not None:
             index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
@@ -186,7 +212,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
             _forget_missing(index, report, list(found), epoch)
         elif repair:
             if index is None:
-                index = SlotIndex(folder / INDEX_NAME, slots_of)
+                index = SlotIndex(index_path, slots_of)
                 index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
             _rewrite(index, found, epoch, opens)
         if repair and index is not None:
@@ -201,11 +227,10 @@ def _check(folder: Path, repair: bool) -> FsckReport:
     return report
 
 
-def _open_index(folder: Path, slots: list[int], report: FsckReport, repair: bool) -> SlotIndex | None:
+def _open_index(path: Path, slots: list[int], report: FsckReport, repair: bool) -> SlotIndex | None:
     """Opens the index. Returns None if it is missing or unusable. With `repair`, sets the files of an unusable index
     aside.
     """
-    path = folder / INDEX_NAME
     if not path.exists():
         report.problems.append(f"{path} is missing")
         return None

@@ -36,11 +36,20 @@ def copy_index(folder: Path, to: Path) -> int | None:
     if not (folder / INDEX_NAME).exists():
         raise DiskError("it has no index; its own unit makes one when it starts")
     with folder_at_rest(folder):
-        for path in folder.glob(f"{INDEX_NAME}*"):
-            shutil.copyfile(path, to / path.name)
+        copy_files(folder, to)
         return number_if_whole(
             read_epoch, folder, lambda fault: logger.warning("%s: the index decides", fault)
         )
+
+
+def copy_files(folder: Path, to: Path) -> None:
+    """Copies the files of the index, if there is one, into the folder `to`. Precondition: no unit uses the folder.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    for path in folder.glob(f"{INDEX_NAME}*"):
+        shutil.copyfile(path, to / path.name)
 
 
 def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:

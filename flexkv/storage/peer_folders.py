@@ -200,7 +200,9 @@ def open_slab(
     theirs = list(found.groups.values())
     rewrites = rewrites_of(theirs, ours, heads)
     slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
-    slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
+    slab = c_ext.SlabFile(
+        native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id, read_only=True
+    )
     folders = []
     for number, group in enumerate(theirs):
         codec = codec_of(group, number)

@@ -34,6 +34,7 @@ from flexkv.transfer.graph import (
     TransferOp,
 )
 from flexkv.transfer.host_pool import HostPool
+from tests.read_only_mount import read_only_mount
 from tests.unit.peers.live_engines import wait_for
 from tests.unit.storage.disk_world import (
     BLOCK_TOKENS,
@@ -213,8 +214,8 @@ def test_a_damaged_run_of_any_group_is_seen(make_units: Callable[..., TwoUnits],
     assert "digest" in result.reason
 
 
-def slabs_of(units: TwoUnits) -> tuple[PeerFolder, ...]:
-    return open_slab(units.world.folder / slab_name(GROUP), IDENTITY, units.groups, HEADS)
+def slabs_of(units: TwoUnits, folder: Path | None = None) -> tuple[PeerFolder, ...]:
+    return open_slab((folder or units.world.folder) / slab_name(GROUP), IDENTITY, units.groups, HEADS)
 
 
 def written(units: TwoUnits) -> list[NDArray[np.uint64]]:
@@ -231,8 +232,8 @@ def written(units: TwoUnits) -> list[NDArray[np.uint64]]:
     return generations
 
 
-def slab_reader(units: TwoUnits, group_of: Callable[[int], int]) -> SlabReader:
-    slabs = slabs_of(units)
+def slab_reader(units: TwoUnits, group_of: Callable[[int], int], folder: Path | None = None) -> SlabReader:
+    slabs = slabs_of(units, folder)
     reader = SlabReader(
         units.directory,
         lambda peer, group: (slabs[group_of(group)],) if peer >= 0 else (),
@@ -257,6 +258,19 @@ def test_pages_of_each_group_come_from_a_peers_slab(make_units: Callable[..., Tw
     units.world.unit.record_evict(1, ids([SLOTS + 1]), generations[1][1:2])
     units.world.write([1], [SLOTS + 1], of=2)
     assert units.read(reader, 1).failed.tolist() == [1]
+
+
+def test_pages_come_from_a_slab_that_is_mounted_read_only(
+    make_units: Callable[..., TwoUnits], tmp_path: Path
+) -> None:
+    units = make_units()
+    written(units)
+    with read_only_mount(units.world.folder, tmp_path / "seen") as seen:
+        with pytest.raises(OSError, match="Read-only"):
+            (seen / slab_name(GROUP)).open("r+b")
+        result = units.read(slab_reader(units, lambda group: group, seen), 0)
+    assert (result.status, result.failed.tolist()) == (OpStatus.OK, [])
+    assert units.wrong(0) == []
 
 
 def test_a_slab_read_as_another_groups_gives_no_page(make_units: Callable[..., TwoUnits]) -> None:

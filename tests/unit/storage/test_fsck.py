@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from flexkv.errors import DiskError
+from flexkv.storage.folder import FolderLockedError, folder_at_rest
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.header import read_header
+from flexkv.storage.index_database import INDEX_NAME
 from flexkv.storage.slot_rows import CHUNK_SLOTS
 from flexkv.storage.weights_name import WEIGHTS_NAME, write_weights
+from tests.read_only_mount import read_only_mount
 from tests.unit.storage.damage import filled, flip
-from tests.unit.storage.disk_world import MakeDisks
+from tests.unit.storage.disk_world import DiskWorld, MakeDisks
 
 
 def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
@@ -122,3 +128,47 @@ def test_fsck_goes_on_past_a_slab_under_another_groups_name(make_disks: MakeDisk
     assert [found.good for found in report.slabs] == [6]
     (problem,) = report.problems
     assert "group1.slab is the slab of group 0" in problem
+
+
+def test_a_read_only_file_system_is_checked(small_disk: Path) -> None:
+    """As a disk is mounted again after I/O errors: what can still be read is what a person wants to know then."""
+    world = DiskWorld([small_disk], slots=8)
+    _, generations = world.write(range(4), range(4))
+    world.wait_durable(range(4), generations)
+    folder = world.folder
+    assert world.close()
+    slab = folder / "group0.slab"
+    header = read_header(str(slab))
+    flip(slab, header.header_bytes + 2 * header.slot_bytes + 5000)
+    writable = check_folder(folder)
+    assert (writable.slabs[0].good, writable.slabs[0].missing) == (3, [2]), "the control"
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert check_folder(folder) == writable
+    with pytest.raises(DiskError, match="the file system is read-only: nothing can be repaired"):
+        check_folder(folder, repair=True)
+    with folder_at_rest(folder):
+        assert check_folder(folder) == writable, "other readers are no hindrance"
+
+
+def test_a_damaged_index_on_a_read_only_file_system_is_named_by_its_own_path(small_disk: Path) -> None:
+    world = DiskWorld([small_disk], slots=8)
+    folder = world.folder
+    assert world.close()
+    index = folder / INDEX_NAME
+    index.write_bytes(b"no database" * 1000)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    report = check_folder(folder)
+    assert not report.clean
+    assert [problem for problem in report.problems if problem.startswith(f"{index}: ")]
+    assert "flexkv-index-" not in str(report)
+
+
+def test_a_folder_in_use_is_not_checked_through_a_read_only_mount(
+    make_disks: MakeDisks, tmp_path: Path
+) -> None:
+    world = make_disks()
+    with read_only_mount(world.folder, tmp_path / "seen") as seen:
+        with pytest.raises(FolderLockedError, match=f"in use by process {os.getpid()}"):
+            check_folder(seen)
+        assert world.close()
+        assert check_folder(seen).clean, "the control"

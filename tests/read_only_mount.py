@@ -1,0 +1,24 @@
+"""A folder as a machine sees it that mounts it read-only."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def read_only_mount(folder: Path, at: Path) -> Iterator[Path]:
+    """Mounts `folder` a second time, read-only, at the new folder `at`, for as long as the context lasts."""
+    at.mkdir()
+    done = subprocess.run(["mount", "--bind", str(folder), str(at)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a file system: {done.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(at)], check=True)
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
