@@ -35,6 +35,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_kv_cache_config",
         "_kv_transfer_config",
         "_vllm_config",
+        "bind_connector_metadata",
         "get_external_cache_hit_sources",
         "has_connector_metadata",
         "restore_kv_caches",
