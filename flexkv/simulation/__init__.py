@@ -1,1 +1,1 @@
-"""Drives the cache manager through everything that can go wrong, without an engine."""
+"""Simulations that drive the cache manager through everything that can go wrong, without an engine."""

@@ -1,9 +1,9 @@
 """The contract of a simulation: its random choices, the symbols that stand for KV, and how it judges a manager.
 
-A run (`run.Simulation`) takes the place of an engine and drives a real cache manager in one thread, without bytes,
-files or the machine's clock, so that equal configurations take equal steps. The manager is checked in two ways: every
-answer is compared with a model, which implements the rules a second time; and symbols in place of KV show what arrived
-where. If a run returns, no rule was broken.
+A run (`run.Simulation`) takes the place of an engine and drives a real cache manager. It has one thread and uses no
+bytes, no files and not the machine's clock, so that equal configurations take equal steps. The manager is checked in
+two ways. Every answer is compared with a model, which implements the rules a second time. Symbols in place of KV show
+which page arrived in which slot or block. If a run returns, no rule was broken.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flexkv.errors import ContractError
 from flexkv.facts.keys import Rule
 
 Symbol = tuple[int, bytes | int]
-"""Content of a block or slot on one rank: `(epoch, key)`, the KV of that key under those weights, or `(-1, n)`, which
-is garbage."""
+"""Content of a block or slot on one rank: `(epoch, key)` for the key's KV with that epoch's weights, `(-1, n)` for
+garbage."""
 
 Place = tuple[int, int]
 """Group and engine block."""
@@ -30,20 +30,25 @@ Key = tuple[int, bytes]
 """Group and block key."""
 
 NO_SLOT = -1
-"""Slot of a page that moves between engine and disk without host memory."""
+"""In place of a slot: the page moves between engine and disk without host memory."""
 
 ManagerFactory = Callable[..., LocalCacheManager]
-"""Makes the manager of a run, from the arguments of `LocalCacheManager`."""
+"""Makes the manager of a run. Takes the arguments of `LocalCacheManager`."""
 
 
 class RuleBroken(ContractError):
-    """The manager did something that the rules forbid, or did not do something that they require."""
+    """Raised if the manager did something that the rules forbid, or did not do something that they require."""
 
 
 def require(holds: bool, what: str) -> None:
-    """
+    """Checks a rule.
+
+    Args:
+        holds: whether the manager kept the rule.
+        what: what the manager did if it broke the rule.
+
     Raises:
-        RuleBroken: it does not hold; `what` says what the manager did.
+        RuleBroken: the rule does not hold.
     """
     if not holds:
         raise RuleBroken(what)
@@ -54,37 +59,38 @@ class SimulationConfig:
     """The configuration of a simulation.
 
     Attributes:
-        seed: names the run; the same seed takes the same steps.
-        steps: random actions to take, before everything in flight is drained.
+        seed: seed of all random choices. With the same seed and settings, runs take the same steps.
+        steps: number of random actions. After them, everything in flight is drained.
         groups: KV groups of the unit.
-        ranks: workers that report each op.
+        ranks: number of workers that report each op.
         engine_blocks: number of engine blocks of each group.
-        requests: number of requests that are live at once.
+        requests: most requests that are live at once.
         most_steps: greatest length of a request, in steps (`step_tokens`).
         failure_rate: share of moved pages that fail.
-        ordered_reports: whether each rank reports in the order in which its ops ended, as an engine's workers do. Only
-            then do requests share engine blocks whose load has not been verified yet.
-        ttl_s: seconds to live of the pages that half of the requests store, which have separate keys; 0 for none. Not
-            with `gds_stores`.
-        tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
-        remote: whether a store that other machines also use lies behind all other tiers; not with `tier_places`.
+        ordered_reports: whether each rank reports its ops in the order in which they finished, as an engine's workers
+            do. Only then do requests share engine blocks whose load has not been verified yet.
+        ttl_s: time to live, in seconds, of the pages that half of the requests store under separate keys; 0 if no page
+            expires. Must be 0 with `gds_stores`.
+        tier_places: slots of each group in a symbolic tier, which is behind the disk tier if there is one; 0 for no
+            symbolic tier.
+        remote: whether the last tier is a store that other machines also use; not with `tier_places`.
         source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
             such a failure, loads go through host memory for a minute, which is 6,000 steps.
-        integrity_every: steps between calls of `check_integrity`; 0 for only the last call.
+        integrity_every: number of steps between calls of `check_integrity`; 0 for a call at the end only.
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
         asks_again: `ManagerLimits.asks_again`.
         wait_s: `TierFacts.wait_s` of the disk tier.
         policy: the eviction policy of every tier.
-        disk_places: disk slots of each group; 0 for no disk tier.
-        disk_mode: when pages are written to disk.
-        disks: the disks over which the places are striped.
-        measured_steps: whether the manager learns how fast the engine computes (sometimes slowly, sometimes fast), so
-            that it leaves pages on disk for the engine to compute.
-        stream: blocks are promised while they are being read from disk.
-        gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
-            `measured_steps` only where that was faster.
-        gds_stores: stores go only to disk: the ranks write stripes, then the disks write the trailers.
+        disk_places: number of disk slots of each group; 0 for no disk tier.
+        disk_mode: when pages are written to the tiers behind host memory.
+        disks: number of disks over which the disk slots are striped.
+        measured_steps: whether the manager learns how fast the engine computes, which alternates between slow and fast.
+            When the engine is fast, the manager leaves pages on disk for the engine to compute.
+        stream: whether blocks are promised while they are being read from disk.
+        gds_loads: whether blocks on disk are promised and loaded from there without a slot of host memory. With
+            `measured_steps`, only if that was measured to be faster.
+        gds_stores: whether stores go only to disk: the ranks write stripes, then the disks' lane writes the trailers.
     """
 
     seed: int
@@ -116,12 +122,12 @@ class SimulationConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that requests grow by: whole blocks of every group. With blocks of one size a step is a block."""
+        """Tokens by which requests grow: complete blocks of every group. With blocks of one size, a step is a block."""
         return math.lcm(*(spec.block_tokens for spec in self.groups))
 
     @property
     def pages_a_step(self) -> list[int]:
-        """Pages per step, by group."""
+        """Pages per step of each group."""
         return [self.step_tokens // spec.block_tokens for spec in self.groups]
 
     @property
@@ -140,17 +146,19 @@ class SimulationReport:
     """What a run did, up to the broken rule if it found one.
 
     Attributes:
-        steps: random actions taken.
-        verified_pages: loaded pages that had the KV that their key promises on every rank.
-        failed_pages: pages of loads that were reported as failed.
-        streamed_pages: pages promised while they were being read from disk.
-        gds_pages: pages loaded from disk without a slot of host memory.
-        room_waits: lookups that had to wait for free slots in host memory.
-        room_given: lookups that got free slots after they had waited for them.
-        lookups_after_failures: lookups of requests that have had a failed load.
-        stored_while_read: pages that were stored while they were being read from disk.
-        actions: how often each action was taken, by its name.
-        stats: the manager's own totals; `disk` has those of its disk tier, `symbolic` those of its last tier.
+        steps: number of random actions that were taken.
+        verified_pages: number of loaded pages that had the KV of their key on every rank.
+        failed_pages: number of pages of loads that were reported as failed.
+        streamed_pages: number of pages that were promised while they were being read from disk.
+        gds_pages: number of pages that were loaded from disk without a slot of host memory.
+        room_waits: number of lookups that had to wait for free slots in host memory.
+        room_given: number of lookups that got free slots after they had waited for them.
+        lookups_after_failures: number of lookups of requests that have had a failed load.
+        stored_while_read: number of pages that were stored while they were being read from disk.
+        actions: name of each action -> how often it was taken.
+        stats: the manager's own totals.
+        disk: totals of the disk tier.
+        symbolic: totals of the symbolic or remote tier.
     """
 
     steps: int = 0

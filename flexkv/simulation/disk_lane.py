@@ -1,4 +1,5 @@
-"""The lane between host slots and simulated disks: moves ops page by page on demand, and checks their places."""
+"""The lane between host slots and simulated disks. It moves an op's pages one by one when the simulation asks for it,
+and checks which disk slots ops use."""
 
 from __future__ import annotations
 
@@ -12,17 +13,21 @@ WRITES = (OpKind.DISK_WRITE, OpKind.DISK_SEAL, OpKind.GDS_WRITE)
 
 
 class SimDiskLane:
-    """Ops between host slots and a simulated disk, moved page by page on demand.
+    """The ops in flight between host slots and simulated disks.
 
     Args:
-        get_slot: group and slot -> the symbols there, one per rank.
-        set_slot: puts symbols into a slot.
+        tier: the simulated disks.
+        get_slot: takes a group and a host slot, and returns the symbols in the slot, one per rank.
+        set_slot: puts one symbol per rank into a host slot of a group, or garbage for None.
 
     Attributes:
-        missing: by op, the pages of a read that their places do not hold.
-        slot_states: group and host slot -> the read that ended there last, and whether its page is good.
-        rank_ops: ops of the ranks themselves. While they run, other ops must not write the places that they read, or
-            touch the places that they write.
+        left: op id -> positions of the pages that have not moved yet.
+        ops: op id -> op in flight.
+        failed: op id -> positions of the pages that failed.
+        missing: op id -> positions of a read's pages that their disk slots do not hold.
+        slot_states: group and host slot -> the last read that brought a page to the slot, and whether the page is good.
+        rank_ops: op id -> op that the ranks carry out. While it is in flight, no other op may write a disk slot that it
+            reads, or use a disk slot that it writes.
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class SimDiskLane:
         self.rank_ops: dict[int, TransferOp] = {}
 
     def submit(self, op: TransferOp) -> None:
-        """Takes an op over and checks that no other op is in the way at its places."""
+        """Begins an op, and checks that its disk slots do not conflict with another op in flight."""
         self._check_places(op)
         self.ops[op.op_id] = op
         self.left[op.op_id] = list(range(op.pages))
@@ -50,7 +55,7 @@ class SimDiskLane:
         self.missing[op.op_id] = set()
 
     def submit_of_ranks(self, op: TransferOp) -> None:
-        """Begins an op that the ranks carry out."""
+        """Records an op that the ranks carry out, and checks its disk slots like those of other ops."""
         self._check_places(op)
         self.rank_ops[op.op_id] = op
 
@@ -58,7 +63,7 @@ class SimDiskLane:
         require(
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
-        # A load that was promised before a disk was lost still arrives afterwards, and fails.
+        # A load that was promised before a disk was lost is still submitted afterwards, and fails.
         if op.kind is not OpKind.GDS_READ:
             self._tier.check_places(op.places)
         for other in (*self.ops.values(), *self.rank_ops.values()):
@@ -67,7 +72,8 @@ class SimDiskLane:
                 require(not shared, "a disk slot was given away while an op uses it")
 
     def move_page(self, op_id: int, fails: bool) -> bool:
-        """Moves the next page of an op; a failing one leaves garbage. Returns True if it was the last."""
+        """Moves the next page of an op. If `fails`, the destination has garbage, or no page on disk. Returns whether it
+        was the op's last page."""
         op, page = self.ops[op_id], self.left[op_id].pop(0)
         place, identity = int(op.places[page]), identities(op)[page]
         if op.kind in WRITES:
@@ -91,12 +97,12 @@ class SimDiskLane:
         return not self.left[op_id]
 
     def arrived(self, group: int, slot: int, read: int) -> bool | None:
-        """Whether the page that `read` brings to a slot has arrived and is good; None before it has arrived."""
+        """Returns whether the page that the op `read` brings to a host slot is good; None if it has not arrived yet."""
         last, good = self.slot_states.get((group, slot), (0, False))
         return None if last < read else last == read and good
 
     def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
-        """Removes an op and returns it with its failed pages. Its pages that have not moved yet will never move."""
+        """Removes an op. Returns it with the positions of its failed pages. Pages that have not moved never will."""
         op = self.ops[op_id]
         for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
             self.slot_states[op.group, int(op.slots[page])] = op_id, False

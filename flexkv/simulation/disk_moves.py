@@ -1,4 +1,4 @@
-"""Simulated disks: they move pages, fail some, drop ops, report late and in any order, and break permanently."""
+"""Events of simulated disks: they move pages, fail some, cancel ops, report late and in any order, and break down."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
-"""Seconds that the engine computes at one pace; 500 steps."""
+"""Seconds after which the engine's speed changes; 500 steps of the simulation."""
 
 
 class DiskMoves:
-    """Runs the disk lane of a world and hands its results to the manager."""
+    """Runs the disk lane of a world, and hands the results of the lane's ops to the manager."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.tier_moves: TierMoves | None = None
-        """Carries out the ops of a symbolic or remote tier."""
+        """Carries out the ops of the symbolic or remote tier; None if the world has neither."""
         if world.symbolic_tier is not None:
             self.tier_moves = TierMoves(world, world.symbolic_tier)
         if world.remote_tier is not None:
@@ -34,14 +34,14 @@ class DiskMoves:
         self._outbox: list[OpResult] = []
 
     def poll(self) -> None:
-        """Does the driver's part: lets the manager plan writes and hands them to the lane."""
+        """Does what a unit's driver does: lets the manager plan writes, and hands them to the lane."""
         world = self.world
         planned = world.manager.work.poll()
         world.model.evict(world.recorder.take_evicted())
         self._hand_over(planned)
 
     def take_orders(self) -> None:
-        """Hands planned ops to the lane. Call it right after any call that may plan ops."""
+        """Hands planned ops to the lane. Must be called right after any call that may plan ops."""
         self._hand_over(self.world.manager.work.take_planned())
 
     def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
@@ -61,7 +61,7 @@ class DiskMoves:
                 world.disk_lane.submit(op)
 
     def move(self) -> None:
-        """Moves some pages of any of the disks' ops."""
+        """Moves some pages of a few ops of the disks, chosen at random."""
         world = self.world
         self.poll()
         for _ in range(3):
@@ -85,7 +85,7 @@ class DiskMoves:
         return OpResult(op.op_id, OpStatus.FAILED, pages, "page failed", causes=causes)
 
     def cancel(self) -> None:
-        """Drops an op that the disks have not begun."""
+        """Cancels an op that the disks have not begun."""
         world = self.world
         waiting = [op_id for op_id in world.disk_lane.ops if op_id not in self._started]
         if waiting:
@@ -95,7 +95,7 @@ class DiskMoves:
             world.disk_ended[op_id] = op
 
     def deliver(self) -> None:
-        """Gives the manager the result of an op that has ended, which is not always the one that ended first."""
+        """Hands the manager the result of a finished op. It is chosen at random, so not always the first to finish."""
         world = self.world
         if not self._outbox:
             return
@@ -113,7 +113,7 @@ class DiskMoves:
             world.disk.require_kept(op, named - disproved)
 
     def measure_step(self) -> None:
-        """Reports a few measured prefill steps of the engine; every SAME_PACE_S its pace changes."""
+        """Reports a few measured prefill steps of the engine, whose speed changes every SAME_PACE_S."""
         world = self.world
         token_s = (0.001, 0.1)[int(world.now_s / SAME_PACE_S) % 2]
         for _ in range(4):
@@ -121,7 +121,7 @@ class DiskMoves:
             world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
-        """Permanently breaks a disk and reports it to the manager. Leaves one disk working, so that the run stays
+        """Breaks a disk for good and reports that to the manager. Does not break the last disk, so that the run stays
         useful.
         """
         world = self.world
@@ -139,12 +139,12 @@ class DiskMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether an op is under way, or has ended and was not reported."""
+        """Whether an op is in flight, or has finished and was not reported yet."""
         moving = self.tier_moves is not None and self.tier_moves.busy
         return bool(moving or self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 
     def check(self) -> None:
-        """Checks that pages which would be found after a crash now hold what their keys promise, on every rank."""
+        """Checks that each page that would be found after a crash now has the KV of its key on every rank."""
         world = self.world
         if self.tier_moves is not None:
             self.tier_moves.check()

@@ -1,7 +1,6 @@
-"""A simulated engine that holds symbols instead of KV, one in each of its blocks and in each host slot.
+"""A simulated engine. Instead of KV, each of its blocks and each host slot has a symbol per rank.
 
-The simulation moves pages one by one and rank by rank, so that an access to a slot or block that comes too early or too
-late is detected.
+The simulation moves pages one by one and rank by rank, so it detects if a slot or block is used too early or too late.
 """
 
 from __future__ import annotations
@@ -17,7 +16,13 @@ from flexkv.transfer.graph import OpResult, TransferOp
 
 @dataclass
 class Compute:
-    """One forward pass over one block of every group: reads `inputs`, writes `outputs`."""
+    """One forward pass for one step of a request: reads the blocks `inputs` and writes the blocks `outputs`.
+
+    Attributes:
+        epoch: epoch of the weights with which the step is computed.
+        inputs, outputs: engine blocks, each with the key whose KV it should have.
+        ranks_left: number of ranks that have not run the pass yet.
+    """
 
     epoch: int
     inputs: list[tuple[Place, bytes]]
@@ -30,9 +35,10 @@ class Movement:
     """An op on one rank.
 
     Attributes:
-        left: the pages still to move.
-        missing: the pages that failed because their disk slot holds something else.
-        arrived: the symbol that each moved page brought.
+        left: positions of the pages that have not moved yet.
+        failed: positions of the pages that failed.
+        missing: positions of the pages that failed because their disk slot has a different content.
+        arrived: position of each moved page -> symbol that it brought.
     """
 
     op: TransferOp
@@ -45,8 +51,8 @@ class Movement:
 
 
 class Rank:
-    """One worker: a stream that runs in order, a set of movements that run in any order, and results that are not
-    reported yet.
+    """One worker: its blocks and slots, a stream whose items run in order, movements that run in any order, and results
+    that it has not reported yet.
     """
 
     def __init__(self, groups: int, blocks: int, slots: Sequence[int], owners: Sequence[int]) -> None:
@@ -59,7 +65,7 @@ class Rank:
 
 
 class BlockPool:
-    """The engine blocks of every group, and how many users may touch each of them."""
+    """Counts how many users hold each engine block of every group. A block without users is free."""
 
     def __init__(self, groups: int, blocks: int) -> None:
         self._users = [[0] * blocks for _ in range(groups)]
@@ -76,7 +82,7 @@ class BlockPool:
 
 
 class SimEngine:
-    """Ranks, blocks and the symbols in them."""
+    """A simulated engine: its ranks, and which of its blocks are in use."""
 
     def __init__(
         self, ranks: int, groups: int, blocks: int, slots: Sequence[int], owners: Sequence[int]
@@ -91,7 +97,7 @@ class SimEngine:
         return (-1, next(self._garbage))
 
     def enqueue(self, op: TransferOp, is_load: bool, in_stream: bool) -> None:
-        """Gives an op to every rank; its blocks are held until `ended`."""
+        """Gives an op to every rank. The op holds its engine blocks until `ended` is called."""
         for block in op.blocks.tolist():
             self.pool.hold((op.group, block))
         movements = [Movement(op, is_load, list(range(op.pages))) for _ in self.ranks]
@@ -100,16 +106,16 @@ class SimEngine:
             (rank.stream if in_stream else rank.moving).append(movement)
 
     def slot_content(self, group: int, slot: int) -> list[Symbol]:
-        """The symbols in a host slot, one per rank."""
+        """Returns the symbols in a host slot, one per rank."""
         return [rank.slot[group][slot] for rank in self.ranks]
 
     def fill_slot(self, group: int, slot: int, symbols: list[Symbol] | None) -> None:
-        """Puts a page into a host slot, one symbol per rank; garbage if `symbols` is None."""
+        """Puts one symbol per rank into a host slot, or garbage if `symbols` is None."""
         for number, rank in enumerate(self.ranks):
             rank.slot[group][slot] = symbols[number] if symbols is not None else self.garbage()
 
     def arrived(self, op: TransferOp, page: int) -> list[Symbol | None]:
-        """The symbol that the page brought on each rank; None if it was not moved."""
+        """Returns the symbol that a page of an op brought on each rank; None on ranks where the page was not moved."""
         return [movement.arrived.get(page) for movement in self._movements[op.op_id]]
 
     def ended(self, op: TransferOp) -> None:
@@ -134,7 +140,7 @@ class SimEngine:
                 self.pool.drop(place)
 
     def read_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> Symbol:
-        """Reads a block for a store to disk; a failing page becomes garbage."""
+        """Reads the symbol of a block for a store straight to disk. If `fails`, returns garbage instead."""
         movement.started = True
         movement.left.remove(page)
         symbol = rank.block[movement.op.group][int(movement.op.blocks[page])]
@@ -144,12 +150,12 @@ class SimEngine:
         return movement.arrived[page]
 
     def fail_page(self, movement: Movement, page: int) -> None:
-        """Fails a page that never arrives: its block stays as it is."""
+        """Fails a page that never arrives. The content of its block does not change."""
         movement.left.remove(page)
         movement.failed.append(page)
 
     def bring_page(self, rank: Rank, movement: Movement, page: int, symbol: Symbol, fails: bool) -> None:
-        """Brings a page from disk; a failing page leaves garbage."""
+        """Puts the symbol of a page from disk into its engine block, or garbage if `fails`."""
         movement.started = True
         movement.left.remove(page)
         movement.arrived[page] = self.garbage() if fails else symbol
@@ -158,7 +164,7 @@ class SimEngine:
             movement.failed.append(page)
 
     def move_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> None:
-        """Moves a page; a failing page leaves garbage."""
+        """Moves a page between its host slot and its engine block. If `fails`, the destination gets garbage."""
         movement.started = True
         movement.left.remove(page)
         group = movement.op.group

@@ -1,4 +1,4 @@
-"""Draws why pages fail in a simulation, as its ranks and disks report it."""
+"""Draws the failure causes that a simulation's ranks and disks report for failed pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from flexkv.transfer.graph import NO_CAUSES, FailureCause, OpKind, OpResult, OpStatus, PageCauses
 
 UNSAID = 0.2
-"""Share of results that name no cause page by page."""
+"""Share of results that give no cause for each page."""
 
 ANY = tuple(FailureCause)
 OF_MISSING = (FailureCause.UNKNOWN, FailureCause.CONTENT)
@@ -21,11 +21,12 @@ SOURCE_ERRORS = (FailureCause.SOURCE, FailureCause.TRANSPORT)
 def causes_of(
     random: Random, kind: OpKind, failed: Sequence[int], missing: Collection[int], source_error_rate: float
 ) -> PageCauses:
-    """`FailureCause` of each page in `failed`; empty if the result names none.
+    """Draws the `FailureCause` of each page in `failed`. Returns an empty array if the result is to give no causes.
 
     Args:
-        missing: the failed pages that were not at the place where the op looked for them. Their cause is CONTENT or
-            unknown.
+        failed: positions of the op's failed pages.
+        missing: those failed pages that were not in the slot in which the op looked for them. Their cause is CONTENT or
+            UNKNOWN.
         source_error_rate: see `SimulationConfig`.
     """
     if random.random() < UNSAID:
@@ -42,7 +43,8 @@ def causes_of(
 
 
 def causes_by_page(result: OpResult) -> dict[int, FailureCause]:
-    """Why each page failed, if the result says so page by page; else empty."""
+    """Returns the cause of each failed page, UNKNOWN if the result gives none. Empty if the result's status is not
+    FAILED."""
     if result.status is not OpStatus.FAILED:
         return {}
     causes = result.causes.tolist() or [FailureCause.UNKNOWN] * len(result.failed)

@@ -1,4 +1,4 @@
-"""Events that hit the cache as a whole: forgotten keys, expiry, growth, lost memory, new weights."""
+"""Events that affect the whole cache: forgotten keys, expiry, growth, lost memory, new weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexkv.simulation.world import World, block_key
 
 
 class FaultEvents:
-    """One method for each event; `Simulation` decides how often it comes."""
+    """Has one method for each event. `Simulation` decides how often it is called."""
 
     def __init__(self, world: World, requests: Requests) -> None:
         self.world = world
@@ -39,7 +39,7 @@ class FaultEvents:
         )
 
     def _on_disk(self, group: int, keys: list[Key]) -> int:
-        """How many of the keys a tier behind host memory knows."""
+        """Returns how many of the keys are known to any tier behind host memory."""
         world = self.world
         if not keys:
             return 0

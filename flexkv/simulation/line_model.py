@@ -1,4 +1,7 @@
-"""Models which requests get room for reads and which have to wait: a second implementation of the queue's rules."""
+"""Models which requests get room for their reads, and which have to wait: a second implementation of the queue's rules.
+
+*Room* means free slots in host memory for the pages that are read, within the limits on pages and ops in flight.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from flexkv.simulation.model import Model
 
 @dataclass
 class ReadRoom:
-    """The most that may be read from disk at once.
+    """Limits on the reads from disk in flight.
 
     Attributes:
-        pages, ops: limits on both.
+        pages: most pages that may be read at once.
+        ops: most reads at once.
     """
 
     pages: int
@@ -23,7 +27,8 @@ class ReadRoom:
 
 
 class LineModel:
-    """Requests that have to wait for room, with the numbers of all lookups for each."""
+    """The queue of requests that wait for room, with the numbers of each request's lookups. The lookups of all waiting
+    requests are numbered in order."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -43,12 +48,13 @@ class LineModel:
         self._asked.clear()
 
     def ask(self, request_id: str) -> None:
-        """Records a lookup for a request that has to wait."""
+        """Records a lookup of a request that has to wait, and queues the request if it is new."""
         self._questions += 1
         self._asked.setdefault(request_id, []).append(self._questions)
 
     def first(self, request_id: str) -> bool:
-        """Whether there was no lookup for any request ahead of this one since this request's second-to-last lookup."""
+        """Returns whether it is this request's turn: since its second-to-last lookup, the engine has looked up no
+        request ahead of it. If it has had fewer than two lookups, it must be the first in the queue."""
         mine = self._asked.get(request_id, [])
         for other, asked in self._asked.items():
             if other == request_id:
@@ -58,14 +64,14 @@ class LineModel:
         return True
 
     def reads_begun(self, before: set[int], keys: Sequence[Sequence[bytes]]) -> list[Key]:
-        """The pages with these keys whose reads have begun since the ops `before`."""
+        """Returns which of the keys are read by ops that are not among the ops `before`."""
         blocks = {(group, key) for group, of_group in enumerate(keys) for key in of_group}
         ops = [op for op_id, op in self.model.disk_ops.items() if op_id not in before]
         return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
 
     def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that got room: it was its turn, and all of `wanted` is in host memory or being read, or is
-        too much even for an empty host memory.
+        """Checks a lookup that got room. It must have been the request's turn. All pages of `wanted` must be in host
+        memory or being read, unless they are too many even for an empty host memory.
         """
         require(was_first, "room was given past one who waits for it")
         wanted = list(wanted)
@@ -74,7 +80,8 @@ class LineModel:
             require(not self._fits(wanted, most), "room was given to a part of a prompt")
 
     def check_told_to_wait(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that has to wait: it was not its turn, or host memory has no room for `wanted`."""
+        """Checks a lookup that has to wait: it must not have been the request's turn, or there is no room for
+        `wanted`."""
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
         reads = [op for op in self.model.disk_ops.values() if op.role is OpRole.LOAD]
@@ -92,16 +99,16 @@ class LineModel:
         return self.model.up[group] - len(self.model.held_slots(group))
 
     def _unheld(self, group: int, wanted: Sequence[Key]) -> int:
-        """How many wanted pages, over the groups that share a group's slots, are not in a held slot and not being
-        read.
+        """Returns how many wanted pages are neither in a held slot nor being read. Counts the pages of all groups that
+        share the slots of `group`.
         """
         held = self.model.held_slots(group)
         mine = [key for key in wanted if key[0] in self.model.shares(group)]
         return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)
 
     def _fits(self, wanted: Sequence[Key], most: ReadRoom) -> bool:
-        """Whether host memory could hold all wanted pages at once, and whether the missing ones could be read at
-        once.
+        """Returns whether an empty host memory could hold all wanted pages at once, and the limits on reads allow
+        those to be read that are not in host memory now.
         """
         lacking = [key for key in wanted if key not in self.model.visible]
         if len(lacking) > most.pages or len({group for group, _ in lacking}) > most.ops:

@@ -1,4 +1,4 @@
-"""Lookups and loads of a simulation: compares what the manager promises and then brings with the model."""
+"""Lookups and loads of a simulation. Compares with the model what the manager promises, and how it plans the loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Lookups:
-    """Looks up blocks for a request, and loads what the manager promised.
+    """Looks up a request's blocks, and loads those that the manager promised.
 
     Args:
         orders_planned: called when a lookup may have planned reads from disk.
@@ -36,7 +36,7 @@ class Lookups:
         world.model.release(request.request_id)
         tails = None
         model_steps = world.model.restorable(request.request_id, request.keys, start)
-        # A request that has waited usually asks for whole blocks first, as an engine does.
+        # A request that has waited usually first asks for complete blocks alone, as an engine does.
         if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
                 len(request.path)
@@ -108,12 +108,12 @@ class Lookups:
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
         if not result.is_final and world.random.random() < 0.8:
-            # An engine gives no blocks to a request that waits for a lookup, and then searches its own cache again.
+            # An engine gives no blocks to a request that waits for its lookup. Later it searches its own cache again.
             request.state = "waiting"
             world.free_blocks(request)
 
     def _take_local_blocks(self, request: SimRequest) -> None:
-        """Shares the leading blocks that another live request has, as an engine's own prefix cache does."""
+        """Gives the request the leading blocks that another live request has, as an engine's own prefix cache does."""
         world = self.world
         groups = range(len(world.config.groups))
         request.blocks = [[] for _ in groups]
@@ -165,7 +165,7 @@ class Lookups:
         graph = world.manager.begin_load(request.request_id, [np.array(t, np.int32) for t in targets], tail)
         world.model.release(request.request_id)
         request.computed = request.start + taken
-        # The engine can use only a tail that was asked for at the block of the path's end.
+        # The engine can use a tail only if it follows the last block of the path.
         at_the_end = request.computed == len(request.path)
         request.tail_loaded = request.promised_tail if tail and at_the_end else 0
         sync = world.random.random() < 0.4

@@ -1,7 +1,8 @@
 """A second implementation of the rules of a cache manager, with sets and dictionaries instead of native code and
 arrays.
 
-The simulation passes every call and its answer to the model, which raises `RuleBroken` if they break a rule.
+The simulation passes every call of the manager, and its answer, to the model. The model raises `RuleBroken` if they
+break a rule.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flexkv.transfer.graph import FailureCause, OpResult, OpStatus
 
 
 class Model:
-    """The manager's state according to the rules."""
+    """The state that a manager must have according to the rules."""
 
     def __init__(self, specs: Sequence[GroupSpec], step_tokens: int, limits: ManagerLimits) -> None:
         self.specs = specs
@@ -39,11 +40,11 @@ class Model:
     # --- held slots -------------------------------------------------------------------------------------------------
 
     def shares(self, group: int) -> list[int]:
-        """The groups that use the same slots as this group, including itself."""
+        """Returns the groups that use the same slots as this group, including the group itself."""
         return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
 
     def held_slots(self, group: int) -> set[int]:
-        """Slots that an op or a lease may still touch, or that were read from disk for a waiting request."""
+        """Returns the slots that belong to an op or a lease, or whose pages were fetched for a waiting request."""
         sharing = self.shares(group)
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] in sharing}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
@@ -51,7 +52,7 @@ class Model:
         return held.union(*map(self.waiting_slots, sharing)) - {NO_SLOT}
 
     def visible_slots(self, group: int) -> set[int]:
-        """The slots of visible blocks among those that the group uses."""
+        """Returns the slots with visible pages of this group, or of a group that shares its slots."""
         sharing = self.shares(group)
         return {slot for key, slot in self.visible.items() if key[0] in sharing}
 
@@ -65,7 +66,7 @@ class Model:
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def needed(self, group: int, start: int, steps: int) -> range:
-        """Numbers of the pages of a group that restore `steps` steps after step `start`."""
+        """Returns the numbers of a group's pages that a hit of `steps` steps after step `start` needs."""
         spec = self.specs[group]
         had, end = (step * self.step_tokens // spec.block_tokens for step in (start, start + steps))
         if spec.rule is Rule.FULL:
@@ -79,7 +80,7 @@ class Model:
         return range(max(had, first_token // spec.block_tokens), end)
 
     def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """Steps after `start` that may be promised to a request, given what its loads did not bring."""
+        """Returns how many steps after `start` may be promised to a request, given its failed loads."""
         tokens = min(len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
         failure = self.failures.get(request_id)
         if failure is not None and len(failure.loads) > 1:
@@ -95,7 +96,7 @@ class Model:
             op.abandoned |= op.role is OpRole.LOAD and op.request_id == request_id
 
     def restorable(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """The most steps after `start` that may be promised now."""
+        """Returns the most steps after `start` that may be promised from host memory now."""
         room = self.limits.inflight_load_pages - self.load_pages()
         for steps in range(self.reach(request_id, keys, start), 0, -1):
             pages = [(g, keys[g][i]) for g in range(len(keys)) for i in self.needed(g, start, steps)]
@@ -104,7 +105,8 @@ class Model:
         return 0
 
     def most_pages(self, start: int, steps: int) -> int:
-        """Pages for which a lookup needs room: for a chunk group a whole chunk, no matter where in it the hit ends."""
+        """Returns how many pages a lookup counts towards the limit of load pages. In a chunk group it counts a complete
+        chunk, no matter where in the chunk the hit ends."""
         pages = 0
         for group, spec in enumerate(self.specs):
             if spec.rule is Rule.CHUNK:
@@ -115,7 +117,11 @@ class Model:
         return pages
 
     def tail(self, tails: Sequence[dict[int, bytes]], pages: int) -> int:
-        """The longest partial tail that may be promised after `pages` pages; `tails` maps token counts to keys."""
+        """Returns the tokens of the longest partial tail that may be promised after `pages` pages; 0 for none.
+
+        Args:
+            tails: for each group, number of tokens -> key of the tail with this many tokens.
+        """
         room = self.limits.inflight_load_pages - self.load_pages() - pages
         if room < len(tails) or not tails:
             return 0
@@ -124,8 +130,12 @@ class Model:
         return max(stored, default=0)
 
     def lease(self, request_id: str, pages: list[tuple[Key, int]], streamed: bool = False) -> None:
-        """Checks and applies what `match` promised. `streamed`: pages on disk count too, in NO_SLOT or in the slot to
-        which a read brings them."""
+        """Checks and applies what `match` promised.
+
+        Args:
+            streamed: whether pages on disk may be promised too. Their slot is NO_SLOT, or the slot to which a read
+                brings them.
+        """
         for key, slot in pages:
             require(
                 self.visible.get(key) == slot
@@ -138,14 +148,14 @@ class Model:
             self.leases[request_id] = pages
 
     def _coming_to(self, key: Key) -> int:
-        """The slot that a read from disk brings the page to, or -1."""
+        """Returns the slot to which a read from disk brings the page, or -1 if none does."""
         read = self.disk_ops.get(self.pending.get(key, -1))
         return read.slots[read.keys.index(key)] if read is not None and read.role is OpRole.LOAD else -1
 
     def evict_for_lookup(
         self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, steps: int
     ) -> None:
-        """Applies evictions that made room for reads; none may hit a page that this lookup promises."""
+        """Applies evictions by which a lookup freed slots for reads. None may hit a page that the lookup promises."""
         groups = range(len(keys))
         promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, steps)}
         require(not promised & set(evicted), "a lookup evicted what it promises")
@@ -165,16 +175,19 @@ class Model:
         evicted: list[Key],
         from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did before it is applied.
+        """Checks what `begin_store` did, and applies its evictions. `add_op` applies the rest afterwards.
 
         Args:
-            stored: slots by position of the key.
+            stored: position of each stored key -> its slot.
+            known: number of keys that the manager called known.
+            dropped: number of keys that the manager dropped.
+            evicted: keys that left host memory.
             from_loads: positions of keys whose engine block is the target of a load in flight.
         """
         group = keys[0][0]
         held = self.held_slots(group)
         self._evict_for_store(keys, evicted)
-        # A read may still fail to bring its page, and then the page would not be offered again.
+        # A page that a read is bringing is stored too, because the read may fail and the engine offers each page once.
         unverified = self._coming(keys) - from_loads
         there = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
         self._check_store(keys, stored, there - unverified, known, dropped)
@@ -201,13 +214,14 @@ class Model:
         evicted: list[Key],
         from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did where stores go to disk, except for pages that are being read there.
+        """Checks what `begin_store` did if stores go to disk. Pages that are being read from their disk slots must go
+        to host memory instead.
 
         Args:
-            stored: slots by position of the key, NO_SLOT for those stored on disk.
-            on_disk: positions of keys that were on disk, or being written there.
-            read: those of them that are being read in place.
-            from_loads: as for `plan_store`.
+            stored: position of each stored key -> its slot, or NO_SLOT if it is stored on disk.
+            on_disk: positions of keys that were on disk, or were being written to disk.
+            read: positions of keys in `on_disk` whose disk slots are being read.
+            known, dropped, evicted, from_loads: as for `plan_store`.
         """
         self._evict_for_store(keys, evicted)
         visible = {i for i, key in enumerate(keys) if key in self.visible}
@@ -221,7 +235,7 @@ class Model:
         self._take_over(keys, in_host)
 
     def _coming(self, keys: list[Key]) -> set[int]:
-        """Positions of keys that a read will bring to host memory."""
+        """Returns the positions of keys that a read in flight brings to host memory."""
         return {i for i, key in enumerate(keys) if self.pending.get(key) in self.disk_ops}
 
     def _evict_for_store(self, keys: list[Key], evicted: list[Key]) -> None:
@@ -244,8 +258,8 @@ class Model:
         )
 
     def _take_over(self, keys: list[Key], stored: set[int]) -> None:
-        """Lets a store to host memory take over the keys of pages that a read will bring; the read no longer publishes
-        them.
+        """Lets a store to host memory take over keys whose pages a read is bringing. The read no longer publishes those
+        pages.
         """
         for i in stored & self._coming(keys):
             read = self.disk_ops[self.pending[keys[i]]]
@@ -266,7 +280,8 @@ class Model:
             self.pending.update((key, op_id) for key in op.keys)
 
     def bar(self, request_id: str, first_token: int) -> int:
-        """Applies `discard_from`; returns how many pages it bars."""
+        """Applies `discard_from`: revokes the request's stores in flight of pages that reach beyond `first_token`.
+        Returns how many pages it revokes."""
         count = 0
         for op_id, op in self.ops.items():
             if op.request_id == request_id and op.role is OpRole.STORE:
@@ -285,7 +300,7 @@ class Model:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def report(self, result: OpResult) -> None:
-        """Applies one rank's result. Call it before `complete`."""
+        """Applies one rank's result. Must be called before the manager's `complete`."""
         op = self.ops[result.op_id]
         op.reports += 1
         if result.status is not OpStatus.OK:
@@ -298,7 +313,7 @@ class Model:
             }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
-                # A load from host memory has no other route: whatever the cause, a page that was kept would fail again.
+                # A load from host memory has no other route. So a page that is kept may fail again, whatever the cause.
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
@@ -335,7 +350,7 @@ class Model:
             for key in bad:
                 del self.visible[key]
             for i in op.suspect & op.damaged:
-                # A page that was wrong in host memory is forgotten on disk too, even while it is being stored there.
+                # A page that was damaged in host memory is forgotten on disk too, even while it is being stored there.
                 if op.slots[i] != NO_SLOT:
                     self._forget_store_on_disk(op.keys[i])
             lost = set(range(len(op.keys))) if op.epoch != self.epoch else op.failed
@@ -366,7 +381,7 @@ class Model:
     # --- disks --------------------------------------------------------------------------------------------------------
 
     def add_disk_op(self, op_id: int, op: ModelOp) -> None:
-        """Checks a read or write that was planned."""
+        """Checks and applies a read or write that was planned."""
         for key, slot in zip(op.keys, op.slots, strict=True):
             if op.role is OpRole.STORE:
                 require(
@@ -404,7 +419,7 @@ class Model:
                 self.visible[key] = op.slots[i]
 
     def lose(self, op_id: int, pages: list[int]) -> None:
-        """Records that these pages of a rank's op lie on a lost disk; their keys may be stored again elsewhere."""
+        """Records that these pages of a rank's op were on a lost disk. Their keys may be stored again elsewhere."""
         op = self.ops[op_id]
         op.gone.update(pages)
         for page in pages:
@@ -413,18 +428,18 @@ class Model:
     # --- expiry ---
 
     def note_times(self, expiries: dict[Key, int]) -> None:
-        """Records when the pages that a planned op brings to host memory expire; 0 for never."""
+        """Records when pages expire in host memory to which a planned op brings them, in Unix seconds; 0 for never."""
         self.expiry.update(expiries)
 
     def expire(self, now_s: int) -> set[Key]:
-        """Forgets expired pages that are in host memory or being brought there; returns those that were visible."""
+        """Forgets expired pages that are in host memory or on their way there. Returns those that were visible."""
         past = [key for key in (*self.visible, *self.pending) if 0 < self.expiry.get(key, 0) <= now_s]
         return set(self.forget(past)[1])
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 
     def forget(self, keys: list[Key]) -> tuple[int, list[Key]]:
-        """Applies `forget`; returns how many pages were known and which of them were visible."""
+        """Applies `forget`. Returns how many pages were known, and which of them were visible."""
         seen = [key for key in dict.fromkeys(keys) if key in self.visible]
         for key in seen:
             del self.visible[key]

@@ -10,13 +10,22 @@ from flexkv.simulation.base import Key
 
 @dataclass
 class ModelOp:
-    """An op in flight; lists have one element per page, and sets hold positions of pages.
+    """An op in flight. Lists have one item per page; sets of pages have positions in these lists.
 
     Attributes:
+        request_id: the request's id; empty for an op of a tier's own lane.
         slots: slots in host memory, or NO_SLOT.
-        numbers: numbers of the blocks in their request; empty for an op of the disks themselves.
-        gone: pages that must not become visible, because their key was forgotten, lost or passed to a store.
-        load: number of the load that it is a part of.
+        numbers: numbers of the pages in their request; empty for an op of a tier's own lane.
+        epoch: the manager's epoch when the op was planned.
+        waits_for: ids of the request's loads that were in flight when a store was planned.
+        revoked: pages of a store that must not be published, because they were computed from a failed load.
+        gone: pages that must not become visible, because their key was forgotten, lost or taken over by a store.
+        failed: pages that failed on some rank.
+        suspect: pages of a load that the manager must forget.
+        damaged: pages that failed on some rank because of their content, or for an unknown cause.
+        reports: number of ranks that have reported the op.
+        load: id of the first op of the load to which the op belongs.
+        abandoned: whether the request of a load has ended.
     """
 
     request_id: str
@@ -38,7 +47,13 @@ class ModelOp:
 
 @dataclass
 class ModelFailure:
-    """Blocks that the loads of one request did not bring."""
+    """The failed loads of one request.
+
+    Attributes:
+        loads: ids of the failed loads.
+        first_token: first token that a load from host memory did not bring; None if no such load has failed.
+        from_disk: whether a load straight from disk has failed.
+    """
 
     loads: set[int] = field(default_factory=set)
     first_token: int | None = None

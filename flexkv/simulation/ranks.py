@@ -1,4 +1,4 @@
-"""Ranks of a simulation: each moves pages, fails some of them, drops ops, and reports at random times."""
+"""Events of a simulation's ranks: they move pages, fail some of them, cancel ops, and report at random times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NO_CAUSES, NO_DIGESTS, OpKind, OpResult, OpSta
 
 
 class Ranks:
-    """Runs the ranks' streams and movements, and hands their results to the manager."""
+    """Runs the ranks' streams and movements, and hands the ranks' results to the manager."""
 
     def __init__(self, world: World, requests: Requests) -> None:
         self.world = world
@@ -33,7 +33,7 @@ class Ranks:
             self._deliver_from(world.random.randrange(world.config.ranks))
 
     def cancel(self) -> None:
-        """Drops an op that a rank has not begun."""
+        """Cancels an op that a rank has not begun."""
         world = self.world
         rank = world.random.choice(world.engine.ranks)
         waiting = [movement for movement in rank.moving if not movement.started]
@@ -56,7 +56,7 @@ class Ranks:
                 while self._move_page(rank, task):
                     continue
                 if task.left:
-                    # The step waits until its pages have arrived.
+                    # The stream waits until the pages of the load have arrived.
                     rank.stream.appendleft(task)
                 else:
                     self._finish(rank, task)
@@ -71,8 +71,8 @@ class Ranks:
                 self._finish(rank, movement)
 
     def _move_page(self, rank: Rank, movement: Movement) -> bool:
-        """Moves the first page that can be moved, or fails it if its read has failed. Returns False if there is
-        none.
+        """Moves the first page that can be moved, or fails it if its read has failed. Returns False if no page can be
+        moved now.
         """
         world = self.world
         op = movement.op
@@ -97,7 +97,7 @@ class Ranks:
         return False
 
     def _bring_page(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Moves a page from disk, if its place holds that page."""
+        """Moves a page from its disk slot to its engine block. Fails it if the disk slot does not have that page."""
         world, op = self.world, movement.op
         symbols = world.disk.read(op.group, int(op.places[page]), identities(op)[page])
         if symbols is None:
@@ -109,7 +109,7 @@ class Ranks:
         world.engine.bring_page(rank, movement, page, symbol, fails)
 
     def _write_stripe(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Moves a rank's part of a page to disk; a failing part arrives as garbage."""
+        """Writes a rank's stripe of a page to disk. If it fails, the stripe is garbage."""
         world, op = self.world, movement.op
         fails = world.random.random() < world.config.failure_rate
         symbol = world.engine.read_page(rank, movement, page, fails)
@@ -118,14 +118,14 @@ class Ranks:
             movement.failed.append(page)
 
     def _digests(self, rank: Rank, movement: Movement) -> RunDigests:
-        """The digests that a rank reports for the stripes that it wrote, one run per page."""
+        """Returns the digests that a rank reports for the stripes that it wrote. Each stripe has one run."""
         number = self.world.engine.ranks.index(rank)
         digests = [stripe_digest(number, movement.arrived[page]) for page in range(movement.op.pages)]
         return np.array(digests, np.uint64).reshape(-1, 1)
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason, causes = OpStatus.OK, movement.failed, "", NO_CAUSES
-        # A lane that is down would end all loads from disk slots for the rest of the run.
+        # If a lane for loads straight from disk were down, there would be no such loads for the rest of the run.
         may_go_down = movement.op.kind is not OpKind.GDS_READ
         if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"
@@ -198,5 +198,5 @@ class Ranks:
             ):
                 request.state = "running"
                 if request.computed <= request.start and world.random.random() < 0.3:
-                    # Nothing of the load can be used: the engine starts over and looks up again.
+                    # No page of the load can be used, so the engine starts over and looks up again.
                     self.requests.restart(request)

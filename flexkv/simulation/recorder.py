@@ -1,4 +1,4 @@
-"""Keeps a manager's reports to its listener until the model has judged the call."""
+"""Keeps a manager's reports to its listener until the model checks the call in which they came."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flexkv.simulation.base import Key, require
 
 
 class Recorder(CacheListener):
-    """Collects the manager's reports to its listener during one call."""
+    """Listener that collects the manager's reports until they are taken."""
 
     def __init__(self) -> None:
         self.published: list[Key] = []
         self.evicted: list[Key] = []
         self.expiring: set[Key] = set()
-        """Keys that must leave with the next call, because their time is over."""
+        """Keys whose pages must leave host memory in the next call, because they have expired."""
         self.resets: list[int] = []
 
     def on_publish(self, group: int, keys: Keys) -> None:
@@ -27,7 +27,8 @@ class Recorder(CacheListener):
         self.resets.append(epoch)
 
     def take_evicted(self) -> list[Key]:
-        """Takes the keys that left host memory, without those that expired."""
+        """Returns the keys that have left host memory since the last call, without those that had to expire. Checks
+        that all of the latter have left."""
         evicted, self.evicted = self.evicted, []
         expiring, self.expiring = self.expiring, set()
         require(expiring <= set(evicted), "a page is still there although its time is over")

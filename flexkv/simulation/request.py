@@ -1,4 +1,4 @@
-"""A request of a simulation: the steps that it wants, those that it was promised, and those that it holds."""
+"""A request of a simulation: its prompt, what it was promised, and the engine blocks that it has."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from flexkv.facts.keys import Keys
 
 @dataclass
 class SimRequest:
-    """A request that wants the steps of `path`, then `tail`.
+    """A request. Its prompt consists of the steps of `path`, then the partial tail `tail`.
 
     Attributes:
-        arrays: per group, the keys in the form that the manager takes.
-        keys: the same as bytes.
-        tail_keys: per group, token count -> key of the partial tail of that many tokens.
-        start, promised, computed, offered: in steps; the engine treats the computed ones (and then the tail) as done.
-        blocks: per group, engine block of each page number; the tail's block comes last.
-        has: per group, whether the engine believes that block to hold KV.
-        unverified: loads in flight whose targets the engine uses already.
-        ttl_s: seconds to live of its stored pages; None for no limit.
+        arrays: for each group, the keys of the pages of `path`, in the form that the manager takes.
+        keys: for each group, the same keys as bytes.
+        tail_keys: for each group, number of tokens -> key of the partial tail with this many tokens.
+        state: "new", "waiting" (for its lookup), "matched" (the lookup has answered), "loading" or "running".
+        start: number of leading steps that come from the engine's own cache.
+        promised: number of steps after `start` that the last lookup promised.
+        promised_tail, tail_loaded: tokens of the partial tail that the last lookup promised, and that were loaded.
+        blocks: for each group, the engine block of each page. The tail's block comes last.
+        has: for each group, whether the engine believes that each of `blocks` has KV.
+        computed: number of leading steps that the engine treats as done. The tail counts as a step after `path`.
+        offered: number of leading steps that were offered to the manager.
+        unverified: ids of loads in flight whose targets the engine uses already.
+        ttl_s: time to live of the request's stored pages, in seconds; None if they do not expire.
     """
 
     request_id: str
@@ -41,7 +46,7 @@ class SimRequest:
     ttl_s: int | None = None
 
     def key_of(self, group: int, number: int) -> bytes:
-        """Key of page `number`, or of the whole tail."""
+        """Returns the key of page `number`, or the key of the complete tail if `number` is beyond `path`."""
         keys = self.keys[group]
         return keys[number] if number < len(keys) else self.tail_keys[group][len(self.tail)]
 

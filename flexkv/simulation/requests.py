@@ -1,4 +1,4 @@
-"""Requests of a simulation: they arrive, look up, load, compute, store, are preempted, and end."""
+"""Events of a simulation's requests: they arrive, look up, load, compute, store, are preempted, and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Requests:
-    """Takes one step of one request: a random one, or one that the engine's state requires."""
+    """Takes actions for requests, most of which are chosen at random."""
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world
@@ -29,7 +29,7 @@ class Requests:
             return
         groups = range(len(world.config.groups))
         length = world.random.randint(0, world.config.most_steps)
-        # Few branches, so that requests share prefixes and want pages again that were stored before.
+        # Paths rarely branch, so that requests share prefixes and ask for pages that were stored before.
         rare, ttl_s = 0.15, world.config.ttl_s
         path = tuple(int(world.random.random() < (rare if n or not ttl_s else 0.5)) for n in range(length))
         block_tokens = world.config.groups[0].block_tokens
@@ -50,7 +50,7 @@ class Requests:
         world.live.append(request)
 
     def prefetch(self) -> None:
-        """Prefetches for a request before the engine asks for it; the engine may have its first blocks."""
+        """Prefetches a request's pages before its first lookup. The engine may already have its first blocks."""
         world = self.world
         request = world.pick()
         if request is None or request.state != "new":
@@ -91,7 +91,7 @@ class Requests:
             self._run_some(request)
 
     def _ask_again(self, request: SimRequest) -> None:
-        """Looks up for a request that has to wait, usually once it need not wait any more."""
+        """Repeats the lookup of a waiting request, usually when the manager says that it need not wait any more."""
         world = self.world
         waits = world.manager.still_waits(request.request_id)
         if waits and request.request_id in world.line:
@@ -157,7 +157,7 @@ class Requests:
         end = world.random.randint(first, request.computed)
         for group, pages in enumerate(world.config.pages_a_step):
             numbers = [n for n in range(first * pages, end * pages) if request.has[group][n]]
-            # An op names consecutive blocks; groups with a window have holes.
+            # A store has consecutive blocks, but the blocks that a group with a window has are not all consecutive.
             while numbers:
                 cut = next((i for i in range(1, len(numbers)) if numbers[i] != numbers[0] + i), len(numbers))
                 self._store_blocks(request, group, numbers[:cut])
@@ -173,7 +173,7 @@ class Requests:
         on_disk, read = self._on_disk(group, array)
         loading = world.blocks_being_loaded(group)
         from_loads = {i for i, block in enumerate(blocks.tolist()) if block in loading}
-        spare = int(array[0, 0]) % 5 == 0  # some, by their keys: no other step of the run depends on it
+        spare = int(array[0, 0]) % 5 == 0  # depends on the key alone, so it changes no random choice
         expiries = world.expiries_of(group, array, request.ttl_s)
         plan = world.manager.begin_store(
             request.request_id, group, array, blocks, numbers[0], spare=spare, ttl_s=request.ttl_s
@@ -200,7 +200,8 @@ class Requests:
             world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in part], in_stream=True)
 
     def _on_disk(self, group: int, keys: Keys) -> tuple[set[int], set[int]]:
-        """Which of the keys are on disk or being written there, and which of those are being read in place."""
+        """Returns the positions of keys that are on disk or being written to disk, and which of these have disk slots
+        that are being read."""
         world = self.world
         if not world.config.gds_stores:
             return set(), set()
@@ -217,7 +218,7 @@ class Requests:
 
     def preempt(self) -> None:
         request = self.world.pick()
-        # An engine does not preempt a request that waits for its load.
+        # An engine preempts only running requests, and not one that waits for its load.
         if request is not None and request.state == "running":
             self.restart(request)
 
@@ -234,20 +235,20 @@ class Requests:
         request.state = "new"
 
     def bar_from(self, request_id: str, token: int) -> None:
-        """Bars the request's stores of tokens from `token` on, which were computed from a failed load."""
+        """Revokes the request's stores from `token` on, because their tokens were computed from a failed load."""
         require(
             self.world.manager.discard_from(request_id, token) == self.world.model.bar(request_id, token),
             "discard_from revoked another number of pages",
         )
 
     def recompute_from(self, request: SimRequest, number: int) -> None:
-        """Makes the engine treat step `number` as one without KV: nothing computed from it counts.
+        """Makes the engine compute step `number` and all later steps again, because the step's KV is lost.
 
-        The engine goes back to the last boundary at which it has everything that each group needs to continue.
+        The engine goes back further if a group lacks pages that it needs to continue at that step.
         """
         if request.state == "matched":
-            # Its promise begins after blocks of the engine's own cache, and some of those are lost: the engine looks up
-            # again.
+            # The promise begins after blocks of the engine's own cache. Some of these blocks are lost, so the engine
+            # looks up again.
             self.restart(request)
         if not request.blocks:
             return

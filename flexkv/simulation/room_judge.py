@@ -1,5 +1,5 @@
-"""Checks how a lookup used room for reads: whether it was its turn, and whether it took either all the room that it
-needs or none.
+"""Checks how lookups take room for reads: whether it was the request's turn, and whether the lookup took either all the
+room that it needs or none.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MOST = ReadRoom(FETCH_PAGES, FETCH_OPS)
 
 
 class RoomJudge:
-    """Judges one lookup; made before the lookup.
+    """Judges one lookup. Must be made before the lookup.
 
     Args:
-        tails: the lookup asks for a partial tail too.
+        tails: whether the lookup also asks for a partial tail.
     """
 
     def __init__(self, world: World, request: SimRequest, tails: bool) -> None:
@@ -28,21 +28,22 @@ class RoomJudge:
         self._waited = request.request_id in world.line
         self._was_first = world.line.first(request.request_id)
         self._ops = set(world.model.disk_ops)
-        # Pages that are held for it and that it no longer wants block it once.
+        # If pages are held for the request that it no longer wants, they may make it wait once.
         self._in_its_way = world.manager.held_pages(request.request_id) > 0
         self._wanted = None if tails or not self._can_tell else self._all_there_is()
 
     @property
     def _can_tell(self) -> bool:
-        """Whether a lookup would fetch all that is on disk, as far as there is room."""
+        """Whether the judge can tell what a lookup fetches: all wanted pages on disk, if there is room."""
         config = self._world.config
         others = config.measured_steps or config.gds_loads or config.tier_places or config.remote
         prefixes = all(spec.rule is Rule.FULL for spec in config.groups)
         return bool(config.disk_places) and prefixes and not others
 
     def _all_there_is(self) -> list[Key] | None:
-        """The pages that the request could have after its start. None if not all of them may be promised, or if one is
-        being stored and a lookup may find it on disk.
+        """Returns the pages after the request's start that are in host memory, on their way there, or on disk, up to
+        the first missing one. None if they exceed the limit of load pages, or if one is being stored, because the
+        lookup may find it on disk.
         """
         world, request = self._world, self._request
         room = world.model.limits.inflight_load_pages - world.model.load_pages()
@@ -71,7 +72,11 @@ class RoomJudge:
         return bool(self._world.disk_tier.presence.find(key[0], array)[0] != NO_ENTRY)
 
     def judge(self, result: MatchResult, evicted: list[Key]) -> None:
-        """
+        """Checks the outcome of the lookup.
+
+        Args:
+            evicted: keys that the lookup evicted from host memory.
+
         Raises:
             RuleBroken: the lookup took room out of turn, took only part of the room that it needs, or took none
                 although there is room.

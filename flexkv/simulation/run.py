@@ -1,8 +1,8 @@
-"""A seeded simulation of the control plane: the real manager, an engine of symbols, and everything that goes wrong.
+"""A seeded simulation of the control plane: the real manager, an engine of symbols, and everything that can go wrong.
 
-Each step takes one random action: a request looks up, loads, computes, stores, ends; a rank moves a page, fails, or
-reports late; the cache forgets, grows, expires, is reset. After every call the answer is compared with an independent
-model, and what arrives in engine blocks and slots is compared with what their keys promise.
+Each step takes one random action. A request looks up, loads, computes, stores or ends. A rank moves or fails pages, or
+reports late. The cache forgets keys, grows, expires pages or is reset. After every call, an independent model checks
+the manager's answer. The contents of engine blocks and slots are compared with those that their keys promise.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from flexkv.simulation.world import World
 Action = Callable[[], None]
 
 RESET, RESET_REMOTE = 0.05, 0.01
-"""Weights of a reset among the actions. After a reset a remote tier is out of use for the rest of the run."""
+"""Weight of a reset among the actions, without and with a remote tier. After a reset a remote tier is out of use for
+the rest of the run, so resets are rarer with one."""
 
 
 class Simulation:
-    """One run. `manager_class` lets tests put a broken manager in place of the real one."""
+    """One run. Tests pass a broken manager as `manager_class`, to see whether the simulation finds the fault."""
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory = LocalCacheManager) -> None:
         self.world = World(config, manager_class)
@@ -36,7 +37,7 @@ class Simulation:
 
     @property
     def report(self) -> SimulationReport:
-        """The report so far, also after a broken rule."""
+        """The report so far. It can also be read after a rule was broken."""
         return self.world.report
 
     def _orders_planned(self) -> None:
@@ -44,7 +45,8 @@ class Simulation:
             self.disks.take_orders()
 
     def _actions(self) -> list[tuple[Action, float]]:
-        """Every action with its weight; the method's name is its name in the report."""
+        """Returns every action and its weight. In the report an action has the name of its method, for disks, tiers and
+        stores with a prefix."""
         return [
             (self.requests.arrive, 8),
             (self.requests.advance_request, 30),
@@ -81,7 +83,8 @@ class Simulation:
         return [*moves, (disks.measure_step, 2)] if self.world.config.measured_steps else moves
 
     def run(self) -> SimulationReport:
-        """
+        """Takes all steps, drains everything in flight, and returns the report.
+
         Raises:
             RuleBroken: the manager broke a rule, or a load delivered KV that does not belong to its key.
             ContractError: the manager's own invariants do not hold.
@@ -125,7 +128,7 @@ class Simulation:
             self.ranks.move()
             self.ranks.deliver()
             if world.config.stream:
-                # Loads may wait for the disks' reads.
+                # Loads may wait for reads from disk.
                 self.disks.move()
                 self.disks.deliver()
         while world.config.has_tiers and self.disks.busy:

@@ -1,5 +1,5 @@
-"""Events of a remote tier in a simulation: values disappear, come from other machines, are damaged or swapped; answers
-are false or never come; the client's process dies during its ops."""
+"""Events of a remote tier in a simulation. Values disappear, come from other machines, are damaged or swapped. Answers
+are false or never come. The helper dies while its ops are in flight."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind, OpResult, TransferOp
 
 LIE = 0.05
-"""Share of answers about one page that are false, as a store's dead owners and unfinished writers make them."""
+"""Share of pages for which an answer is false. A real store answers falsely if an owner of values has died, or if a
+writer has not finished."""
 
 UNANSWERED = 0.1
-"""Share of questions without an answer in time."""
+"""Share of questions that get no answer in time."""
 
 NAMED_WEIGHTS = 0
-"""The epoch of the weights that the store's names stand for."""
+"""Epoch of the weights for which the names in the store were made."""
 
 
 class StoreMoves(TierMoves):
-    """Carries out the ops of a world whose last tier is remote.
+    """Carries out the ops of the remote tier, which is the last tier of its world.
 
     Args:
         orders_planned: called when an answer may have planned fetches.
@@ -46,7 +47,7 @@ class StoreMoves(TierMoves):
 
     def submit(self, op: TransferOp) -> None:
         if self.store.down_reason:
-            # Like the real plane: an op that is submitted while the store is lost ends at once.
+            # As in the real `RemotePlane`, an op that is submitted while the store is lost ends at once.
             self._enter(op, keys_of(op))
             each = self._moving[op.op_id]
             each.result = OpResult.cancelled(op.op_id, op.pages, self.store.down_reason)
@@ -74,7 +75,8 @@ class StoreMoves(TierMoves):
             each.failed.append(page)
 
     def fetched(self, group: int, key: bytes) -> list[Symbol] | None:
-        """The page that the helper brings; a value whose trailer names another key or none is removed instead."""
+        """Returns the page that the helper brings for a key, or None. Removes a value whose trailer is damaged or has a
+        different key."""
         value = self.store.values.get((group, key))
         if value is not None and value.sealed != key:
             del self.store.values[group, key]
@@ -84,7 +86,7 @@ class StoreMoves(TierMoves):
     # --- events ---
 
     def answer(self) -> None:
-        """Answers one of the questions, sometimes falsely, or ends it without an answer."""
+        """Answers one of the open questions, sometimes falsely, or ends it without an answer."""
         world, store = self.world, self.store
         if store.questions:
             question = world.random.choice(store.questions)
@@ -110,7 +112,7 @@ class StoreMoves(TierMoves):
         return np.array(found, np.uint8)
 
     def spoil(self) -> None:
-        """Deletes a value, damages it, or replaces it with another's."""
+        """Deletes a value, damages its trailer, or replaces it with the value of another name."""
         random, values = self.world.random, self.store.values
         if not values:
             return
@@ -124,7 +126,7 @@ class StoreMoves(TierMoves):
             values[name] = values[random.choice(list(values))]
 
     def share(self) -> None:
-        """Lets another machine write values under some keys of a live request."""
+        """Lets another machine write values for some keys of a live request."""
         world = self.world
         if not world.live:
             return
@@ -137,7 +139,8 @@ class StoreMoves(TierMoves):
                     self.store.values[name] = Value(key, [symbol] * len(world.engine.ranks))
 
     def cut(self) -> None:
-        """Loses the store and its helper, or brings it back. An op ends once none of its bytes moves any more."""
+        """Makes the store unreachable and its helper die, or brings them back. Ops in flight end with the helper, after
+        which none of their bytes moves."""
         world, store = self.world, self.store
         if store.down_reason:
             store.down_reason = ""
@@ -152,7 +155,8 @@ class StoreMoves(TierMoves):
         self.answer()
 
     def _write_some(self, each: SimulatedMove) -> None:
-        """Leaves garbage for a page of a get that was under way when the process died: part of a page is useless."""
+        """Leaves garbage in the slot of the next page of a get that was in flight when the helper died, because only
+        part of the page has arrived."""
         if each.op.kind is OpKind.DISK_READ and each.done < each.op.pages:
             self.world.engine.fill_slot(each.op.group, int(each.op.slots[each.done]), None)
 
@@ -169,7 +173,8 @@ class StoreMoves(TierMoves):
         return bool(self._moving or self.store.questions)
 
     def check(self) -> None:
-        """Checks that a value holds the KV of its name's key and weights, unless its trailer says that it does not."""
+        """Checks that every value has the KV of its name's key and weights, unless its trailer is damaged or has a
+        different key."""
         for (_, key), value in self.store.values.items():
             require(
                 value.sealed != key or all(symbol == (NAMED_WEIGHTS, key) for symbol in value.symbols),

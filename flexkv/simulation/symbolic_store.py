@@ -1,8 +1,7 @@
-"""A simulated store that other machines also use, with symbols as values. It gives false answers wherever a real store
-might.
+"""A simulated store that other machines also use, with symbols as values. It may answer falsely where a real store may.
 
-Questions wait here until `StoreMoves` answers them; `StoreMoves` also moves the pages. The tier above it is the real
-one.
+Questions wait here until `StoreMoves` answers them. `StoreMoves` also moves the pages. The remote tier that uses this
+store is the real one.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Value:
     """The value under a name.
 
     Attributes:
-        sealed: the key that its trailer names; None if it is damaged.
-        symbols: one per rank.
+        sealed: the key in the value's trailer; None if the trailer is damaged.
+        symbols: the value's symbols, one per rank.
     """
 
     sealed: bytes | None
@@ -40,12 +39,12 @@ class Question:
 
 
 class SymbolicStore:
-    """The lane of a remote tier, driven by hand.
+    """Takes the place of a remote tier's lane and its store. Nothing happens until the simulation calls a method.
 
     Attributes:
-        values: values by the key that is their name.
+        values: key, which stands for the name -> value.
         questions: questions that are not answered yet.
-        down_reason: why the store is not used; empty while it is.
+        down_reason: why the store is not used; empty if it is used.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class SymbolicStore:
     # --- as the tier's lane ---
 
     def watch(self) -> None:
-        """Does nothing: the simulation decides when something happens."""
+        """Does nothing, because the simulation decides when the store is lost or comes back."""
 
     def submit(self, graph: TransferGraph) -> int | None:
         raise AssertionError("ops are taken from the manager")
@@ -98,12 +97,12 @@ class SymbolicStore:
         self._answers.append((question.op_id, presences))
 
     def lose(self) -> None:
-        """Makes the store unreachable: open questions end without an answer."""
+        """Makes the store unreachable. Open questions end without an answer."""
         self.down_reason = "lost"
         for question in list(self.questions):
             self.answer(question, ())
 
 
 def keys_of(op: TransferOp) -> list[bytes]:
-    """The keys of an op's pages, from its tags."""
+    """Returns the keys of an op's pages, which its tags have."""
     return [row.tobytes() for row in np.ascontiguousarray(tag_fields(op.tags)["key"])]

@@ -1,6 +1,7 @@
-"""A tier for simulations only: the minimum that `flexkv.cache.tiers.contract` requires, with symbols as pages.
+"""A tier for simulations only. It does the minimum that `flexkv.cache.tiers.contract` requires, with symbols as pages.
 
-`SymbolicVolumes` lies below the real disk tier and tests that; this tier is separate, and tests only the contract.
+With `SymbolicVolumes`, a simulation tests the real disk tier above simulated disks. With this tier, it tests only that
+the manager keeps the contract.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from flexkv.simulation.base import Symbol
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 Content = tuple[int, bytes, list[Symbol]]
-"""Content of a place: epoch of the tier, key, and a symbol per rank."""
+"""Content of a slot of the tier: epoch of the tier, key, and one symbol per rank."""
 
 
 class SymbolicTier(Tier, Source, Sink):
-    """Takes pages from host memory and returns them; `TierMoves` carries out its ops and moves the symbols.
+    """A tier that is written from host memory and read back to it. `TierMoves` carries out its ops.
 
     Args:
-        places: number of places of each group.
+        places: number of slots of each group.
 
     Attributes:
-        content: content by group and place.
-        keys_of: keys of the pages of an op in flight.
-        epoch: number of resets so far; places of older epochs hold no page.
+        content: for each group, slot -> content.
+        keys_of: id of a planned op that `TierMoves` has not taken yet -> keys of the op's pages.
+        epoch: number of resets so far. A slot with the content of an older epoch has no page.
     """
 
     def __init__(self, context: TierContext, places: int, facts: TierFacts) -> None:
@@ -114,7 +115,7 @@ class SymbolicTier(Tier, Source, Sink):
         self.epoch += 1
 
     def finish_reset(self, ends_s: float) -> None:
-        """Does nothing: since `begin_reset` older places hold no page."""
+        """Does nothing, because `begin_reset` has made all older content invalid."""
 
     def poll(self, now_s: float) -> None:
-        """Does nothing: a lost page is noticed when it is read."""
+        """Does nothing, because the tier notices a lost page only when the page is read."""

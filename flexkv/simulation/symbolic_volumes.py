@@ -1,7 +1,8 @@
-"""Disks without bytes: each place holds a tag and one symbol per rank, or garbage.
+"""Simulated disks without bytes: each disk slot (`place` in code) has a page's identity and one symbol per rank.
 
-They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and check the manager's requests: it
-must not reuse a place in use, publish a page that was not written, or overwrite a page without announcing it.
+They implement what matters to a manager of the contract `flexkv.storage.base.Volumes`, and check the manager's
+requests. It must not use a disk whose loss it knows, publish a page that was not written, or overwrite a page before it
+has recorded the page's eviction.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import TransferOp
 
 Identity = tuple[bytes, int, int, int]
-"""Key, generation, epoch and tokens of a page: all of its tag that a read compares."""
+"""Key, generation, epoch and tokens of a page: the fields of its tag that a read compares."""
 
 
 def stripe_digest(rank: int, symbol: Symbol) -> int:
-    """The digest that a rank reports for the run that it wrote, computed from its part of the symbol."""
+    """Returns the digest that a rank reports for a stripe of one run, computed from the stripe's symbol."""
     return int.from_bytes(hashlib.sha256(repr((rank, symbol)).encode()).digest()[:8], "little")
 
 
 def identities(op: TransferOp) -> list[Identity]:
-    """The identities that an op's tags name, page by page."""
+    """Returns the identity of each page of an op, from the op's tags."""
     return [
         (bytes(tag["key"]), int(tag["generation"]), int(tag["epoch"]), int(tag["tokens"]))
         for tag in tag_fields(op.tags)
@@ -48,12 +49,16 @@ def identities(op: TransferOp) -> list[Identity]:
 
 
 class SymbolicVolumes(Volumes):
-    """Places of each group on `disks` disks.
+    """Simulated disks, over which the disk slots of each group are striped.
+
+    Args:
+        slots: number of disk slots of each group.
+        disks: number of disks.
 
     Attributes:
-        content: for each group, place -> what was written there: identity and one symbol per rank. A torn write leaves
-            no entry.
-        journal: for each group, place -> the row that would be found after a crash: key, generation, tokens, expiry.
+        content: for each group, disk slot -> identity and symbols of the page that was written to the slot. A torn
+            write leaves no entry.
+        journal: for each group, disk slot -> row that would be found after a crash: key, generation, tokens, expiry.
     """
 
     def __init__(self, slots: Sequence[int], disks: int = 2) -> None:
@@ -66,18 +71,18 @@ class SymbolicVolumes(Volumes):
         self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
         self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
-        """For each place without a trailer, the symbols that ranks have written there."""
+        """For each group, disk slot without a trailer -> rank -> symbol that the rank has written to the slot."""
         self._named: tuple[bytes, int] | None = None
-        """Weights, and the epoch whose pages were computed with them."""
+        """The weights that were named last, and the epoch at that time; None before."""
         self._announced: set[int] = set()
         self.closed = False
 
     @classmethod
     def reopened(cls, former: SymbolicVolumes) -> SymbolicVolumes:
-        """The same folders in a new process: the journaled rows and the written pages, and nothing else."""
+        """Returns the same disks as a new process finds them: with the rows of the journal and the written pages."""
         tier = cls(former._slots, former.disks)
         tier._alive = list(former._alive)
-        # Durable open count, then a counter: higher than any number given before.
+        # Higher than any generation before, as on real disks, where a generation begins with a count of the opens.
         tier._generation = former._generation + (1 << 20)
         tier._epoch, tier._named = former._epoch, former._named
         tier.content, tier.journal = former.content, former.journal
@@ -192,7 +197,7 @@ class SymbolicVolumes(Volumes):
         return False
 
     def finish_reset(self, deadline_s: float) -> None:
-        """Does nothing: a reset is durable at once."""
+        """Does nothing, because a simulated reset is durable at once."""
 
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         self.begin_reset(epoch)
@@ -210,7 +215,7 @@ class SymbolicVolumes(Volumes):
     # --- what a simulation does to it ---
 
     def lose(self, disk: int) -> None:
-        """Makes a disk fail permanently."""
+        """Makes a disk fail for good."""
         if self._alive[disk]:
             self._alive[disk] = False
             self._lost.append(LostDisk(disk, Path(f"/disk{disk}"), "simulated"))
@@ -221,23 +226,23 @@ class SymbolicVolumes(Volumes):
                     del self.journal[group][place]
 
     def check_places(self, places: Places) -> None:
-        """Checks that no place is used on a disk whose loss was reported to the manager."""
+        """Checks that none of the disk slots is on a disk whose loss was reported to the manager."""
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 
     def named(self, op: TransferOp) -> set[int]:
-        """The pages of an op that the durable index has at the places where the op looks for them."""
+        """Returns the positions of those pages of an op that the durable index has in the op's disk slots."""
         rows = [self.journal[op.group].get(place) for place in op.places.tolist()]
         wanted = zip(rows, identities(op) if rows else (), strict=True)
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """Checks that these pages of an op are still indexed, because none of them failed due to its content."""
+        """Checks that these pages of an op are still in the durable index, because none failed due to its content."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
-        """Checks that the index does not name these pages of an op, because their places did not hold the requested
-        pages.
+        """Checks that the durable index no longer has these pages of an op, because they could not be read from the
+        op's disk slots.
         """
         wanted = identities(op)
         for page in pages:
@@ -248,8 +253,8 @@ class SymbolicVolumes(Volumes):
             )
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
-        """Writes a page over the old content, which must not be found after a crash; returns whether the write
-        succeeded.
+        """Writes a page over a disk slot's old content, and returns whether that succeeded. Checks that the old content
+        would not be found after a crash.
         """
         require(
             place not in self.journal[group],
@@ -262,8 +267,8 @@ class SymbolicVolumes(Volumes):
         return True
 
     def write_stripe(self, group: int, place: int, rank: int, symbol: Symbol) -> bool:
-        """Writes a rank's part of a page, which destroys the place's former page; returns whether the write
-        succeeded.
+        """Writes a rank's stripe of a page, and returns whether that succeeded. The former page of the disk slot is
+        lost. Checks that it would not be found after a crash.
         """
         require(
             place not in self.journal[group],
@@ -276,7 +281,7 @@ class SymbolicVolumes(Volumes):
         return True
 
     def seal(self, group: int, place: int, identity: Identity, digests: list[int]) -> bool:
-        """Writes the trailer of a page whose stripes every rank has written; returns whether the write succeeded."""
+        """Writes the trailer of a page whose stripes the ranks have written, and returns whether that succeeded."""
         stripes = self._stripes[group].get(place, {})
         if not self._alive[place % self.disks]:
             return False
@@ -291,7 +296,7 @@ class SymbolicVolumes(Volumes):
         self._stripes[group].pop(place, None)
 
     def read(self, group: int, place: int, identity: Identity) -> list[Symbol] | None:
-        """The symbols at a place, if it holds the requested page; else None."""
+        """Returns the symbols in a disk slot; None if the slot does not have the requested page."""
         content = self.content[group].get(place)
         if content is None or content[0] != identity or not self._alive[place % self.disks]:
             return None

@@ -1,5 +1,5 @@
-"""Carries out the ops of a simulation's symbolic tier: pages fail; ops end late, in any order, or never begin; and
-pages are lost without the tier's knowledge.
+"""Events of a simulation's symbolic tier. Pages fail. Ops end late, in any order, or are cancelled before they begin.
+Pages are lost without the tier's knowledge.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 
 @dataclass
 class SimulatedMove:
-    """An op that was taken over; sets hold positions of pages.
+    """An op in flight.
 
     Attributes:
-        epoch: the tier's epoch when the op was taken over.
-        done: pages that have moved or failed.
-        missing: pages that failed because their place does not hold them.
-        result: its result, once it has ended.
+        keys: keys of the op's pages.
+        epoch: the tier's epoch when the op began.
+        done: number of pages that have moved or failed.
+        failed: positions of the pages that failed.
+        missing: positions of the pages that failed because the tier does not have them.
+        result: the op's result; None until it has finished.
     """
 
     op: TransferOp
@@ -38,7 +40,7 @@ class SimulatedMove:
 
 
 class TierMoves:
-    """Carries out the ops of a world with a symbolic tier."""
+    """Carries out the ops of a world's symbolic tier."""
 
     def __init__(self, world: World, tier: SymbolicTier) -> None:
         self.world = world
@@ -46,7 +48,7 @@ class TierMoves:
         self._moving: dict[int, SimulatedMove] = {}
 
     def submit(self, op: TransferOp) -> None:
-        """Takes over an op that was planned just now."""
+        """Begins an op that was just planned. Checks that its slots do not conflict with another op in flight."""
         for other in self._moving.values():
             if other.op.group == op.group and OpKind.DISK_WRITE in (op.kind, other.op.kind):
                 shared = set(op.places.tolist()) & set(other.op.places.tolist())
@@ -100,7 +102,7 @@ class TierMoves:
             each.failed.append(page)
 
     def read(self, group: int, place: int, key: bytes, epoch: int) -> list[Symbol] | None:
-        """The page at a place, if it is the requested one."""
+        """Returns the symbols of the page in a slot of the tier; None if it is not the requested page."""
         found = self.tier.content[group].get(place)
         return found[2] if found is not None and found[:2] == (epoch, key) else None
 
@@ -134,7 +136,7 @@ class TierMoves:
             del self.tier.content[group][random.choice(places)]
 
     def deliver(self) -> None:
-        """Gives the manager one of the results, which is not always the first."""
+        """Hands the manager the result of a finished op. It is chosen at random, so not always the first to finish."""
         world = self.world
         ended = [each for each in self._moving.values() if each.result is not None]
         if not ended:
@@ -149,7 +151,7 @@ class TierMoves:
             self._check_forgotten(each, result)
 
     def _check_forgotten(self, each: SimulatedMove, result: OpResult) -> None:
-        """Checks that no entry is left at a place that did not hold the requested page."""
+        """Checks that the tier no longer finds a page in a slot from which it could not be read."""
         for page, cause in causes_by_page(result).items():
             if cause > FailureCause.SOURCE:
                 continue
@@ -164,11 +166,11 @@ class TierMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether there is an op whose result was not taken yet."""
+        """Whether there is an op whose result the manager does not have yet."""
         return bool(self._moving)
 
     def check(self) -> None:
-        """Checks that a fetch now would bring, on every rank, the KV that its key promises."""
+        """Checks that every page of the tier has the KV of its key on every rank."""
         for places in self.tier.content:
             for epoch, key, symbols in places.values():
                 require(

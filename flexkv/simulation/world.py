@@ -1,4 +1,4 @@
-"""The state that all parts of a simulation share: the manager, its model, the engine, and the ops in flight."""
+"""The state that all parts of a simulation use: the manager, its model, the engine, and the ops in flight."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.transfer.graph import NEVER, WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
-"""Lost block tables that are remembered; a load ends long before this many requests do."""
+"""Number of block tables that are remembered after their requests have lost the blocks. A load finishes long before
+this many requests lose theirs."""
 
 
 FETCH_PAGES = 12
-"""Most pages that are read from disk at once."""
+"""Most pages that are read from one tier at once."""
 
 FETCH_OPS = 4
 """Most reads from disk at once."""
 
 BEGUN_S = 1_000_000
-"""The wall clock when a run begins, Unix seconds."""
+"""The wall clock when a run begins, in Unix seconds."""
 
 DISK = TierId(1)
-"""The tier behind host memory, where there is one."""
+"""The disk tier, if there is one."""
 
 
 def block_key(*parts: object) -> bytes:
-    """A key of 16 bytes, determined by the parts."""
+    """Returns a key of 16 bytes, which depends only on the parts."""
     return hashlib.sha256(repr(parts).encode()).digest()[:16]
 
 
 def host_slots(op: TransferOp) -> list[int]:
-    """The slot of each page of an op in host memory, or NO_SLOT."""
+    """Returns the host slot of each page of an op; NO_SLOT for each if the op does not use host memory."""
     return [NO_SLOT] * op.pages if op.kind in WITHOUT_SLOTS else op.slots.tolist()
 
 
 class World:
-    """State of one run, and the moves that several of its parts make."""
+    """The state of one run, and actions that several parts of the simulation take."""
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory) -> None:
         self.config = config
@@ -112,17 +113,18 @@ class World:
         self.disk_ended: dict[int, TransferOp] = {}
         self.live: list[SimRequest] = []
         self.retired: deque[tuple[str, list[list[int]]]] = deque(maxlen=RETIRED)
-        """Block tables that requests have lost: a load into one of the blocks may yet fail."""
+        """Request and block table of requests that have lost their blocks. A load into one of the blocks may still
+        fail."""
         self.ops: dict[int, TransferOp] = {}
         self.report = SimulationReport()
         self.lost_until = 0
         self._stored_at: dict[Key, int] = {}
-        """When pages that expire were last stored."""
+        """Key of a page that expires -> Unix seconds of its last store."""
         for group in range(len(config.groups)):
             self.grow(group)
 
     def _waiting_slots(self, group: int) -> set[int]:
-        """Host slots that were filled from disk for requests that have not looked up again."""
+        """Returns the host slots whose pages were fetched for requests that have not looked up again."""
         return self.manager.held_slots(group)
 
     def _symbolic_tier(self, context: TierContext) -> SymbolicTier:
@@ -153,19 +155,19 @@ class World:
 
     @property
     def remote_tier(self) -> RemoteTier | None:
-        """The manager's last tier, where it is remote."""
+        """The manager's last tier if it is remote; otherwise None."""
         tier = self.manager.tiers[-1]
         return tier if isinstance(tier, RemoteTier) else None
 
     @property
     def symbolic_tier(self) -> SymbolicTier | None:
-        """The manager's last tier, where it is symbolic."""
+        """The manager's last tier if it is symbolic; otherwise None."""
         tier = self.manager.tiers[-1]
         return tier if isinstance(tier, SymbolicTier) else None
 
     @property
     def disk_tier(self) -> DiskTier:
-        """The manager's tier over `disk`."""
+        """The manager's disk tier, which uses the simulated disks `disk`."""
         tier = self.manager.tiers[DISK]
         assert isinstance(tier, DiskTier)
         return tier
@@ -177,13 +179,13 @@ class World:
         return int(BEGUN_S + self.now_s)
 
     def expire_pages(self) -> None:
-        """Call this before each call in which the manager drops expired pages."""
+        """Forgets expired pages in the model. Must be called before each call in which the manager drops them."""
         if self.config.ttl_s:
             self.recorder.expiring |= self.model.expire(self.unix_s)
 
     def expiries_of(self, group: int, keys: Keys, ttl_s: int | None) -> list[int]:
-        """When the pages that a store brings to host memory now will expire: at the same time as their copy on disk, if
-        that is earlier.
+        """Returns when pages expire that a store brings to host memory now, in Unix seconds: after `ttl_s`, or with
+        their copy on disk if that expires earlier. NEVER if neither expires.
         """
         ends = self.unix_s + ttl_s if ttl_s else NEVER
         on_disk = self.disk_tier.expiries_there(group, keys) if self.config.disk_places else None
@@ -192,12 +194,13 @@ class World:
         return [min((time for time in (ends, there) if time), default=NEVER) for there in on_disk.tolist()]
 
     def note_stored(self, pages: list[tuple[Key, int]]) -> None:
-        """Records pages that are being stored from now on, and when they expire in host memory."""
+        """Records pages whose store begins now, and when they expire in host memory."""
         self.model.note_times(dict(pages))
         self._stored_at.update((key, self.unix_s) for key, expiry in pages if expiry)
 
     def is_over(self, key: Key) -> bool:
-        """Whether every copy of a page has expired, wherever it lies: no copy is younger than the page's last store."""
+        """Returns whether every copy of a page has expired in all tiers. No copy is younger than the page's last
+        store."""
         stored = self._stored_at.get(key)
         return stored is not None and self.unix_s >= stored + self.config.ttl_s
 
@@ -246,7 +249,13 @@ class World:
         in_stream: bool,
         load: int = 0,
     ) -> None:
-        """Gives an op to the ranks; `load` is the number of the load that it belongs to."""
+        """Gives an op to the ranks.
+
+        Args:
+            keys, numbers: keys of the op's pages, and their numbers in the request.
+            in_stream: whether the op runs in order with the engine's steps.
+            load: id of the first op of the load to which the op belongs; 0 for a store.
+        """
         waits = {
             number
             for number, other in self.model.ops.items()
@@ -264,12 +273,12 @@ class World:
         self.engine.enqueue(op, role is OpRole.LOAD, in_stream)
 
     def blocks_being_loaded(self, group: int) -> set[int]:
-        """Engine blocks that a load in flight writes."""
+        """Returns the engine blocks that loads in flight write."""
         loads = (op for op_id, op in self.ops.items() if self.model.ops[op_id].role is OpRole.LOAD)
         return {block for op in loads if op.group == group for block in op.blocks.tolist()}
 
     def places_being_read(self, group: int) -> set[int]:
-        """Disk slots that ops in flight read, including ops that have ended but are not reported yet."""
+        """Returns the disk slots that ops in flight read, including ops that have finished but are not reported yet."""
         ops = (*self.disk_lane.ops.values(), *self.disk_lane.rank_ops.values(), *self.disk_ended.values())
         reads = (op for op in ops if op.group == group and op.kind in (OpKind.DISK_READ, OpKind.GDS_READ))
         return {place for op in reads for place in op.places.tolist()}
@@ -282,7 +291,7 @@ class World:
         self.manager.grow(group, up)
 
     def check_visible(self) -> None:
-        """Checks that every visible slot holds what its key promises, on every rank."""
+        """Checks that the slot of every visible page has the KV of its key on every rank."""
         for (group, key), slot in self.model.visible.items():
             for rank in self.engine.ranks:
                 require(
