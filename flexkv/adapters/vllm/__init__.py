@@ -1,7 +1,7 @@
 """flexkv for vLLM: the connector `FlexKVConnector`.
 
-The class is imported on first use: vLLM loads the entry point of this package in each of its processes, and that must
-not import torch.
+The class is imported on first use. vLLM imports this package in each of its processes to load the plugin entry point,
+which must not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys of one request's blocks: their namespace, the chain of whole blocks, and the extra keys of a partial tail."""
+"""Makes the keys of a request's complete blocks, their namespace, and the extra keys of a partial tail."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 
 
 NAMESPACE_BYTES = 32
-"""Bytes of a namespace before its mark."""
+"""Size of a namespace without its mark, in bytes."""
 
 REMEMBERED = 1024
-"""Most namespaces of groups that are remembered: callers may name any number of namespaces."""
+"""How many namespaces of groups are remembered at most. Callers choose the names, so there may be many."""
 
 
 class RequestNamespaces:
-    """Namespaces of requests: the engine's or, for requests with an adapter, one per content of the adapter, because
-    vLLM's hashes have an adapter's name and not its content. A namespace that the caller names is a further part.
+    """Computes the namespaces of requests. A request without an adapter has the engine's namespace. A request with an
+    adapter has a namespace computed from the adapter's content, because vLLM's hashes contain only the adapter's name.
+    If the caller names a namespace, it becomes part of the request's namespace as well.
 
     Args:
-        engine: 32 bytes; see `engine_namespace`.
-        adapters: see `adapter_settings`.
+        engine: the engine's namespace, 32 bytes; see `engine_namespace`.
+        adapters: the engine's settings that change the KV of requests with adapters; see `adapter_settings`.
     """
 
     def __init__(self, engine: bytes, adapters: Mapping[str, Any]) -> None:
@@ -44,23 +45,23 @@ class RequestNamespaces:
         self._made: dict[str, bytes] = {}
 
     def of(self, request: Request, named: str = "") -> bytes:
-        """The request's namespace: 32 bytes, and a mark if the caller names one (`named_mark`). Reads the files of an
-        adapter that is new.
+        """Returns the request's namespace: 32 bytes, followed by a mark if the caller names a namespace (`named_mark`).
+        Reads the files of an adapter on its first use.
 
         Args:
-            named: `RequestSettings.namespace`.
+            named: the namespace that the caller names (`RequestSettings.namespace`); empty for none.
         """
         own = self._of_adapter(request)
         return namespace_digest({"request": own, "named": named}) + named_mark(named) if named else own
 
     @property
     def have_adapters(self) -> bool:
-        """Whether a request has had an adapter."""
+        """Whether any request so far has had an adapter."""
         return bool(self._made)
 
     def adapter_changed(self, path: str) -> bool:
-        """Whether the files of an adapter that has a namespace have changed since the adapter was first used: the
-        namespace no longer tells what the engine computes with."""
+        """Whether the adapter's files have changed since its first use. Its namespace then no longer identifies the
+        weights with which the engine computes."""
         return self._loras.has_changed(path)
 
     def _of_adapter(self, request: Request) -> bytes:
@@ -69,7 +70,8 @@ class RequestNamespaces:
             return self.engine
         name = self._loras.name(adapter.lora_path)
         if name.startswith(RUN_PREFIX):
-            # vLLM may have read the files before they changed, and may load them again: as another number, or in place.
+            # Such a name identifies no content: vLLM may have read the files before they changed, and may load them
+            # again, under another number or in place. So the namespace also contains the number and `load_inplace`.
             name += f":{adapter.lora_int_id}:{adapter.load_inplace}"
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest(
@@ -80,8 +82,8 @@ class RequestNamespaces:
 
 @lru_cache(REMEMBERED)
 def group_namespace(namespace: bytes, signature: bytes) -> bytes:
-    """The namespace of a request's blocks in one KV group, with the request's mark. A group without a signature has the
-    request's namespace."""
+    """Returns the namespace of a request's blocks in one KV group, including the request's mark. If the group has no
+    signature, this is the request's namespace."""
     if not signature:
         return namespace
     return namespace_digest({"request": namespace, "group": signature}) + namespace[NAMESPACE_BYTES:]
@@ -91,9 +93,10 @@ class BlockKeys(ABC):
     """Makes the keys of one request's blocks. Costs O(new blocks).
 
     Args:
-        namespace: namespace of the request's blocks in one KV group; see `group_namespace`.
-        hashes_per_block: number of the engine's hashes per block.
-        names: names of images and other inputs.
+        namespace: the namespace of the request's blocks in one KV group; see `group_namespace`.
+        block_tokens: number of tokens per block.
+        hashes_per_block: how many of the engine's hashes a block has.
+        names: tells whether names of images and other inputs are valid beyond this run.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class BlockKeys(ABC):
         self._last_hash = b""
 
     def keys(self) -> Keys:
-        """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]."""
+        """Returns the keys of all complete blocks whose tokens are known, shape [blocks, KEY_BYTES]."""
         hashes, ratio = self.request.block_hashes, self._ratio
         known = len(self._chain)
         # A streaming session may remove its last tokens, and with them the hash of a block.
@@ -132,14 +135,18 @@ class BlockKeys(ABC):
 
     @abstractmethod
     def _extend(self, known: int, blocks: int) -> None:
-        """Adds the keys of blocks [known, blocks), or none if they cannot have keys."""
+        """Adds the keys of blocks [known, blocks). Adds none if these blocks cannot have keys."""
 
     @abstractmethod
     def parent(self, block: int) -> bytes | None:
-        """The hash from which the key of whole block `block - 1` was made; None for block 0. Call it after `keys`."""
+        """Returns the hash from which the key of block `block - 1` was made; None if `block` is 0.
+
+        Call order:
+            After `keys`.
+        """
 
     def first_of_run(self) -> int | None:
-        """The first block whose hash is valid only in this run; None without one."""
+        """Returns the index of the first block whose hash is valid only in this run; None if there is none."""
         if not self.request.mm_features:
             return None
         first = self.names.first_of_run(self.request)
@@ -147,16 +154,16 @@ class BlockKeys(ABC):
 
 
 class EngineBlockKeys(BlockKeys):
-    """Makes keys from `request.block_hashes`, which cover everything by which vLLM tells requests apart.
+    """Makes keys from `request.block_hashes`, which depend on everything by which vLLM distinguishes blocks.
 
-    If the name of an input is valid only in this run, the keys contain the run's name, from the first block that the
-    input reaches into. Blocks before it are served after a restart, like those of any other prompt.
+    If the name of an input is valid only in this run, the run's random bytes become part of the keys, from the first
+    block on that contains a part of the input. Earlier blocks can be found after a restart, like other prompts' blocks.
     """
 
     def _extend(self, known: int, blocks: int) -> None:
         ratio = self._ratio
         hashes = self.request.block_hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio]
-        # Looked up each time, because a streaming session may get an image later.
+        # Checked each time, because a streaming session may get an image later.
         if (first := self.first_of_run()) is not None and first < blocks:
             plain = max(0, first - known)
             hashes = [*hashes[:plain], *(self.names.run + block_hash for block_hash in hashes[plain:])]
@@ -171,8 +178,8 @@ class EngineBlockKeys(BlockKeys):
 
 
 class TokenBlockKeys(BlockKeys):
-    """Makes keys from the tokens and the caller's salt, for caches that other engines share. New blocks get no keys
-    once the request has content that its tokens do not express."""
+    """Makes keys from the tokens and the caller's salt, so that other engines can make the same keys. If a request has
+    content that its tokens do not express, such as an image, its new blocks get no keys."""
 
     @cached_property
     def _tokens(self) -> TokenChain:
@@ -183,7 +190,7 @@ class TokenBlockKeys(BlockKeys):
         self._tokens.truncate(0)
 
     def _extend(self, known: int, blocks: int) -> None:
-        # Looked up each time, because a streaming session may get an image later.
+        # Checked each time, because a streaming session may get an image later.
         if self.request.prompt_embeds is None and not self.request.mm_features:
             first, end = known * self.block_tokens, blocks * self.block_tokens
             self._tokens.extend(self.request.all_token_ids[first:end], start=first)
@@ -194,10 +201,10 @@ class TokenBlockKeys(BlockKeys):
 
 
 def tail_extra(request: Request, first_token: int, end_token: int) -> bytes | None:
-    """The engine's extra keys (LoRA, salt) for tokens [first_token, end_token), framed.
+    """Returns the engine's extra keys (LoRA, salt) for the tail of tokens [first_token, end_token), as bytes.
 
-    None if a tail must not be cached at all: its token ids do not express its content (prompt embeddings), or a
-    multi-modal input reaches into it, which the engine identifies only for whole blocks.
+    Returns None if the tail must not be cached. This is so if its token ids do not express its content (prompt
+    embeddings), or if it contains a part of a multi-modal input, which the engine identifies only for complete blocks.
     """
     if request.prompt_embeds is not None:
         return None

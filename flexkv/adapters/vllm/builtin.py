@@ -1,9 +1,9 @@
-"""The same core behind vLLM's built-in `FlexKVConnectorV1`, reduced to the modes that are safe with that class's hooks.
+"""flexkv behind vLLM's built-in `FlexKVConnectorV1`, reduced to the modes that are safe with the hooks of that class.
 
-That class hands over neither the engine's block pool nor the KV cache configuration, is not called for preemptions or a
-reset, and carries no metadata from worker to scheduler. So here stores end inside the step that computed the blocks (no
-block can be reused during its copy), only prompt blocks are stored, loads run inside the step, and both sides share one
-process, in which the worker's connector has the configuration.
+The built-in class passes on neither the engine's block pool nor its KV cache configuration. It passes on no preemptions
+and no resets, and carries no metadata from worker to scheduler. Therefore stores end within the step that computed the
+blocks, so that no block is reused during its copy. Only prompt blocks are stored, and loads run within the step. Both
+sides must run in one process, because the KV cache configuration is read from the worker's connector.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ FULL_CONNECTOR = '"kv_connector":"FlexKVConnector","kv_connector_module_path":"f
 
 
 class FlexKVConnectorV1Impl:
-    """The class to which vLLM's built-in class delegates.
+    """The class to which vLLM's built-in `FlexKVConnectorV1` delegates its hooks.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, the engine may sleep, has more than one rank or another
-            connector of flexkv, or cannot recover from a failed load as its policy says, or `check_engine` refuses it.
+        ConfigError: a setting is unknown or not allowed. Or the engine may sleep, has more than one rank, already has a
+            connector of flexkv, or cannot recompute a failed load although its policy requires it. Or `check_engine`
+            refuses the engine.
         KeySchemeError: the engine's block hashes are not cryptographic.
-        CapacityError: not even one slot fits in host memory.
+        CapacityError: host memory does not hold one slot.
     """
 
     _worker: WorkerSide
@@ -97,7 +98,7 @@ class FlexKVConnectorV1Impl:
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
         self._scheduler: SchedulerSide | None = None
-        """None in the worker's role, and if the worker is in another process."""
+        """The scheduler's side; None in the worker's role, and if the worker runs in another process."""
         self._is_worker = role is KVConnectorRole.WORKER
         if self._is_worker:
             self._worker = WorkerSide(self._settings, 0, 1)
@@ -115,7 +116,7 @@ class FlexKVConnectorV1Impl:
             )
             with ending_failed_start(vllm_config):
                 self._scheduler = self._make_side()
-        # Last, because a connector that is refused must not be registered as its engine's.
+        # Registered last, so that a connector that is refused does not count as its engine's connector.
         register_only(self, role, vllm_config)
         if self._is_worker:
             local_engines.announce(self._worker, vllm_config.cache_config)
@@ -131,12 +132,12 @@ class FlexKVConnectorV1Impl:
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Takes the engine's pool.
+        """Prepares the worker's side for the engine's pool, which consists of the tensors `kv_caches`.
 
         Raises:
-            ConfigError: the connector is a child of a MultiConnector, belongs to another engine, or the attention
+            ConfigError: the connector is a child of a MultiConnector, or belongs to another engine. Or the attention
                 backend breaks batch invariance.
-            GeometryError: flexkv does not store such tensors.
+            GeometryError: flexkv does not support the KV cache configuration, or the tensors contradict it.
         """
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
@@ -144,19 +145,19 @@ class FlexKVConnectorV1Impl:
             check_alone(agent)
             check_batch_invariance(self._vllm_config)
             config = agent._kv_cache_config
-            one_group_geometry(config)  # refuses other configurations
+            one_group_geometry(config)  # raises if the engine has other groups
             self._worker.register_kv_caches(kv_caches, config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads that a forward pass reads have ended before it starts."""
+        """Does nothing: all loads of a step have ended before its forward pass starts."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Does nothing: stores copy whole blocks after the forward pass."""
+        """Does nothing: stores copy complete blocks after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._worker.finish_stores(self._orders())
@@ -168,7 +169,7 @@ class FlexKVConnectorV1Impl:
         return self._worker.reports.take_failed_blocks()
 
     def get_kv_connector_stats(self) -> None:
-        """No statistics: vLLM's class cannot rebuild those of flexkv, and would log a warning for every report."""
+        """Returns no statistics: vLLM's class cannot reconstruct those of flexkv, and would warn at every report."""
 
     @staticmethod
     def _orders() -> ConnectorMetadata:
@@ -208,8 +209,8 @@ class FlexKVConnectorV1Impl:
         return side.events.take_events() if side is not None and side.events is not None else ()
 
     def _make_side(self) -> SchedulerSide | None:
-        """Makes the scheduler's side. vLLM makes the scheduler's connector after the worker has registered its KV
-        caches; None if no worker of this process has."""
+        """Makes the scheduler's side. Returns None if no worker in this process has registered KV caches: vLLM makes
+        the scheduler's connector after that, so the worker must be in another process."""
         worker = local_engines.worker_of_engine(self._vllm_config.cache_config)
         if worker is None or worker.kv_config is None or (handshake := worker.handshake()) is None:
             logger.warning(
@@ -233,8 +234,8 @@ class FlexKVConnectorV1Impl:
 
 
 def check_alone(agent: Any) -> None:
-    """Refuses to run as a child of a MultiConnector: the step's orders and the engine's policy for failed loads cannot
-    be reached there.
+    """Refuses to run as a child of a MultiConnector, because there this connector can read neither the step's orders
+    nor the engine's policy for failed loads.
 
     Args:
         agent: the connector that vLLM's worker calls.
@@ -254,16 +255,15 @@ KEPT = {
     "store.tokens": "prompt",
     "store.partial_blocks": False,
     "load.mode": "sync",
-    # This connector does not learn of new weights. It would write their KV under the keys of the old weights, where
-    # later processes would find it.
+    # This connector is not called when weights change. With disks it would write KV of the new weights under keys of
+    # the old weights, and later processes would find it.
     "disk.folders": (),
 }
-"""The settings to which this connector is reduced. The defaults, which do not matter here, are in
-`flexkv/config/sections.py`."""
+"""The only values of these settings that this connector can use."""
 
 
 def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
-    """The settings, reduced to those that this connector can use; logs a warning for each that it cannot."""
+    """Returns the settings with the values of `KEPT`. Logs a warning for each other value that the user has set."""
     for row in asked.rows():
         if row.key in KEPT and row.value != KEPT[row.key] and asked.given(row.key):
             logger.warning(

@@ -1,4 +1,4 @@
-"""Completions: takes the ends of ops and steps, publishes stores, and revokes the publishing of bad blocks."""
+"""Handles the reported ends of ops and steps: publishes stores, and revokes stores of bad blocks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A block table that its request lost before the outcome of the last step that may have used it was reported.
+    """A block table that its request lost before the last step that may have used the table was reported.
 
     Attributes:
-        step: number of that step.
+        step: number of the last step that may have used the table.
+        tracker: the request.
+        block_ids: the blocks of the first group in the lost table.
     """
 
     step: int
@@ -41,15 +43,15 @@ class Retired:
 class CompletionHandler:
     """Passes the workers' reports to the manager, failures first.
 
-    Blocks that a step computed are published only after the step's outcome was reported: until then it is not known
-    whether a load that the step read has failed, ours or another connector's.
+    Blocks that a step computed are published only after the step's outcome was reported. Until then it is not known
+    whether a load that the step read, ours or another connector's, has failed.
 
     Args:
-        workers: the worker sides of all ranks if they live in this process; empty otherwise.
+        workers: the worker sides of all ranks if the ranks run in this process; otherwise empty.
 
     Attributes:
-        changed: an op has ended since this was set to False. True at first, so that the gauges show the sizes of the
-            tiers before anything moves.
+        changed: whether an op has ended since the scheduler's side last set this to False, so that metrics have
+            changed. True at first, so that the gauges show the sizes of the tiers before the first op.
     """
 
     def __init__(
@@ -78,18 +80,21 @@ class CompletionHandler:
         self._retired: list[Retired] = []
 
     def collect_early(self) -> None:
-        """Takes results from workers in this process without waiting for a step's report."""
+        """Handles results of workers in this process without waiting for a step's report."""
         if self._workers and self._unit.manager.inflight_ops():
-            # Takes only results of steps whose outcome was reported: see WorkerSide.take_results_early.
+            # These are only results of steps whose outcome was reported: see `WorkerSide.take_results_early`.
             for worker in self._workers:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)
 
     def take(self, reports: Sequence[StepReport]) -> int:
-        """Takes a step's reports. `take_failed_blocks` must come first, with the blocks that failed in the step.
+        """Handles a step's reports.
+
+        Call order:
+            After `take_failed_blocks` with the blocks that failed in the step.
 
         Returns:
-            The number of the last step that was carried out; 0 if none is reported.
+            The number of the last step that a rank reports as executed; 0 if none does.
         """
         for report in reports:
             report.pass_news(self._unit)
@@ -106,9 +111,11 @@ class CompletionHandler:
         return step
 
     def end_changed(self) -> list[RequestTracker]:
-        """Revokes what requests with a changed adapter have stored and not published, or left to be stored later;
-        returns these requests. Called before a step's results are taken, because the step may have read the adapter's
-        files after they changed.
+        """Finds the requests whose adapter's files have changed. Revokes their stores that are not published yet, and
+        drops their blocks that wait to be stored. Returns these requests.
+
+        Call order:
+            Before a step's results are handled, because the step may have read the files after they changed.
         """
         if not self._requests.have_adapters:
             return []
@@ -122,8 +129,8 @@ class CompletionHandler:
         return changed
 
     def take_failed_blocks(self, failed: set[int]) -> None:
-        """Revokes the publishing of all blocks that were computed from these ones. The engine computes them again,
-        unless it runs Model Runner V2 and the request was running."""
+        """Revokes the stores of `failed` blocks and of all blocks that were computed from them. The engine computes
+        these blocks again, except for a running request with Model Runner V2, of which nothing more is stored."""
         for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:
@@ -154,7 +161,7 @@ class CompletionHandler:
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
         """Keeps the block table of a request that loses its blocks until `step` is reported, because its stores may
-        still be under way."""
+        still be in flight."""
         if tracker.block_ids and self._unit.unit_id != NO_UNIT:
             self._retired.append(Retired(step, tracker, tracker.block_ids))
 
@@ -182,7 +189,7 @@ class CompletionHandler:
 
 
 def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
-    """Index of the first block in a request's table that is among the failed ones; None if none is."""
+    """Returns the index of the first block in a request's table that is in `failed_blocks`; None if none is."""
     if failed_blocks.isdisjoint(block_ids):
         return None
     held = np.array(block_ids, dtype=np.int64)

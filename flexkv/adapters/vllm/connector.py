@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: passes every hook on to the side that handles it."""
+"""The KV connector that vLLM loads. It passes each hook to the scheduler's side or the worker's side."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ logger = get_logger(__name__)
 
 
 class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV cache in host memory for vLLM.
+    """vLLM's connector to flexkv's cache in host memory, on disks and in a remote store. vLLM uses it if started with
 
     `--kv-transfer-config '{"kv_connector":"FlexKVConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
 
     Raises:
         ConfigError: a setting is unknown or not allowed, `check_engine` refuses the engine or its model, or the engine
-            has a connector of flexkv already.
+            already has a connector of flexkv.
         GeometryError: `pool_geometry` refuses the model's KV cache.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
@@ -82,7 +82,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     """The worker's side. Only a connector in the worker's role has this attribute."""
 
     worker_class: type[WorkerSide] = WorkerSide
-    """The class that runs the lanes; a subclass of the connector may set another one that decorates the mover."""
+    """The class of `worker`. A subclass of the connector may set another class, for example to decorate the mover."""
 
     def __init_subclass__(cls) -> None:
         _make_known(cls)
@@ -125,14 +125,14 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             EngineRole.of(vllm_config),
         )
         self.scheduler = SchedulerSide(spec)
-        # Last, because a connector that is refused must not be registered as its engine's.
+        # Registered last, so that a connector that is refused does not count as its engine's connector.
         register_only(self, self.role, vllm_config)
 
     # --- both sides ---
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: preempted output may be used, because a dropped store costs only a later miss."""
+        """False: the engine may use the output of preempted requests, because a dropped store only costs a miss."""
         return False
 
     @classmethod
@@ -144,8 +144,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True with layerwise loads or stores and with blending: a CUDA graph of the whole forward pass would leave out
-        the calls per layer, and the layers that compute fewer rows.
+        """True with layerwise loads or stores and with blending. A CUDA graph of the complete forward pass would omit
+        the connector's calls per layer, and could not compute fewer rows in some layers.
         """
         settings = load_config(extra_config)
         return settings.blend.enabled or "layerwise" in (settings.load.mode, settings.store.mode)
@@ -181,7 +181,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        # Done first: if another engine has made this connector, a refusal must not shut it down.
+        # Checked first, outside `ending_failed_start`: if this connector belongs to another engine, refusing the pool
+        # must not shut that engine's connector down.
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
             check_batch_invariance(self._vllm_config)
@@ -198,11 +199,11 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         worker.blend = BlendWorker(self._vllm_config, settings, worker.rank, geometry, worker.counters)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 and later call this before a sleep takes the KV memory away."""
+        """vLLM 0.33 and later call this before the engine sleeps and frees its KV memory."""
         self.worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """vLLM 0.33 and later call this when the KV memory is back."""
+        """vLLM 0.33 and later call this after the engine has woken and allocated its KV memory again."""
         self.worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -211,7 +212,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker.blend is not None:
-            # Called here, because `start_load_kv` may come after the forward pass.
+            # Called here and not in `start_load_kv`, which vLLM may call after the forward pass.
             self.worker.blend.begin_step(cast("ConnectorMetadata", connector_metadata).blend)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -232,8 +233,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.layer_written(layer_name)
 
     def finish_forward(self) -> None:
-        """Model Runner V2 calls this between forward pass and sampling. It is not used with a draft model, which writes
-        its KV later.
+        """vLLM's Model Runner V2 calls this between forward pass and sampling. Does nothing if the engine has a draft
+        model, which writes its KV after this call.
         """
         if self._vllm_config.speculative_config is None and self.has_connector_metadata():
             self.worker.after_forward(cast("ConnectorMetadata", self._get_connector_metadata()))
@@ -242,8 +243,9 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.submit_stores(cast("ConnectorMetadata", self._get_connector_metadata()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The async loads that have ended and, for a hybrid engine, which of them failed. A block's number does not
-        tell its group there, so the engine takes whole requests instead of blocks."""
+        """Returns the requests whose async loads have ended. For a hybrid engine, also returns which of these loads
+        failed: in such an engine a block's number does not determine its group, so vLLM takes failed requests, not
+        failed blocks."""
         orders = cast("ConnectorMetadata", self._get_connector_metadata())
         self.worker.poll(orders.idle, orders.disk_busy)
         finished, failed = self.worker.reports.take_finished_and_failed()
@@ -271,7 +273,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.take_handshake(ours)
 
     def on_new_request(self, request: Request) -> None:
-        """Called when the request enters the engine's queue: starts to fetch its pages."""
+        """vLLM calls this when the request enters its queue. Starts to fetch the request's pages to host memory."""
         self.scheduler.enter(request)
 
     def get_num_new_matched_tokens(
@@ -315,7 +317,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        """False: stores hold no reference to an engine block, so the engine cannot avoid a preemption by waiting."""
+        """False: stores hold no reference to engine blocks, so waiting for them would free none, and the engine has to
+        preempt."""
         return False
 
     def reset_cache(self) -> bool:
@@ -324,8 +327,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 @log_refusal(logger)
 def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
-    """Logs the layout and a remedy: if two connectors request different layouts, vLLM's error names none, and vLLM
-    calls no later hook before that error.
+    """Logs the layout that the connector asks for, and what to do if another connector asks for a different one. vLLM
+    then fails with an error that names neither layout, before it calls any other hook.
 
     Raises:
         ConfigError: a setting is unknown or not allowed.
@@ -339,8 +342,8 @@ def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
 
 
 def _make_known(connector: type[FlexKVConnector]) -> None:
-    """Registers the class, so that vLLM finds it by its name. A MultiConnector does so when it reads the statistics of
-    its connectors; a name that it does not find ends the engine's output loop."""
+    """Registers the class, so that vLLM finds it by its name. A MultiConnector looks classes up by name when it reads
+    the statistics of its connectors, and a name that is not registered ends the engine's output loop."""
     name = connector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, connector.__module__, name)

@@ -1,6 +1,8 @@
-"""Refuses, at their start, engines whose KV cannot be reused or whose ranks cannot be reached; also logs warnings.
+"""Checks an engine at its start. Refuses engines whose KV cannot be reused or whose ranks cannot reach each other, and
+warns of settings with which pages or requests may be lost.
 
-`pool_geometry.py` refuses KV cache configurations, and `local_engines.py` a second engine or connector in one process.
+`pool_geometry.py` checks KV cache configurations, and `local_engines.py` refuses a second engine or connector in one
+process.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 TESTED_VERSIONS = ("0.32", "0.33")
-"""Versions of vLLM, oldest first, that the tests run and whose names they look for (the table in docs/vllm.md)."""
+"""The versions of vLLM with which the tests run, oldest first (docs/vllm.md has a table of them)."""
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuses engines that flexkv would crash, give wrong answers, or never serve.
+    """Refuses engines that flexkv would crash, engines that would give wrong answers, and engines that flexkv could
+    never serve.
 
     Raises:
         ConfigError: the message names the setting or the model's property, and what to do.
@@ -34,7 +37,7 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def check_groups(config: VllmConfig, geometry: PoolGeometry) -> None:
-    """Refuses features that are not served with several KV groups.
+    """Refuses features of the engine that flexkv does not support with several KV groups.
 
     Raises:
         ConfigError: the message names the feature, and what to do.
@@ -47,11 +50,12 @@ def check_groups(config: VllmConfig, geometry: PoolGeometry) -> None:
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
-    """Refuses parallelism that splits a block's bytes or layers over ranks in a way that a slot cannot describe,
-    launchers whose ranks cannot reach one another, and engines that go on after a fault.
+    """Refuses parallelism that splits a block over ranks in a way that a slot cannot represent, launchers whose ranks
+    cannot reach each other, and engines that continue after a fault.
 
-    After a peer's fault vLLM 0.33 delivers the failed step's reports with those of the next step, so flexkv would
-    publish what the failed step computed. 0.32 drops the reports, so flexkv would wait for its copies for ever.
+    If an engine continues after another rank's fault, vLLM 0.33 delivers the failed step's reports with those of the
+    next step, so flexkv would publish blocks that the failed step computed. vLLM 0.32 drops the reports, so flexkv
+    would wait for its copies for ever.
 
     Raises:
         ConfigError: the message names the setting and the value that works.
@@ -81,10 +85,10 @@ def check_parallelism(parallel: ParallelConfig) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuses models that vLLM cannot compute from the middle of a prompt, or whose KV depends on later tokens.
+    """Refuses models that vLLM cannot compute from the middle of a prompt, and models whose KV depends on later tokens.
 
-    vLLM turns prefix caching off by itself for such models, but still takes tokens that a connector promises. Other
-    models may run with `--no-enable-prefix-caching`.
+    vLLM itself turns prefix caching off for such models, but it would still load tokens that a connector promises. For
+    other models, flexkv also works with `--no-enable-prefix-caching`.
 
     Raises:
         ConfigError: the message names the model's property.
@@ -102,15 +106,16 @@ def check_model(model: ModelConfig) -> None:
 
 
 BATCH_VARIANT_AFTER_A_HIT = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Attention backends with which vLLM turns prefix caching off where VLLM_BATCH_INVARIANT is set: they compute other
-results for the rest of a prompt alone than for the whole prompt."""
+"""Attention backends with which vLLM turns prefix caching off if VLLM_BATCH_INVARIANT is set. If they compute only the
+rest of a prompt, the results differ from those for the complete prompt."""
 
 
 def check_batch_invariance(config: VllmConfig) -> None:
-    """Refuses attention backends that break the promise of VLLM_BATCH_INVARIANT: the same output with or without a hit.
+    """Refuses attention backends that break the promise of VLLM_BATCH_INVARIANT, which is that a hit does not change
+    the output.
 
-    Call it in a worker whose model is loaded: only there are the backends known, and there vLLM turns off its own
-    prefix caching.
+    Call order:
+        In a worker whose model is loaded, because only there are the backends known.
 
     Raises:
         ConfigError: the message names the backend, and what to do.
@@ -129,7 +134,7 @@ def check_batch_invariance(config: VllmConfig) -> None:
 
 
 def backends_of_layers(config: VllmConfig) -> list[type[AttentionBackend]]:
-    """The attention backend of each layer in this process; none if the model is not in this process."""
+    """Returns the attention backend of each layer in this process; none if the model is not in this process."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -138,7 +143,8 @@ def backends_of_layers(config: VllmConfig) -> list[type[AttentionBackend]]:
 
 
 def _kind_of(model: ModelConfig) -> str:
-    """The properties by which vLLM decides: the kind of attention and, for pooling models, the kind of pooling."""
+    """Returns, in words, the properties that decide whether vLLM supports prefix caching for the model: its kind of
+    attention and, for pooling models, its kind of pooling."""
     pooler = model.pooler_config
     pooling = ""
     if pooler is not None:
@@ -148,14 +154,14 @@ def _kind_of(model: ModelConfig) -> str:
 
 
 def engine_release() -> str:
-    """The first two numbers of this vLLM's version, as in `TESTED_VERSIONS`."""
+    """Returns the first two numbers of the installed vLLM's version, the form that `TESTED_VERSIONS` has."""
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
 
 
 def warn_of_version() -> None:
-    """Warns once per process if flexkv was not tested with this vLLM, and names the tested versions."""
+    """Warns once per process if flexkv was not tested with the installed vLLM, and lists the tested versions."""
     from vllm import __version__
 
     if engine_release() not in TESTED_VERSIONS:
@@ -170,7 +176,7 @@ def warn_of_version() -> None:
 
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:
-    """Warns of the cost of a failed load, unless vLLM is configured to recompute it."""
+    """Warns that a failed load ends its request, unless vLLM is configured to recompute its tokens."""
     policy = transfer.kv_load_failure_policy
     if policy != "recompute":
         logger.warning(
@@ -181,7 +187,8 @@ def warn_of_policy(transfer: KVTransferConfig) -> None:
 
 
 def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
-    """Warns of the blocks that a server loses when it stops: by default vLLM ends its engine at once."""
+    """Warns that blocks not yet on disk are lost when the server stops, if vLLM ends its engine at once, as it does by
+    default."""
     if settings.disk.folders and settings.disk.mode != "through" and vllm_config.shutdown_timeout == 0:
         logger.warning(
             "disk.mode=%s and vLLM's --shutdown-timeout is 0: a server that is told to stop ends its engine before "

@@ -1,5 +1,5 @@
-"""Describes one engine to its cache: roles, sizes, the share of its node, and the modes of loads and stores that it can
-use. All of it is read from vLLM's configuration once, at the engine's start."""
+"""Reads from vLLM's configuration, once at the engine's start, what the cache must know about the engine: its role,
+sizes and share of the node, and which modes of loads and stores it can use."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineRole(CacheRole):
-    """The role of a vLLM engine: it loads unless its kv_role is kv_producer, stores unless it is kv_consumer, and
-    recomputes if its kv_load_failure_policy is recompute.
+    """How a vLLM engine uses the cache. It loads unless its kv_role is kv_producer, stores unless its kv_role is
+    kv_consumer, and recomputes if its kv_load_failure_policy is recompute.
 
     Attributes:
-        drop_last_block: see `Loads`.
-        ends_copies: a reset ends every copy before it returns, because after it the engine may take its KV memory away
-            without a call to its workers (sleep in vLLM 0.32).
-        stores_end_in_step: see `EagerStores`.
-        keeps_computed: KV that a running request has computed from a failed load stays in place, although the scheduler
-            takes those tokens back: see `RUNNER_V2`.
+        drop_last_block: whether vLLM drops the last block of each hit, as it does for some draft models; see `Loads`.
+        ends_copies: whether a reset must end every copy before it returns. Sleep in vLLM 0.32 resets the cache and then
+            frees the KV memory without a call to the workers.
+        stores_end_in_step: whether stores end within the step that plans them; see `EagerStores`.
+        keeps_computed: whether the engine keeps KV that a running request computed from a failed load, although its
+            scheduler discards those tokens; see `RUNNER_V2`.
     """
 
     asks_again: bool = True
@@ -48,7 +48,7 @@ class EngineRole(CacheRole):
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineRole:
-        """The role of an engine with the full connector."""
+        """Returns the role of an engine that uses `FlexKVConnector`."""
         transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
         assert transfer is not None, "vLLM makes a connector where it is configured"
         return cls(
@@ -62,23 +62,28 @@ class EngineRole(CacheRole):
 
 
 def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
-    """Whether this engine may take its KV memory away without a call to its workers' connectors (vLLM 0.32)."""
+    """Whether this engine may sleep and free its KV memory without a call to its workers' connectors (vLLM 0.32)."""
     has_hooks = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
     return bool(vllm_config.model_config.enable_sleep_mode) and not has_hooks
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine, or one of its data-parallel parts.
+    """What the scheduler's side knows about its engine, or about one data-parallel rank of it.
 
     Attributes:
+        config: flexkv's settings.
+        geometry: the engine's pool.
+        owner: the model, namespace, data-parallel rank and weights to which the unit's pages belong.
         ranks: number of workers.
-        step_tokens: most tokens that the engine computes in one step.
-        names: names of the engine's images and other inputs.
-        adapters: see `adapter_settings`.
-        with_events: the engine publishes KV cache events.
-        block_hash: name of the engine's block hash.
-        blend: None if blending is not requested.
+        step_tokens: how many tokens the engine computes in one step at most.
+        role: how the engine uses the cache.
+        prompt_limit: the longest prompt that the engine accepts; None if it is not known.
+        names: decides whether the engine's names of images and other inputs identify their content.
+        adapters: the engine's settings that change how adapters are loaded; see `adapter_settings`.
+        with_events: whether the engine publishes KV cache events.
+        block_hash: name of the engine's hash function for blocks.
+        blend: the settings of blending; None if blending is off.
     """
 
     config: FlexKVConfig
@@ -98,9 +103,10 @@ class EngineSpec:
     def of(
         cls, vllm_config: VllmConfig, geometry: PoolGeometry, config: FlexKVConfig, role: EngineRole
     ) -> EngineSpec:
-        """
+        """Reads the facts from vLLM's configuration.
+
         Raises:
-            KeySchemeError, ConfigError: see `engine_namespace`.
+            KeySchemeError, ConfigError: as `engine_namespace`.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         events = vllm_config.kv_events_config
@@ -135,15 +141,16 @@ UNITS = "host.units_per_node"
 
 
 def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
-    """The number of units on this node, as far as vLLM's configuration shows it.
+    """Returns the number of units on this node, as far as vLLM's configuration shows it.
 
     Raises:
-        ConfigError: several data-parallel ranks would each take the share of one. vLLM configures the ranks of a model
-            without experts as if each were alone; only the name of their engine shows that there are others.
+        ConfigError: there are several data-parallel ranks, each of which would size its tiers as if it were alone. vLLM
+            does not tell the ranks of a model without experts how many there are; only the name of their engine shows
+            that there are several.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     units = int(parallel.data_parallel_size_local)
-    # The ranks of a model with experts know their number, unless an external launcher starts them one by one.
+    # vLLM tells the ranks of a model with experts how many there are, unless they are started one by one.
     told = parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb
     one_of_several = transfer is not None and str(transfer.engine_id).endswith(
         f"_dp{parallel.data_parallel_index}"
@@ -173,12 +180,13 @@ RUNNER_V2 = (
     "scheduler takes the request back, and would compute wrong tokens",
     "VLLM_USE_V2_MODEL_RUNNER=0",
 )
-"""Each of these two: why the engine cannot recover from a failed load within a step, and the setting that helps."""
+"""`ASYNC_SCHEDULING` and `RUNNER_V2` are reasons why an engine cannot recover from a load that fails within a step.
+Each consists of the reason in words and the setting of vLLM that avoids it."""
 
 
 def step_load_needs(vllm_config: VllmConfig) -> tuple[str, str]:
-    """Why this engine cannot take back tokens that it computed from a load that failed within a step, and the settings
-    that would help, both as parts of a sentence; empty if it can."""
+    """Returns why this engine cannot discard tokens that it computed from a load that failed within a step, and the
+    settings with which it could. Both are parts of a sentence; both are empty if it can."""
     transfer = vllm_config.kv_transfer_config
     recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
     lacks = [ASYNC_SCHEDULING] if vllm_config.scheduler_config.async_scheduling else []
@@ -188,7 +196,8 @@ def step_load_needs(vllm_config: VllmConfig) -> tuple[str, str]:
 
 
 def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
-    """The `load.mode` that this engine can use; logs a warning if that is not `asked`."""
+    """Returns the `load.mode` that this engine can use. Logs a warning if it differs from `asked`, the configured
+    mode."""
     if asked == "async":
         return asked
     if is_hybrid:
@@ -204,7 +213,8 @@ def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = Fa
 
 
 def possible_store_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
-    """The `store.mode` that this engine can use; logs a warning if that is not `asked`."""
+    """Returns the `store.mode` that this engine can use. Logs a warning if it differs from `asked`, the configured
+    mode."""
     if asked == "eager":
         return asked
     if is_hybrid:
@@ -230,7 +240,7 @@ def _other_mode(setting: str, asked: str, instead: str, because: str) -> str:
 def with_possible_modes(
     settings: FlexKVConfig, vllm_config: VllmConfig, is_hybrid: bool = False
 ) -> FlexKVConfig:
-    """The settings, with the modes of loads and stores that this engine can use."""
+    """Returns the settings with `load.mode` and `store.mode` replaced by modes that this engine can use."""
     return settings.replaced(
         {
             "load.mode": possible_load_mode(settings.load.mode, vllm_config, is_hybrid),

@@ -1,5 +1,5 @@
-"""KV cache events in the engine's format: blocks that became visible in host memory and on the unit's own disks, and
-blocks that left them."""
+"""Makes KV cache events in the engine's format. They announce blocks that became visible in host memory or on the
+unit's own disks, and blocks that were removed from there."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ MEDIA = {Medium.HOST: MEDIUM_CPU, Medium.DISK: MEDIUM_STORAGE}
 
 
 class EventLog(Announcements):
-    """Announces blocks in the engine's events. It is made only if the engine publishes events.
+    """Announces blocks in the engine's KV cache events. Exists only if the engine publishes events.
 
-    Partial tails have no hash in the engine's format, so there are no events for them.
+    There are no events for partial tails, because the engine has no hash for them.
 
     Args:
+        geometry: the engine's pool.
         namespace: the namespace of the engine's keys.
-        book: the file beside the unit's own disks that informs the next process; None for none.
-        identity: makes `hash_identity`; called by `begin_book`.
+        host: the host tier.
+        disk: the tier of the unit's own disks; None if the unit has none.
+        book: the file that tells the engine's next process which pages on disk were announced; None for no file.
+        identity: returns the `hash_identity` of the engine; called by `begin_book`.
     """
 
     def __init__(
@@ -63,17 +66,20 @@ class EventLog(Announcements):
         self._identity = identity
         self._rows_of_op: dict[OpId, list[bytes]] = {}
         self._is_over = False
-        """The unit serves nothing any more."""
+        """Whether the unit no longer serves lookups, so that nothing is announced any more."""
 
     def begin_book(self) -> None:
-        """Opens the book at the first call. Called with the first step, when the engine has chosen the seed of its
-        hashes. Failures cost only announcements."""
+        """Opens the book in the first call; later calls do nothing. If that fails, pages on disk are not announced.
+
+        Call order:
+            In the engine's first step, because the engine has chosen the seed of its hashes by then.
+        """
         if self._path is None:
             return
         path, self._path = self._path, None
         try:
             self.open_book(path, self._identity())
-        except Exception as error:  # the engine's own code makes the identity
+        except Exception as error:  # the engine's own code computes the identity, and may raise anything
             logger.warning(
                 "what is on disk is not announced to routers, by this process and the next: %s: %s",
                 type(error).__name__,
@@ -87,7 +93,8 @@ class EventLog(Announcements):
     # --- stores ---
 
     def planned(self, request: StoreRequest, group: int, plan: StorePlan, first_block: int) -> None:
-        """Prepares the events of a group's store, because the request may be gone when its blocks become visible."""
+        """Prepares the events of a group's store now, because the request may have ended when its blocks become
+        visible."""
         if plan.graph is None:
             return
         assert isinstance(request, RequestTracker)
@@ -97,18 +104,18 @@ class EventLog(Announcements):
         of_run, named = block_keys.first_of_run(), []
         for number in numbers.tolist():
             block = _block_of(request.request, self._groups[group], number)
-            # An adapter's name may stand for different content in the next process.
+            # A block of an adapter is not announced by the next process, in which the adapter may have other content.
             named.append(Named(block, block.lora_name is None and (of_run is None or number < of_run)))
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None:
-        """Prepares the events of lazy stores, for which only the hashes of the blocks are known."""
+        """Prepares the events of a lazy store, of whose blocks only the hashes are known."""
         if plan.graph is None:
             return
         stored, names = keys[plan.stored], [hashes[position] for position in plan.stored.tolist()]
         chain = EngineKeyChain(self._namespace, GROUP)
         chain.extend(names)
-        # Any other key contains the name of an adapter, of a caller's namespace or of this run.
+        # The next process can announce only plain keys. Other keys depend on an adapter, a named namespace or this run.
         lasting = (stored == chain.keys).all(axis=1).tolist()
         number, tokens, none = self._groups[GROUP].number, self._groups[GROUP].block_tokens, token_array(())
         named = [
@@ -118,7 +125,7 @@ class EventLog(Announcements):
         self._begin_ops(plan.graph, GROUP, stored, named)
 
     def _begin_ops(self, graph: TransferGraph, group: int, keys: Keys, named: Sequence[Named]) -> None:
-        """Begins the store of each op of a plan, whose pages follow each other in `keys`."""
+        """Registers the store of each op of a plan. `keys` and `named` have the pages of all ops, in their order."""
         first = 0
         for op in graph.ops:
             end = first + op.pages
@@ -126,18 +133,19 @@ class EventLog(Announcements):
             first = end
 
     def ended(self, op_id: OpId) -> None:
-        """Called when a store has ended on every rank."""
+        """Ends a store's preparation after the store has ended on every rank."""
         self.end_store(self._rows_of_op.pop(op_id, ()))
 
     # --- what is published ---
 
     def end(self) -> None:
-        """Called when the unit no longer serves anything. Pages on disk stay in the book for the next process."""
+        """Announces that all blocks are gone, because the unit no longer serves lookups. Pages on disk stay in the book
+        for the next process."""
         if not self._is_over:
             self._is_over, self._news = True, News(cleared=True)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Takes the events since the last call, as many as `take` allows."""
+        """Returns the events that are due since the last call, at most as many as `take` returns at once."""
         news = self.take(unpacked)
         events: list[KVCacheEvent] = [AllBlocksCleared()] if news.cleared else []
         if self._is_over:

@@ -1,4 +1,4 @@
-"""Refuses steps that another unit has ordered: every op is refused, and every block of a load is reported as failed."""
+"""Refuses the ops of steps that another engine's unit has ordered, and reports all blocks of their loads as failed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ logger = get_logger(__name__)
 
 
 class ForeignSteps:
-    """Refuses orders that are not for this rank's unit, and reports this to the unit that ordered.
+    """Refuses orders of units other than this rank's own, and reports the refusal to the unit that gave the orders.
 
-    Such steps arrive if vLLM passes one engine's metadata to another's worker. None of their blocks are copied, and no
-    result of this rank's own unit is reported with them.
+    Such orders arrive if vLLM passes one engine's metadata to another engine's worker. No block of such a step is
+    copied, and its report contains no results for this rank's own unit.
 
     Attributes:
-        unit: the unit that ordered the step under way; None while that is this rank's own.
-        reason: why the unit's steps are refused.
+        unit: the other unit that ordered the current step; None if this rank's own unit did.
+        reason: why the other unit's steps are refused.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
         self._rank = rank
         self._counters = counters
         self._config = config
-        # A RankOps without lanes refuses every op.
+        # This RankOps has no lanes, so it refuses every op.
         self._ops = RankOps(config, rank, counters)
         self._ordered_by: UnitId | None = None
         self._logged = False
@@ -35,16 +35,16 @@ class ForeignSteps:
         self.reason = ""
 
     def refuse(self, orders: ConnectorMetadata, own: UnitId) -> RankReports:
-        """Begins a step ordered by a unit other than `own`, and ends all its ops.
+        """Begins a step that a unit other than `own` has ordered, and refuses all its ops.
 
         Returns:
-            The reports for the unit that ordered it.
+            The reports to the unit that ordered the step.
         """
         unit = self.unit = orders.unit
         self._counters.add("flexkv_refused_messages_total", kind="orders")
         if self._ordered_by != unit:
             self._ordered_by = unit
-            # A step of a third unit may have been interrupted before its report; its results must not reach this unit.
+            # Results of a third unit's step may not have been reported yet. They must not reach this unit.
             self._ops = RankOps(self._config, self._rank, self._counters)
             self.reason = self._ops.refusal = (
                 f"a step of {_name(unit)} reached rank {self._rank} of {_name(own)}"

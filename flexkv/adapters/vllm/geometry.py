@@ -1,4 +1,4 @@
-"""Views of the engine's pool."""
+"""Makes views of the engine's pool, and finds out which ranks hold the same KV."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ if TYPE_CHECKING:
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
 BLOCK_FIRST_ORDERS = ("BLHNC", "BLNHC", "BHLNC")
-"""Orders in which a block is one contiguous run over all layers, the preferred one first."""
+"""vLLM's names of the physical orders in which a block is one contiguous run over all layers, by preference."""
 
 KV_HEADS = re.compile("(key_value|kv).*head|head.*kv|query_group|multi_query")
-"""Names of entries in a model's configuration that count KV heads."""
+"""Matches the names of entries in a model's configuration that hold a number of KV heads."""
 
 HEAD_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Specs of layers whose blocks hold only KV heads."""
+"""vLLM's specs of layers whose blocks contain only KV heads, which vLLM divides among the ranks."""
 
 VECTOR_ISA = "vec"
-"""vLLM's name for its attention kernel for AVX-512 and AVX2."""
+"""vLLM's name for its CPU attention kernel for AVX-512 and AVX2."""
 
 
 def required_layout(config: VllmConfig) -> str | None:
-    """The physical order to request from vLLM: blocks outermost, so that a block is one contiguous run over all layers.
+    """Returns the physical order of the KV cache that flexkv requests from vLLM. Blocks are outermost in it, so that a
+    block is one contiguous run over all layers.
 
-    None if an attention backend in use does not support such an order: vLLM would drop the request, with a warning
-    at every start. The backends in use are known if the model's layers are in this process, or if the configuration
-    names them; backends that vLLM's workers have yet to choose are assumed to accept every order.
+    Returns None if an attention backend in use does not support such an order, because vLLM would then ignore the
+    request and log a warning at every start. The backends in use are known if the model's layers are in this process,
+    or if the configuration names them. Backends that vLLM's workers choose later are assumed to support every order.
     """
     if current_platform.is_cpu():
         return None
@@ -61,7 +62,7 @@ def required_layout(config: VllmConfig) -> str | None:
 
 
 def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
-    """The attention backends that are known; none if the workers choose them in their own processes."""
+    """Returns the attention backends that are known; none if the workers choose them in their own processes."""
     if of_layers := backends_of_layers(config):
         return of_layers
     attention = config.attention_config
@@ -70,14 +71,13 @@ def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
 
 
 def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
-    """The number of consecutive tensor-parallel ranks that hold copies of the same KV. (Context parallelism, which
-    would split KV by tokens, is refused.)
+    """Returns how many consecutive tensor-parallel ranks hold copies of the same KV.
 
-    MLA's latent belongs to no head, so all ranks hold all of it. A single layer that is split by heads makes the ranks'
-    blocks differ.
+    With MLA these are all ranks, because the latent belongs to no head. If even one layer is divided by heads, ranks
+    with different heads hold different blocks. Context parallelism, which would divide KV by tokens, is refused.
 
     Args:
-        of_heads: number of consecutive ranks with the same KV head, see `head_replicas`.
+        of_heads: how many consecutive ranks have the same KV head; see `head_replicas`.
     """
     specs = [spec for group in config.kv_cache_groups for spec in layer_specs(group)]
     if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
@@ -87,10 +87,11 @@ def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
 
 
 def head_replicas(config: VllmConfig) -> int:
-    """The number of consecutive ranks to which vLLM gives the same KV head: several if there are more ranks than heads.
+    """Returns how many consecutive ranks get the same KV head from vLLM: more than 1 if there are more ranks than
+    heads.
 
-    1 if layers may differ in this: if the model's configuration counts the KV heads of some layers separately, or there
-    is a draft model.
+    Returns 1 if this number may differ between layers: if the model's configuration has several numbers of KV heads, or
+    there is a draft model.
     """
     heads, ranks = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
     counts = [name for name in config.model_config.hf_text_config.to_dict() if KV_HEADS.search(name)]
@@ -100,7 +101,7 @@ def head_replicas(config: VllmConfig) -> int:
 
 
 def heads_of_rows(group: KVCacheGroupSpec) -> int:
-    """Number of KV heads of a rank; 0 if K and V of a token and head are not two rows of one size."""
+    """Returns a rank's number of KV heads; 0 if a token's K and V are not two rows of equal size per head."""
     spec, *others = layer_specs(group)
     if (
         others
@@ -114,16 +115,16 @@ def heads_of_rows(group: KVCacheGroupSpec) -> int:
 def build_views(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes: int, replicas: int = 1
 ) -> list[RankPool]:
-    """The pool of each KV group, in the order of `pool_geometry`.
+    """Returns the pool of each KV group, in the order of `pool_geometry`.
 
     Args:
-        stripes: number of stripes that make up a page: ranks that hold different bytes.
-        replicas: see `replicas`.
+        stripes: number of stripes in a page, which is the number of ranks that hold different bytes.
+        replicas: how many consecutive ranks hold the same bytes; see the function `replicas`.
 
     Raises:
         GeometryError: tensors and configuration disagree, or no lane can reach the pool's memory.
     """
-    cuda_device_of(list(caches.values()))  # raises for memory that no lane can reach
+    cuda_device_of(list(caches.values()))  # raises if no lane can reach the memory
     geometry, handler = pool_geometry(config), _handler(caches, config, stripes)
     if geometry.is_hybrid:
         _refuse_shared(caches, geometry)
@@ -142,8 +143,8 @@ def build_views(
 
 
 def _refuse_shared(caches: Mapping[str, torch.Tensor], geometry: PoolGeometry) -> None:
-    """Refuses layers that attend to the KV of earlier layers in a hybrid pool: vLLM 0.32 itself then gives another
-    answer after a hit than before it (seen with a Gemma 3n on a CPU, without any connector)."""
+    """Refuses a hybrid pool if some layers attend to the KV of earlier layers. With such a model vLLM 0.32 itself
+    answers differently after a hit (seen with a Gemma 3n on a CPU, without any connector)."""
     placed = {name for group in geometry.groups for name in group.layer_names}
     if shared := sorted(set(caches) - placed):
         raise GeometryError(
@@ -154,10 +155,11 @@ def _refuse_shared(caches: Mapping[str, torch.Tensor], geometry: PoolGeometry) -
 
 
 def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, int]:
-    """The number of each attention layer in its group's view. A layer that shares another's KV has the other's number.
+    """Returns the number of each attention layer in its group's view. A layer that shares another layer's KV has the
+    other layer's number.
 
-    vLLM adds layers that share KV to a copy of its configuration after it has made the connector, so they can be found
-    only by their tensors.
+    The configuration does not contain layers that share KV: vLLM adds them to a copy of it after it has made the
+    connector. They are found by their tensors, which have the other layer's address.
     """
     handler = _handler(caches, config, 1)
     names = [name for group in pool_geometry(config).groups for name in group.layer_names]
@@ -168,8 +170,9 @@ def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> 
 
 
 def _cpu_interior(group: KVCacheGroupSpec) -> Interior:
-    """The interior order of a block, which the CPU's attention kernel determines; OPAQUE if it is not known. The vector
-    kernel of x86 keeps K by elements and V by tokens; others keep tiles that suit their instructions.
+    """Returns the interior order of a block in a CPU's pool, which vLLM's attention kernel determines; OPAQUE if it is
+    not known. The vector kernel of x86 stores K element by element and V token by token. Other kernels store tiles that
+    suit their instructions.
     """
     # Imported here, because a machine with a GPU does not need the CPU's attention.
     from vllm.v1.attention.backends import cpu_attn
@@ -199,7 +202,7 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
     group = config.kv_cache_groups[geometry.number]
     specs = layer_specs(group)
     if isinstance(specs[0], MambaSpec):
-        # On GPUs too, only the model's own code knows what the bytes of a state mean.
+        # On CPUs and GPUs alike, only the model's own code knows what the bytes of a state mean.
         return VllmGroup(
             geometry.layer_names, interior=Interior.OPAQUE, owner=f"vllm-{specs[0].mamba_type.name.lower()}"
         )
@@ -208,8 +211,8 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
         interior: Interior | None = _cpu_interior(group)
         owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
     elif len(specs) > 1:
-        # No single interior describes all layers: a sparse indexer keeps the values of a block before its scales, and
-        # in other layers K and V have different sizes.
+        # The layers have no interior in common: a sparse indexer stores all values of a block before its scales, and
+        # in some other layers K and V differ in size.
         order = str(config.kv_cache_layout).replace("L", "").replace("B", "")
         interior, owner = Interior.OPAQUE, f"vllm-{order}"
     else:

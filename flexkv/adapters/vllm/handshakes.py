@@ -1,4 +1,4 @@
-"""Collects the handshakes of an engine's ranks, and finds messages that come from another engine's ranks."""
+"""Collects the handshakes of an engine's ranks, and detects messages that come from another engine's ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.observe import Counters, get_logger
 logger = get_logger(__name__)
 
 HANDSHAKE_STEPS = 16
-"""Steps after which a rank without a handshake counts as missing. vLLM carries handshakes at its start, or with the
+"""After how many steps a rank without a handshake counts as missing. vLLM delivers handshakes at its start, or with the
 report of the first step, which arrives with the third step if two batches are in flight."""
 
 
@@ -31,34 +31,35 @@ class Handshakes:
 
     @property
     def pools(self) -> list[PoolId]:
-        """The id of each rank's pool, in order of ranks."""
+        """The id of each rank's pool, in the order of the ranks."""
         return [handshake.pool_id for _, handshake in sorted(self.of_rank.items())]
 
     def take(self, ranks: Mapping[int, Handshake]) -> None:
         """Adds handshakes.
 
         Raises:
-            ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
+            ContractError: a rank has already shaken hands for another pool. One of the pools belongs to another engine.
         """
         if foreign := self._foreign_pool(ranks):
             raise ContractError(foreign)
         self.of_rank.update(ranks)
 
     def check_blocks(self, num_blocks: int) -> None:
-        """
+        """Compares the scheduler's number of blocks with the ranks'.
+
         Raises:
-            GeometryError: the scheduler's pool has another number of blocks than the ranks' pools.
+            GeometryError: the numbers differ.
         """
         counts = {handshake.num_blocks for handshake in self.of_rank.values()}
         if counts != {num_blocks}:
             raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
 
     def refuses(self, report: StepReport, own: UnitId) -> bool:
-        """Whether a report that is not of the unit `own` must be dropped, because it comes from another unit or another
-        engine's rank. Counts such a report, and logs the first one."""
+        """Whether a report that is not for the unit `own` must be dropped, because it is for another unit or comes from
+        another engine's rank. Counts such reports, and logs the first one."""
         reason = self._foreign_pool({report.rank: report.handshake} if report.handshake else {})
         if not reason and report.unit != NO_UNIT:
-            # Its op numbers may equal those of our ops, but mean others.
+            # The other unit's ops may have the same numbers as ours.
             of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
             reason = f"a report of unit {report.unit.hex()} reached the scheduler's side of {of}"
         if reason:
@@ -69,7 +70,8 @@ class Handshakes:
         return bool(reason)
 
     def warn_if_missing(self, step: int) -> None:
-        """Logs which ranks have not shaken hands, once, when the engine has begun its `HANDSHAKE_STEPS`-th step."""
+        """Logs in the engine's `HANDSHAKE_STEPS`-th step which ranks have not shaken hands. Does nothing in other
+        steps."""
         if step == HANDSHAKE_STEPS:
             missing = [rank for rank in range(self._expected) if rank not in self.of_rank]
             logger.warning(
@@ -81,7 +83,7 @@ class Handshakes:
             )
 
     def _foreign_pool(self, ranks: Mapping[int, Handshake]) -> str:
-        """Why one of these handshakes is not from a rank of this engine; empty if all are."""
+        """Returns why one of these handshakes does not come from this engine; empty if all may come from it."""
         for rank, handshake in ranks.items():
             known = self.of_rank.get(rank, handshake)
             if known.pool_id != handshake.pool_id:

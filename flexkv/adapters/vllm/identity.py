@@ -1,4 +1,4 @@
-"""The namespace of an engine's keys, made from everything that must be equal before engines may share KV."""
+"""Computes the namespace of an engine's keys from everything that must be equal in engines that share KV."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 QUANTIZATION_FILE = "quantization_config_file"
-"""The entry of `hf_overrides` that names a file with the quantisation."""
+"""The entry of `hf_overrides` with the path of a file that describes the quantisation."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
 
 def check_hash(algorithm: str) -> None:
-    """Refuses block hashes for which collisions can be constructed.
+    """Refuses hash functions for which a user could construct two prompts with the same hash.
 
     Raises:
-        KeySchemeError: the message says what to set.
+        KeySchemeError: `algorithm` is such a function; the message says what to set.
     """
     if algorithm not in CRYPTOGRAPHIC_HASHES:
         raise KeySchemeError(
@@ -53,11 +53,12 @@ def check_hash(algorithm: str) -> None:
 
 
 def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> bytes:
-    """The namespace of this engine's keys, 32 bytes, equal in all processes that would compute equal KV.
+    """Returns the namespace of this engine's keys, 32 bytes. It is equal in all processes that compute equal KV.
 
     Raises:
         KeySchemeError: the engine's block hashes are not cryptographic.
-        ConfigError: nothing identifies the weights, or other engines could not share this one's pages.
+        ConfigError: nothing identifies the weights. Or `keys.scheme` is `common`, and other engines could not use this
+            engine's pages.
     """
     check_hash(config.cache_config.prefix_caching_hash_algo)
     if settings.keys.scheme == COMMON:
@@ -66,9 +67,10 @@ def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexK
 
 
 def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> SharedModel:
-    """
+    """Returns the description of the model from which the common key scheme computes the namespace.
+
     Raises:
-        ConfigError: this engine cannot take part in the common key scheme; the message says why.
+        ConfigError: this engine cannot use the common key scheme; the message says why.
     """
     model, overrides = config.model_config, config.model_config.hf_overrides
     if geometry.is_hybrid:
@@ -112,29 +114,31 @@ def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVCo
 
 
 def _apart(config: VllmConfig) -> Any:
-    """Anything else that this engine's KV depends on; None if there is nothing."""
+    """Returns everything on which this engine's KV depends beside the fields of `SharedModel`; None if there is
+    nothing."""
     seed = _seed_of_weights(config)
     if more := unusual_settings(config) | _files(config.model_config, inputs=False):
         return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
-    # No other engine has vLLM's kernels, and a user who sets this mode wants the same bits each time.
+    # With batch invariance a user expects the same bits each time, which only vLLM's own kernels give.
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
 
 
 def _seed_of_weights(config: VllmConfig) -> int | None:
-    """The seed, because random weights are the same only for the same seed; None if the weights are read."""
+    """Returns the seed if the weights are random, because only the same seed gives the same weights; None if the
+    weights are read from files."""
     return config.model_config.seed if str(config.load_config.load_format) == "dummy" else None
 
 
 def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
-    # Different kernels give different bits.
+    # VLLM_BATCH_INVARIANT selects other kernels, which give different bits.
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
     if geometry.is_hybrid:
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
     first = geometry.groups[0]
     if cache.cache_dtype == "auto" and first.kv_dtype not in ("", str(model.dtype).removeprefix("torch.")):
-        # The model sets the KV dtype, or has layers besides attention with their own dtype, such as an indexer.
+        # Either the model sets the dtype of its KV, or it has other layers with their own dtype, such as an indexer.
         mode["pool_dtype"] = first.kv_dtype
     return mode | {
         "engine": "vllm",
@@ -155,29 +159,30 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
 
 
 def adapter_settings(config: VllmConfig) -> dict[str, Any]:
-    """The settings that, besides the adapter's content, decide the KV of requests with an adapter; plain values."""
+    """Returns the settings that, in addition to an adapter's content, determine the KV of requests with the adapter, as
+    plain values. Empty if the engine has no adapters."""
     lora = getattr(config, "lora_config", None)
     return LORA.values(lora) if lora is not None else {}
 
 
 def _takes_inputs(model: ModelConfig) -> bool:
-    """Whether requests may have images or other inputs besides their tokens."""
+    """Whether requests may have images or other inputs in addition to their tokens."""
     return getattr(model, "multimodal_config", None) is not None
 
 
 def _architecture(model: ModelConfig) -> Any:
-    """The model's configuration as vLLM has it, with overrides: the text model's or, for a model that takes images or
-    other inputs, the whole."""
+    """Returns the model's configuration, including overrides: only the text model's or, if the model takes images or
+    other inputs, all of it."""
     whole = model.hf_config if _takes_inputs(model) else model.hf_text_config
     return plain_config(whole.to_dict())
 
 
 def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, Any]:
-    """The content of files beside the weights that decides KV, by purpose; empty where no such file counts.
+    """Returns the digests of files beside the weights whose content determines KV, by purpose; empty if there are none.
 
     Args:
-        inputs: requests may have images or other inputs.
-        named: the user names the weights, so the key has no commit for them.
+        inputs: whether requests may have images or other inputs, so that the processor's files count.
+        named: whether the user has named the weights (`identity.model`), so that the namespace contains no commit.
     """
     path, revision = str(model.model), resolved_commit(model) or model.revision
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
@@ -196,8 +201,8 @@ def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, A
 
 
 def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names only by samples: the model's, and those of a draft model, whose layers have
-    KV in the same blocks."""
+    """Returns the weights of which the namespace contains only samples: the model's, and those of a draft model, whose
+    layers have KV in the same blocks."""
     model, speculative = config.model_config, config.speculative_config
     named = settings.identity.model or str(config.load_config.load_format) == "dummy"
     content = NAMED if named else weights_content(*_place_of(model))
@@ -212,13 +217,14 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _place_of(model: ModelConfig) -> tuple[str, str | None, str]:
-    """Model, revision and commit. If no commit is known, the revision's name stands in for it, because no setting names
-    a draft's weights; `weights_content` then says that the weights may move."""
+    """Returns the model, its revision and its commit. If no commit is known, returns the revision's name in its place,
+    because no setting can name a draft's weights. `weights_content` then treats the weights as changeable."""
     return model.model, model.revision, resolved_commit(model) or model.revision or "default"
 
 
 def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:
-    """The settings of speculative decoding and, where drafts come from a model, its weights, shape and dtypes.
+    """Returns the settings of speculative decoding and, if drafts come from a model, the model's weights, shape and
+    dtypes.
 
     Args:
         seed: the seed of random weights.
@@ -235,7 +241,7 @@ def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:
             "architecture": plain_config(draft.hf_text_config.to_dict()),
             "files": _files(draft, inputs=False),
             "settings": MODEL.values(draft),
-            # Without a load configuration of its own, a draft is loaded as the model is.
+            # A draft without its own load configuration is loaded with the model's.
             "load": LOAD.values(load) if load is not None else None,
         }
     return said

@@ -1,4 +1,4 @@
-"""Everything in vLLM's configuration that decides the KV of a block, and so enters its key."""
+"""Lists the fields of vLLM's configuration that determine the KV of a block and are therefore part of its key."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ CACHE = FieldTable(
 LORA = FieldTable(
     "LoRAConfig", "lora_config", taken=("lora_dtype", "target_modules", "enable_tower_connector_lora")
 )
-"""Only the keys of requests with an adapter have these values."""
+"""Fields whose values are only in the keys of requests with an adapter."""
 
 SPECULATIVE = FieldTable(
     "SpeculativeConfig",
@@ -138,10 +138,10 @@ KERNEL = FieldTable(
     "kernel_config",
     taken=("moe_backend", "linear_backend", "linear_backend_per_quant", "monokernel"),
 )
-"""These fields decide KV because some kernels of quantised layers quantise their inputs too, and others do not."""
+"""Fields that select kernels. They change KV because some kernels of quantised layers also quantise their inputs."""
 
 OF_ALL = (ENGINE, MODEL, MULTIMODAL, CACHE, LOAD, ATTENTION, MAMBA, KERNEL)
-"""Tables whose values are in the keys of every request."""
+"""The tables whose values are in the keys of every request."""
 
 TABLES = (*OF_ALL, PARALLEL, LORA, SPECULATIVE)
 
@@ -152,25 +152,25 @@ COMMON_TOO = {
     ATTENTION: ("disable_flashinfer_q_quantization", "use_prefill_query_quantization", "use_non_causal"),
     KERNEL: ("moe_backend", "linear_backend", "linear_backend_per_quant", "monokernel"),
 }
-"""Taken fields for which `keys.scheme: common` has no term of its own. It has terms for the other fields, refuses them,
-or has no keys for what they concern (images, recurrent states)."""
+"""The fields in keys for which `keys.scheme: common` has no equivalent. For each other field, the common scheme has its
+own, or refuses its values, or makes no keys for the pages that it concerns (images, recurrent states)."""
 
 
 def object_at(config: Any, path: str) -> Any:
-    """The configuration object at a table's path; None if the engine has none."""
+    """Returns the configuration object at a table's path; None if the engine has none."""
     for name in filter(None, path.split(".")):
         config = getattr(config, name, None)
     return config
 
 
 def settings_of(config: Any) -> dict[str, dict[str, Any]]:
-    """The taken fields of every object that the engine has, as plain values."""
+    """Returns, by configuration class, the fields that are in the keys of every request, as plain values."""
     found = ((table, object_at(config, table.path)) for table in OF_ALL)
     return {table.config: table.values(owner) for table, owner in found if owner is not None}
 
 
 def unusual_settings(config: Any) -> dict[str, Any]:
-    """Fields of `COMMON_TOO` whose values are not vLLM's defaults, as plain values."""
+    """Returns the fields of `COMMON_TOO` whose values differ from vLLM's defaults, as plain values."""
     said: dict[str, Any] = {}
     for table, names in COMMON_TOO.items():
         owner = object_at(config, table.path)
@@ -184,7 +184,7 @@ def unusual_settings(config: Any) -> dict[str, Any]:
 
 
 def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Default values of a configuration object's fields."""
+    """Yields the name and default value of each field of a configuration object that has a default."""
     if owner is None or not is_dataclass(owner):
         return
     for item in fields(owner):
@@ -192,7 +192,7 @@ def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
         make: Any = item.default_factory
         if default is MISSING and make is not MISSING:
             default = make()
-        # A pydantic field keeps its default, or the default's factory, in a separate object.
+        # With pydantic, `default` is an object that contains the default value or its factory.
         elif hasattr(default, "get_default"):
             default = default.get_default(call_default_factory=True)
         if default is not MISSING:
@@ -200,5 +200,5 @@ def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def markdown() -> str:
-    """Every table, for the docs."""
+    """Returns all tables in Markdown, for the docs."""
     return "\n\n".join(table.markdown() for table in TABLES)

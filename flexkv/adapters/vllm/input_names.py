@@ -1,12 +1,12 @@
-"""Finds out whether vLLM's names of images and other inputs stand for their content, or are valid only in this run.
+"""Decides whether vLLM's names of images and other inputs identify their content, or are valid only in this run.
 
-vLLM puts the name of an input into the hashes of the blocks that the input reaches into. The name is one of three:
+vLLM makes the name of an input part of the hashes of all blocks that contain a part of the input. The name is one of:
 
-- a digest of the content, which is always valid;
-- a number that vLLM's front end counts up, if nothing in vLLM needs a digest: another run counts from 1 again;
+- a digest of the content, which is valid in every run;
+- a number, which vLLM's front end counts up if nothing in vLLM needs a digest. The next run counts from 1 again;
 - the client's own name for the input (`multi_modal_uuids`, `uuid` over HTTP). vLLM only requires that names are unique
   among the inputs that it has cached, so in the next run clients may give the same name to another image. If the
-  request has options too, vLLM hashes name and options; `name_marks` makes such a hash begin with `client-`.
+  request also has options, vLLM hashes name and options; `name_marks` makes such a hash begin with `client-`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RUN_NAME_BYTES = 16
-"""Random bytes that tell one run from all others."""
+"""Number of random bytes that identify a run."""
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""A digest by `mm_hasher_algorithm` as a name: blake3 and sha256 have 32 bytes, sha512 has 64."""
+"""Matches a name that is a digest by `mm_hasher_algorithm`: blake3 and sha256 have 32 bytes, sha512 has 64."""
 
 COUNTED = (
     "--no-enable-prefix-caching with --mm-processor-cache-gb 0: vLLM then numbers images and other inputs instead of "
@@ -59,13 +59,11 @@ CLIENTS_NAMES = (
 
 @dataclass(slots=True)
 class InputNames:
-    """Whether the names of one engine's inputs are valid beyond this run.
-
-    Args:
-        of_run: no name is valid beyond this run.
+    """Tells which names of an engine's inputs are valid only in this run.
 
     Attributes:
-        run: random bytes that no other run has.
+        of_run: whether no name is valid beyond this run. If False, digests are.
+        run: random bytes that identify this run.
     """
 
     of_run: bool = False
@@ -74,7 +72,7 @@ class InputNames:
 
     @classmethod
     def of(cls, config: VllmConfig) -> InputNames:
-        """The names of this engine's inputs. Warns if they are valid only in this run."""
+        """Reads from vLLM's configuration whether names are valid beyond this run. Warns if none is."""
         inputs = getattr(config.model_config, "multimodal_config", None)
         # The condition is that of vLLM's `BaseRenderer._process_mm_uuids`.
         counted = (
@@ -89,17 +87,19 @@ class InputNames:
         has_own_scales = encoder_dtype is not None and not scales
         if has_own_scales:
             logger.warning(SCALES_OF_THE_RUN, encoder_dtype)
-        # The front end may make hashes in another process. The effect of vLLM's plugin is taken to be equal in all.
+        # The front end may make hashes in another process. It is assumed that vLLM has loaded the plugin in all of its
+        # processes if it has loaded it in this one.
         is_unmarked = inputs is not None and not _are_names_marked()
         if is_unmarked:
             logger.warning(UNMARKED)
         return cls(counted or has_own_scales or is_unmarked)
 
     def first_of_run(self, request: Request) -> int | None:
-        """The first token of an input whose name is valid only in this run; None without one."""
+        """Returns the position of the first token of an input whose name is valid only in this run; None if there is no
+        such input."""
         first: int | None = None
         for feature in request.mm_features:
-            # The identifier may have an adapter's name before the input's.
+            # `mm_hash` comes first, because `identifier` may have an adapter's name before the input's.
             name = str(feature.mm_hash or feature.identifier)
             if self.of_run or not DIGEST.fullmatch(name):
                 self._warn(name)
@@ -108,15 +108,15 @@ class InputNames:
         return first
 
     def _warn(self, name: str) -> None:
-        """Warns once that clients name inputs, unless the start has already warned about all names."""
+        """Warns once that clients name inputs, unless `of` has already warned about all names."""
         if not self.of_run and not self._has_warned:
             self._has_warned = True
             logger.warning(CLIENTS_NAMES, name)
 
 
 def _are_names_marked() -> bool:
-    """Whether this process's hashes mark the names that clients give."""
+    """Whether hashes of clients' names have a prefix in this process."""
     try:
         return marks_names(import_module(HASHER))
-    except ModuleNotFoundError:  # a version of vLLM that makes them elsewhere
+    except ModuleNotFoundError:  # this version of vLLM makes hashes elsewhere
         return False

@@ -1,4 +1,4 @@
-"""Loads: promises of tokens that can be loaded, the loads that keep them, and the loads in flight."""
+"""Looks requests up, promises the engine the tokens that can be loaded, and plans and tracks their loads."""
 
 from __future__ import annotations
 
@@ -33,30 +33,32 @@ SOURCES = {
     "disk": CacheHitSource.DISK,
     "peers": CacheHitSource.DISK,
 }
-"""Tier -> vLLM's name for it. Peers count as disk, because other units' folders lie on disks of this machine."""
+"""vLLM's name for the source of a hit, by tier. The tier `peers` counts as disk, because it consists of other units'
+folders on this machine's disks."""
 
 
 def forward_spares_loads(geometry: PoolGeometry, output: SchedulerOutput) -> bool:
-    """Whether the model runner touches no block that an async load of the step fills, from our first hook to the end of
-    its forward pass. Such a load need not wait for that forward pass.
+    """Whether the model runner touches none of the blocks that the step's async loads fill, from our first hook in the
+    step to the end of its forward pass. These loads then need not wait for the forward pass.
 
-    Those blocks were free. The request that had them last is in no batch any more, and every forward pass that used
-    them was enqueued on the engine's stream before the step's first hook. The request that waits for them is in no
-    batch either, and the rows that pad a batch write to the null block. There are two exceptions: Model Runner V1
-    copies and clears new blocks after that hook (V2 does it before), and in hybrid engines runners move states between
-    blocks.
+    The blocks were free when the load got them. The request that had them before is no longer in a batch, and every
+    forward pass that used them was enqueued on the engine's stream before the step's first hook. The request that waits
+    for the load is not in a batch either, and the rows that pad a batch write to the null block. There are two
+    exceptions. Model Runner V1 copies and clears new blocks after that hook (V2 does so before it). And in hybrid
+    engines, runners move states between blocks.
     """
     return not (geometry.is_hybrid or output.kv_cache_block_copies or output.new_block_ids_to_zero)
 
 
 class Loads:
-    """Lookups and loads of one engine, from the engine's lookup of a request to the end of its load on every rank.
+    """The lookups and loads of one engine, from the engine's lookup of a request to the end of its load on every rank.
 
-    `load.mode` decides when loads run: async loads between steps, sync loads within the step that needs them.
-    Layerwise loads run within the step too, and its forward pass waits for each layer just before it reads the layer.
+    `load.mode` decides when a load runs. An async load runs between steps while its request waits. A sync load runs
+    within the step that needs it, before the forward pass. A layerwise load also runs within that step, and the forward
+    pass waits for each layer just before it reads the layer.
 
     Attributes:
-        jobs: the loads in flight, by their ops.
+        jobs: the loads in flight, by the ids of their ops.
     """
 
     def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:
@@ -68,9 +70,8 @@ class Loads:
         self._alignment_tokens = geometry.alignment_tokens
         self._block_tokens = geometry.groups[0].block_tokens
         self._hashes_per_block = geometry.groups[0].hashes_per_block
-        # If a draft model reads the main model's hidden states (EAGLE, MTP), a hit leaves one block to compute, because
-        # the draft needs the states at the end of the prompt. The engine treats hits in its own prefix cache in the
-        # same way.
+        # If a draft model reads the main model's hidden states (EAGLE, MTP), the last block of a hit is not loaded but
+        # computed, because the draft needs the hidden states there. vLLM does so with hits in its own prefix cache.
         self._drop_last_block = spec.role.drop_last_block
         self._with_tails = (
             spec.config.store.partial_blocks and not self._drop_last_block and not geometry.is_hybrid
@@ -83,17 +84,17 @@ class Loads:
     # --- promises ---
 
     def match(self, tracker: RequestTracker, computed_tokens: int) -> int | None:
-        """Leases tokens that can be loaded beyond `computed_tokens`, and returns their number.
+        """Looks the request up, and leases the pages that it finds beyond `computed_tokens`.
 
         Returns:
-            None while more pages are being read from disk, or wait for room in host memory: the engine asks again with
-            the next step.
+            The number of tokens promised. None while more pages are being read from disk or wait for free slots in host
+            memory; the engine then asks again in its next step.
         """
         manager, request_id = self._manager, tracker.request_id
         if manager.still_waits(request_id):
             return None
         request = tracker.request
-        # The engine must compute at least one token to sample from.
+        # The engine must compute at least the last token, to sample the next one from its output.
         wanted_end = request.num_tokens - 1
         tracker.promise = None
         if (
@@ -108,7 +109,7 @@ class Loads:
             return 0
         keys = tracker.keys()
         if self._is_hybrid:
-            # Cut before the match, because a shorter hit needs different pages.
+            # The keys are cut before the lookup and not the hit after it, because a shorter hit needs different pages.
             keys = self._cut(keys, wanted_end)
         settings = tracker.settings
         match = manager.match(request_id, keys, computed_tokens, None, settings)
@@ -126,7 +127,8 @@ class Loads:
         if self._drop_last_block:
             tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
         if not tracker.counted:
-            # Counted once, because the engine asks again at every step in which the request finds no room.
+            # Counted once per admission, because the engine repeats the lookup in every step in which it has no free
+            # blocks for the request.
             self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
             tracker.counted = True
         if tokens <= 0:
@@ -136,17 +138,18 @@ class Loads:
         return tokens
 
     def _cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
-        """The keys of the first `tokens` tokens, per group."""
+        """Returns the keys of the first `tokens` tokens, per group."""
         return [of[: tokens // group.block_tokens] for of, group in zip(keys, self._groups, strict=True)]
 
     def prefetch(self, tracker: RequestTracker, has_cached: Callable[[bytes], bool]) -> int:
-        """Starts to fetch the pages that follow the blocks which the engine has itself.
+        """Starts to fetch the request's pages to host memory, except those of leading blocks that the engine's own
+        prefix cache has.
 
         Args:
-            has_cached: whether the engine's own prefix cache has a block with this hash.
+            has_cached: takes a block's hash, and returns whether the engine's own prefix cache has the block.
 
         Returns:
-            The number of fetches under way.
+            The number of fetches in flight.
         """
         request = tracker.request
         if request.skip_reading_prefix_cache or request.num_computed_tokens or self._is_hybrid:
@@ -155,15 +158,16 @@ class Loads:
         return self._manager.prefetch(tracker.request_id, tracker.keys(), start, tracker.settings)
 
     def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
-        """Number of leading blocks that the engine has, by binary search: it evicts a request's last blocks first."""
+        """Returns how many leading blocks the engine's own prefix cache has. A binary search finds the number, because
+        the engine evicts a request's last blocks first."""
         if self._hashes_per_block != 1:
-            return 0  # the engine caches its blocks under other hashes
+            return 0  # the engine's cache has other hashes than `hashes`
         return bisect.bisect_left(hashes, True, key=lambda block_hash: not has_cached(block_hash))
 
     def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
         request = tracker.request
         first = base_block * self._block_tokens
-        # A tail that ends with the prompt serves all its tokens but the one that is computed anyway.
+        # The tail may include the prompt's last token, although the engine computes that token in any case.
         end = min(first + self._block_tokens - 1, request.num_tokens)
         if end <= first:
             return None
@@ -173,8 +177,8 @@ class Loads:
     # --- loads ---
 
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
-        """Called when the engine has allocated the blocks of a request: plans the load of the `external_tokens` that
-        the engine takes from the promise.
+        """Plans the load of the `external_tokens` that the engine takes from the promise, into the `blocks` that it has
+        allocated for the request.
 
         Returns:
             The load for the workers; None if there is nothing to load.
@@ -186,7 +190,7 @@ class Loads:
         if external_tokens == 0:
             return None
         if promise is None:
-            # The engine counts on blocks that no load will fill, so they are reported as failed.
+            # The engine expects KV in blocks that no load will fill, so the blocks are reported as failed.
             logger.error(
                 "request %s: %d tokens were taken without a promise", tracker.request_id, external_tokens
             )
@@ -198,7 +202,7 @@ class Loads:
             targets = self._targets(tracker, promise, external_tokens)
             if targets is None:
                 self._manager.release(tracker.request_id)
-                # The engine will ask again, and another promise would fail in the same way.
+                # The engine will look the request up again, and another promise would fail in the same way.
                 tracker.unloadable = True
                 return self._lost(tracker, blocks)
             graph = self._manager.begin_load(tracker.request_id, targets)
@@ -219,7 +223,7 @@ class Loads:
     def _plan(
         self, tracker: RequestTracker, match: MatchResult, external_tokens: int
     ) -> TransferGraph | None:
-        """Plans the load that fills the allocated blocks. The engine may take fewer tokens than it was promised."""
+        """Plans the load into the allocated blocks. The engine may have taken fewer tokens than were promised."""
         blocks = match.tokens // self._block_tokens
         # Rounded up, because the engine may need only a part of the last block.
         pages = min(-(-external_tokens // self._block_tokens), blocks + bool(match.tail_tokens))
@@ -230,8 +234,9 @@ class Loads:
     def _targets(
         self, tracker: RequestTracker, promise: Promise, external_tokens: int
     ) -> list[BlockIds] | None:
-        """The engine blocks to load the promised pages into, per group. None if the engine has no block for a page that
-        the hit needs, or takes another number of tokens, for which the cache has no hit."""
+        """Returns the engine blocks into which the promised pages are loaded, per group. Returns None if the engine has
+        no block for a page that the hit needs, or if it takes fewer tokens than were promised and there is no hit of
+        that length."""
         match = promise.match
         if external_tokens != promise.tokens:
             end = match.start_tokens + external_tokens
@@ -263,20 +268,22 @@ class Loads:
         return targets
 
     def _lost(self, tracker: RequestTracker, blocks: KVCacheBlocks) -> LoadJob:
-        """A load without ops, which reports all its blocks as failed, because the engine waits for KV that never
-        comes."""
+        """Makes a load without ops that reports all its blocks as failed, because the engine waits for KV that will
+        never arrive."""
         ids = blocks.get_block_ids()
         lost = tuple(block for group in self._groups for block in ids[group.number])
         return LoadJob(tracker.request_id, NO_OPS, self._sync, lost)
 
     def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
-        """The tokens that the engine takes, by the tier that supplied them."""
+        """Returns how many of the first `tokens` tokens of a hit each tier supplies, in the order of the tiers."""
         others = of_first_tokens(match.by_tier, tokens)[1:]
-        # A partial tail comes last in the hit, and is in host memory.
+        # `by_tier` does not count a partial tail. The tail is in host memory, the first tier, and comes last in the
+        # hit.
         return (tokens - sum(others), *others)
 
     def sources(self, tracker: RequestTracker, external_tokens: int) -> dict[CacheHitSource, int]:
-        """Tokens of the request's last load, by source; empty if that load had another number of tokens."""
+        """Returns how many tokens of the request's last load came from each source; empty if that load had another
+        number of tokens than `external_tokens`."""
         if sum(tracker.supplied) != external_tokens:
             return {}
         sources: dict[CacheHitSource, int] = {}
@@ -289,13 +296,13 @@ class Loads:
     # --- in flight ---
 
     def ops_of(self, request_id: str) -> list[OpId]:
-        """The ops of the request's loads in flight."""
+        """Returns the ops of the request's loads in flight."""
         return [op_id for op_id, job in self.jobs.items() if job.request_id == request_id]
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
-        """Forgets a load's op that has ended on every rank; `tracker` is that of its request, if that still lives."""
+        """Removes a load's op that has ended on every rank. `tracker` is the request's; None if the request ended."""
         job = self.jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
-            # A load from two tiers has two ops. The load can be cancelled as a whole by either of them.
+            # A load from two tiers has two ops. If the request ends, cancelling either op cancels the complete load.
             others = () if job is None else (op.op_id for op in job.graph.ops if op.op_id in self.jobs)
             tracker.loading = next(iter(others), None)

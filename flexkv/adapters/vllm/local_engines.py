@@ -1,14 +1,15 @@
-"""Keeps track of the engines and connectors of flexkv in this process, and refuses those that would disturb others.
+"""Keeps track of the engines in this process and their connectors of flexkv, and refuses those that would disturb
+others.
 
-vLLM runs scheduler and worker in one process when there is one rank (and always without multiprocessing). Then the
-host pool can be private memory, and the scheduler's side learns of ended copies without an engine step in between.
+vLLM runs scheduler and worker in one process if there is one rank, and always without multiprocessing. Then the host
+pool can be private memory, and the scheduler's side can ask the worker's side for ended copies without an engine step.
 
-Names cannot pair the two sides, because a user may give two engines the same `engine_id`. They are paired by the pool
-that a handshake names, or by an object with which both sides of one engine were made.
+The two sides of an engine cannot find each other by name, because a user may give two engines the same `engine_id`.
+They find each other by the id of the pool in the handshake, or by a configuration object that both sides were made
+with.
 
-vLLM keeps one worker's connector per process: that of the engine that made it first. The first engine's worker would
-load and store the blocks of a second engine's scheduler in the first engine's pool, so a second engine is refused at
-its start.
+vLLM keeps one worker's connector per process, that of the first engine. If a second engine started in the process, its
+blocks would be loaded and stored in the first engine's pool, so it is refused.
 """
 
 from __future__ import annotations
@@ -35,29 +36,28 @@ _engines: WeakKeyDictionary[WorkerSide, object] = WeakKeyDictionary()
 
 
 def announce(worker: WorkerSide, engine: object = None) -> None:
-    """Makes a worker's side known in this process.
+    """Registers a worker's side in this process, so that its engine's scheduler's side can find it.
 
     Args:
-        engine: a part of the engine's configuration that is the same object on both of its sides.
+        engine: an object that both sides of the engine have, such as its `cache_config`.
     """
     _engines[worker] = engine
 
 
 def workers_of_pools(pools: Sequence[PoolId]) -> tuple[WorkerSide, ...]:
-    """The worker's side of each rank, found by the pools that their handshakes name; empty unless all live in this
-    process."""
+    """Returns the worker's side of each rank, by the rank's pool; empty if some rank is not in this process."""
     by_pool = {worker.pool_id: worker for worker in list(_engines)}
     found = tuple(by_pool[pool] for pool in pools if pool in by_pool)
     return found if len(found) == len(pools) else ()
 
 
 def worker_of_engine(engine: object) -> WorkerSide | None:
-    """The worker's side in this process that was announced for this engine."""
+    """Returns the worker's side that was announced with this object; None if there is none in this process."""
     return next((worker for worker, its in list(_engines.items()) if its is engine), None)
 
 
 IN_PROCESS_BACKENDS = frozenset({"uni", "external_launcher"})
-"""vLLM's `distributed_executor_backend`s whose worker lives in the scheduler's process."""
+"""The values of vLLM's `distributed_executor_backend` with which the worker runs in the scheduler's process."""
 
 WHAT_TO_DO = (
     "Set VLLM_ENABLE_V1_MULTIPROCESSING=1, with which every engine runs in a process of its own, or end the other "
@@ -66,21 +66,21 @@ WHAT_TO_DO = (
 
 
 class OwnPools:
-    """Lets only the engine that made a worker's connector register its KV cache there."""
+    """Refuses the KV cache of any engine other than the one that made the worker's connector."""
 
     def __init__(self) -> None:
-        # vLLM sets the current configuration while a worker makes its connector and while it registers its KV cache.
-        # The connector's own argument cannot be compared, because under a MultiConnector it is a copy.
+        # vLLM sets the current configuration while a worker makes its connector and while it registers its KV cache,
+        # so the two can be compared. The connector's argument cannot: within a MultiConnector it is a copy.
         self._engine = get_current_vllm_config_or_none()
         self._pid = os.getpid()
         self._registered = False
 
     def check(self) -> None:
-        """Called when an engine registers its KV cache.
+        """Checks that the engine which registers its KV cache now has made the connector.
 
         Raises:
-            ConfigError: the connector was made for another engine, or this process was forked from that engine's
-                process.
+            ConfigError: another engine has made the connector, or this process was forked from the process that made
+                it.
         """
         if os.getpid() != self._pid:
             raise ConfigError(
@@ -99,10 +99,11 @@ class OwnPools:
 
 
 def check_agent(vllm_config: VllmConfig) -> None:
-    """Called when a scheduler's connector is made: a worker in this process must belong to the same engine.
+    """Checks that the worker's connector in this process, if the engine would use it, belongs to the engine whose
+    scheduler's connector is being made.
 
     Raises:
-        ConfigError: vLLM keeps the worker's connector of another engine.
+        ConfigError: the worker's connector belongs to another engine.
     """
     if not has_kv_transfer_group() or worker_of_engine(vllm_config.cache_config) is not None:
         return
@@ -115,9 +116,9 @@ def check_agent(vllm_config: VllmConfig) -> None:
 
 @contextlib.contextmanager
 def ending_failed_start(config: VllmConfig) -> Iterator[None]:
-    """Wraps a part of an engine's start. If it fails, this shuts down the worker's connector that the engine has made
-    in this process: vLLM would keep it, and every later engine would be refused because of an engine that no longer
-    exists."""
+    """Wraps a part of an engine's start. If it raises, shuts down the worker's connector that the engine has made in
+    this process. Otherwise vLLM would keep the connector, and every later engine would be refused because of an engine
+    that no longer exists."""
     try:
         yield
     except BaseException:
@@ -127,16 +128,16 @@ def ending_failed_start(config: VllmConfig) -> Iterator[None]:
 
 
 _registered: WeakKeyDictionary[Any, tuple[KVConnectorRole, object]] = WeakKeyDictionary()
-"""The live connectors: role, and a part of the engine's configuration that is the same object for every connector of
-one engine."""
+"""For each live connector, its role and its engine's `cache_config`, which is the same object for all connectors of one
+engine."""
 
 
 def register_only(connector: Any, role: KVConnectorRole, config: VllmConfig) -> None:
-    """Registers the only connector of flexkv that an engine may have in a role, until `end_registration`, or until the
-    connector is gone.
+    """Registers `connector` as the engine's only connector of flexkv in this role. The registration ends with
+    `end_registration`, or when the connector is garbage-collected.
 
     Raises:
-        ConfigError: the engine has such a connector already, as another child of a MultiConnector.
+        ConfigError: the engine already has a connector of flexkv in this role, as another child of a MultiConnector.
     """
     for other, (its_role, its_part) in list(_registered.items()):
         if its_role is role and its_part is config.cache_config:
@@ -149,5 +150,5 @@ def register_only(connector: Any, role: KVConnectorRole, config: VllmConfig) -> 
 
 
 def end_registration(connector: Any) -> None:
-    """Ends the registration of a connector that was shut down: the engine may make another one."""
+    """Ends the registration of a connector that was shut down, so that the engine may make another one."""
     _registered.pop(connector, None)

@@ -1,4 +1,4 @@
-"""Messages that each engine step carries between the scheduler's side and the workers' side. Plain and picklable."""
+"""The messages between the scheduler's side and the workers' sides, which vLLM carries in each step, pickled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from flexkv.transfer.graph import OpId, TransferGraph
 
 @dataclass(frozen=True, slots=True)
 class Handshake(RankFacts, KVConnectorHandshakeMetadata):
-    """One worker's facts about its KV pool, in the form that vLLM carries before the first lookup.
+    """One worker's facts about its KV pool, which vLLM carries to the scheduler's side before the first lookup.
 
     Attributes:
-        blend_refusal: why this rank cannot blend; empty if it can, None if blending is not requested.
+        blend_refusal: why this rank cannot blend; empty if it can, None if blending is off.
     """
 
     blend_refusal: str | None = None
@@ -34,22 +34,24 @@ class ConnectorMetadata(KVConnectorMetadata):
     """One step's orders to every worker of the unit.
 
     Attributes:
-        unit: the unit that gives the orders; NO_UNIT before the ranks have shaken hands.
-        step: number of the last step with a forward pass, this one included.
-        grant: the grant of the host pool, sent until every rank has reported that it has the pool.
-        early: stores of blocks that were complete before this step; submitted before its forward pass.
-        reused: blocks that the engine has reused while a store still reads them (op -> positions in the op): the
-            forward pass must come after the copy, or those pages count as failed.
+        unit: the unit that gives the orders; NO_UNIT before all ranks have shaken hands.
+        step: number of the last step with a forward pass; this step's number if it has one.
+        grant: the record with which a worker maps the host pool; sent until every rank has reported that it has mapped
+            the pool, then None.
+        early: stores to submit before this step's forward pass, of blocks that were complete before this step.
+        reused: for each store that still reads blocks which the engine has reused, the positions of these blocks in the
+            op. The forward pass must wait for their copies; otherwise those pages count as failed.
         loads: loads to submit before the forward pass.
-        stores: stores of blocks that this step's forward pass completes; submitted after it.
-        settled: stores of blocks that earlier forward passes completed and that this one only reads; submitted with
-            `stores`.
-        spares_loads: in this step the runner touches no block that an async load of `loads` fills.
-        cancel: loads for which no request waits any more; copies that were not issued are dropped.
-        void: ops whose bytes must not be used, however they end.
-        idle: no forward pass runs in this step, so a worker may wait a moment for copies instead of spinning.
-        disk_busy: disks are at work or segments are being loaded, and an idle step may wait a moment for them too.
-        blend: the orders for blending; None for none.
+        stores: stores to submit after the forward pass, of blocks that it completes.
+        settled: stores of blocks that earlier forward passes completed and that this one only reads; submitted together
+            with `stores`.
+        spares_loads: whether this step's forward pass touches no block that an async load in `loads` fills.
+        cancel: ops of loads for which no request waits any more. Copies that have not begun are dropped.
+        void: ops whose bytes must not be used, however the ops end.
+        idle: whether this step has no forward pass. A worker may then wait a moment for copies, so that the engine does
+            not run empty steps in a tight loop.
+        disk_busy: whether disks are busy or segments are being loaded, so that an idle step may wait for these, too.
+        blend: the orders for blending; None if there are none.
     """
 
     unit: UnitId = NO_UNIT
@@ -73,13 +75,14 @@ class StepReport(RankReport):
     """One rank's report to the scheduler after a step.
 
     Attributes:
-        step: step number of the orders that were carried out; 0 if it has not changed since the last report. Once a
-            step is reported, the outcome of its forward pass is known, including that of another connector's loads.
-        handshake: sent while the rank has no host pool. vLLM collects handshakes itself at the start, but a
-            MultiConnector passes on those of only one of its connectors.
-        blend_arrived: see `BlendPages.take_arrived`.
-        blend_stored: see `BlendPages.take_stored`.
-        blend_disk: whether the rank reads segments from disk or writes them; sent when that has changed.
+        step: number of the step that was executed last; 0 if it has not changed since the last report. When a step is
+            reported, the outcome of its forward pass is known, including that of another connector's loads.
+        handshake: the rank's facts; sent until the rank has a host pool, then None. vLLM itself collects handshakes at
+            the start, but a MultiConnector passes on those of only one of its connectors.
+        blend_arrived: blended requests whose segments have arrived; see `BlendPages.take_arrived`.
+        blend_stored: segments whose store has ended; see `BlendPages.take_stored`.
+        blend_disk: whether the rank is reading segments from disk or writing them; None if that has not changed since
+            the last report.
     """
 
     step: int = 0
@@ -91,12 +94,12 @@ class StepReport(RankReport):
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """The reports of all ranks after a step; ranks with nothing to report are left out."""
+    """The reports of all ranks after a step. Ranks without anything to report are left out."""
 
     reports: list[StepReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
-        """Joins other ranks' reports to these."""
+        """Appends the reports of other ranks to these, and returns the result."""
         assert isinstance(other, WorkerMetadata), f"expected a WorkerMetadata, got {type(other).__name__}"
         self.reports += other.reports
         return self

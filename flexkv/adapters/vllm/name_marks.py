@@ -1,10 +1,10 @@
-"""Marks the hashes that vLLM makes from a client's name instead of an input's content, in the process that makes them.
+"""Puts a prefix before hashes that vLLM makes from a client's name for an input instead of from the input's content.
 
-If a request gives an input a name and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM hashes
-the name with the options. The result looks like a digest of the content, and a scheduler could not distinguish the two.
-The mark gives it another form.
+If a request names an input and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM hashes the name
+with the options. Without the prefix, a scheduler could not distinguish such a hash from a digest of the content. The
+change is made in each process that makes hashes.
 
-vLLM loads this module in each of its processes, so it imports nothing heavy.
+vLLM loads this module in each of its processes, so the module imports nothing large.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ HASHER = "vllm.multimodal.hasher"
 """The module in which vLLM makes every hash of an input."""
 
 PREFIX = "client-"
-"""The mark, put before a hash of a client's name; no digest begins with it."""
+"""The prefix of each hash of a client's name. No digest begins with it."""
 
 _IS_MARKING = "flexkv_marks_names"
 MODEL = "model_id"
 EARLIER = "mm_hash"
-"""The argument for a name that vLLM made itself and hashes again, with the options of one of several videos."""
+"""The argument of `hash_kwargs` with an earlier hash, which vLLM hashes again with the options of one of several
+videos."""
 
 
 def mark_names(hasher: ModuleType) -> None:
-    """Makes the module's hashes of names begin with `PREFIX` from now on. Idempotent.
+    """Changes vLLM's module so that its hashes of clients' names begin with `PREFIX`. Idempotent.
 
     Raises:
         AttributeError: this version of vLLM makes its hashes elsewhere.
@@ -46,14 +47,14 @@ def mark_names(hasher: ModuleType) -> None:
 
 
 def marks_names(hasher: ModuleType) -> bool:
-    """Whether this process marks hashes of names."""
+    """Whether `mark_names` has changed vLLM's module in this process."""
     plain = getattr(getattr(hasher, "MultiModalHasher", None), "hash_kwargs", None)
     return hasattr(plain, _IS_MARKING)
 
 
 def _has_clients_name(values: dict[str, Any]) -> bool:
-    """Whether a client's name stands in for an input. Inputs are bytes, arrays, images and the like, so a string in
-    place of one is a name that a client gave."""
+    """Whether one of the hashed values is a client's name for an input. Inputs are bytes, arrays, images and the like,
+    so a string in place of an input is a name."""
     return any(
         isinstance(value, str) and (value.startswith(PREFIX) if name == EARLIER else name != MODEL)
         for name, value in values.items()

@@ -1,9 +1,11 @@
-"""vLLM's plugin entry point (group `vllm.general_plugins`): registers the connector's name, so that
-`"kv_connector":"FlexKVConnector"` is enough and no module path is needed, in a MultiConnector too. Also registers the
-model classes that blend, and makes vLLM mark the names that clients give inputs (`name_marks`).
+"""The plugin that vLLM loads through the entry point group `vllm.general_plugins`.
 
-vLLM loads this module in each of its processes, with or without a connector. So it imports nothing of vLLM, and none of
-its errors reaches the engine.
+It registers the connector's name, so that `"kv_connector":"FlexKVConnector"` needs no module path, also within a
+MultiConnector. It registers the model classes that can blend. And it makes vLLM put a prefix before hashes of the names
+that clients give to inputs (`name_marks`).
+
+vLLM loads this module in each of its processes, with or without a connector. So the module imports nothing of vLLM, and
+none of its errors reaches the engine.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from flexkv.adapters.vllm.name_marks import HASHER, mark_names
 
 NAME, MODULE = "FlexKVConnector", "flexkv.adapters.vllm"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
-"""The module in which vLLM keeps the names of connectors. It imports hundreds of modules, in processes that need a
-connector."""
+"""The module in which vLLM registers connectors. It imports hundreds of modules, and vLLM imports it only in processes
+that need a connector."""
 
 REGISTRY = "vllm.model_executor.models.registry"
-"""The module in which vLLM keeps the names of architectures."""
+"""The module in which vLLM registers model classes by their architecture's name."""
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the names of connector and models, and makes vLLM mark names of inputs: now, or as soon as vLLM imports
-    the modules that this changes. Idempotent."""
+    """Applies each change of `CHANGES`: now if vLLM has imported the module, otherwise when vLLM imports it.
+    Idempotent."""
     for module in CHANGES:
         if module in sys.modules:
             _change(sys.modules[module])
@@ -41,7 +43,7 @@ def register() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as Python would, once, and changes it after it was executed."""
+    """Finds one module for Python's import system, once, and applies the module's change after it was executed."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -88,7 +90,7 @@ CHANGES: dict[str, tuple[Callable[[ModuleType], None], str]] = {
     ),
     REGISTRY: (_add_models, "this vLLM takes no model classes (%s: %s), so blending cannot be turned on"),
 }
-"""Module -> the change, and the warning where it fails."""
+"""For each module of vLLM, the function that changes it, and the warning to log if the change fails."""
 
 
 def _change(module: ModuleType) -> None:

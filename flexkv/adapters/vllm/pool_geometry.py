@@ -1,5 +1,5 @@
-"""Reads the engine's KV cache configuration: its KV groups, and which pages of each a hit needs. Refuses configurations
-that flexkv cannot serve."""
+"""Reads from the engine's KV cache configuration its KV groups, and which pages of each group a hit needs. Refuses
+configurations that flexkv cannot serve."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class BlockGeometry:
     """One of the engine's KV groups.
 
     Attributes:
-        block_tokens: tokens per block.
-        hash_tokens: tokens that one of the engine's block hashes covers; divides `block_tokens`.
-        num_blocks: number of blocks of the engine's pool, which all groups share.
-        layer_names: names of the layers, in the order of the engine.
-        kv_dtype: dtypes of the pool's elements, by name, joined by "+".
+        block_tokens: number of tokens per block.
+        hash_tokens: how many tokens one of the engine's block hashes covers; divides `block_tokens`.
+        num_blocks: number of blocks in the engine's pool, which all groups share.
+        layer_names: names of the group's layers, in the engine's order.
+        kv_dtype: names of the dtypes of the pool's elements, joined by "+".
         number: the engine's number of the group.
-        reach: see `GroupSpec`.
-        states: shapes of a layer's states in a block; empty for attention.
-        states_handed_over: a request's table may hold states that end within a block, so only the engine knows which
-            block holds which state; it hands them over in `boundary_state_offloads`.
+        rule: which pages of the group a hit needs.
+        reach: the reach of a window in pages, or of a chunk in tokens; 0 for other rules.
+        states: the shapes of the recurrent states that a block holds, in words; empty for attention.
+        states_handed_over: whether the engine tells in `boundary_state_offloads` which block holds which state. It has
+            to if a state in a request's block table may end within a block.
     """
 
     block_tokens: int
@@ -61,8 +62,8 @@ class BlockGeometry:
 
     @property
     def signature(self) -> bytes:
-        """32 bytes made from everything that decides the content of the group's pages, and when a hit needs them. They
-        separate the pages of groups that hold different layers of the same tokens.
+        """32 bytes computed from everything that determines the content of the group's pages and which of them a hit
+        needs. Pages of different layers, for the same tokens, so have different keys.
         """
         facts = {
             "rule": self.rule.value,
@@ -79,7 +80,7 @@ class PoolGeometry:
     """The engine's pool.
 
     Attributes:
-        groups: the KV groups, those of full attention first.
+        groups: the KV groups. Groups with full attention come first.
         alignment_tokens: every hit is a multiple of this many tokens.
     """
 
@@ -92,7 +93,7 @@ class PoolGeometry:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the engine has several groups, or one that is not of full attention."""
+        """Whether the engine has several groups, or a single group without full attention."""
         return len(self.groups) > 1 or self.groups[0].rule is not Rule.FULL
 
     @property
@@ -102,7 +103,7 @@ class PoolGeometry:
 
     @property
     def states_handed_over(self) -> bool:
-        """Whether the engine names the boundaries of its steps, and the blocks that hold the states there."""
+        """Whether the engine tells the boundaries of its steps, and which blocks hold the states there."""
         return any(group.states_handed_over for group in self.groups)
 
     def kv_groups(self) -> list[KvGroup]:
@@ -117,8 +118,8 @@ def pool_geometry(config: KVCacheConfig) -> PoolGeometry:
     """Reads and checks the engine's KV cache configuration.
 
     Raises:
-        GeometryError: there is no KV, `check_group` refuses a group, a group has layers of several rules, or a block is
-            no multiple of the tokens that a block hash covers.
+        GeometryError: the model has no KV, `check_group` refuses a group, a group has layers of several rules, or a
+            block's number of tokens is not a multiple of the number that a block hash covers.
     """
     if not config.kv_cache_groups:
         raise GeometryError(
@@ -132,10 +133,10 @@ def pool_geometry(config: KVCacheConfig) -> PoolGeometry:
 
 
 def one_group_geometry(config: KVCacheConfig) -> PoolGeometry:
-    """The geometry of an engine with one group of full attention.
+    """Returns the geometry of an engine that has a single group, with full attention.
 
     Raises:
-        GeometryError: as for `pool_geometry`, or the engine has other groups.
+        GeometryError: as `pool_geometry`, or the engine has other groups.
     """
     geometry = pool_geometry(config)
     if geometry.is_hybrid:
@@ -176,8 +177,8 @@ def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
         rule,
         reach,
         "; ".join(str(one.shapes) for one in recurrent),
-        # If a hash covers less than a block, a state may end within a block. A kernel that writes a checkpoint on its
-        # way writes it in front of the last state, wherever that ends.
+        # A state may end within a block if a block hash covers less than a block. It may also if a kernel writes
+        # checkpoints during prefill: it writes them just before the last state, wherever that ends.
         any(hash_tokens < one.block_size or one.num_prefill_checkpoint_blocks for one in recurrent),
     )
 
@@ -187,8 +188,8 @@ def _dtypes_of(spec: KVCacheSpec) -> tuple[torch.dtype, ...]:
 
 
 def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
-    """A group's rule, which says which pages a hit needs, and the rule's reach. vLLM allocates blocks for exactly these
-    pages."""
+    """Returns the group's rule, which says which pages a hit needs, and the rule's reach. vLLM allocates blocks for
+    exactly these pages."""
     if isinstance(spec, SlidingWindowSpec):
         return Rule.WINDOW, -(-_window_tokens(spec) // spec.block_size)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -199,28 +200,30 @@ def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
 
 
 def _window_tokens(spec: SlidingWindowSpec) -> int:
-    """Cached tokens of the next token's window. The window includes that token itself, which is not cached yet."""
+    """Returns how many cached tokens the next token attends to. The next token is itself part of the window, but is not
+    cached yet."""
     return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
 
 
 def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
-    """The distinct specs of a group's layers.
+    """Returns the distinct specs of a group's layers.
 
-    For layers of several shapes a worker gets `UniformTypeKVCacheSpecs`, and the scheduler only the first spec.
+    If the layers have several shapes, vLLM gives a worker all specs, in a `UniformTypeKVCacheSpecs`, but the scheduler
+    only the first spec.
     """
     return tuple(dict.fromkeys(iter_layer_specs(group.kv_cache_spec)))
 
 
 def check_group(group: KVCacheGroupSpec) -> None:
-    """Refuses a KV cache group whose blocks depend on more than the tokens up to their end, or hold neither KV token by
-    token nor recurrent states.
+    """Refuses a KV cache group whose blocks depend on tokens after them, or hold neither one KV entry per token nor
+    recurrent states.
 
-    Subclasses of the served specs are refused too, because they mean something else: `RSWASpec` frees blocks of a
-    running request, `HiddenStateCacheSpec` holds no KV, and `SinkFullAttentionSpec` has KV that does not belong to a
-    token of the prompt.
+    Also refuses subclasses of the specs in `SERVED_SPECS`, because they differ in meaning: with `RSWASpec` vLLM frees
+    blocks of a running request, `HiddenStateCacheSpec` holds no KV, and `SinkFullAttentionSpec` has KV that belongs to
+    no token of the prompt.
 
     Raises:
-        GeometryError: the message names the type or the field.
+        GeometryError: the group is refused; the message names the spec's type or field.
     """
     where = f"KV cache group of {len(group.layer_names)} layers"
     for spec in iter_layer_specs(group.kv_cache_spec):
@@ -254,7 +257,7 @@ def _check_spec(spec: KVCacheSpec, where: str) -> None:
 
 
 def _check_states(spec: MambaSpec, where: str) -> None:
-    """Refuses recurrent states that the engine does not hand over at the ends of blocks."""
+    """Refuses recurrent states that the engine does not keep at the ends of blocks."""
     if spec.mamba_cache_mode != "align":
         raise GeometryError(
             f"{where} holds recurrent states and mamba_cache_mode is {spec.mamba_cache_mode!r}, in which vLLM hands no "

@@ -1,4 +1,4 @@
-"""Reads callers' settings from the fields of vLLM's requests."""
+"""Reads flexkv's settings for single requests from the fields of vLLM's requests."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ OF_OTHER_CONNECTORS = frozenset(
     )
 )
 STEMS_OF_OTHERS = ("do_remote_", "remote_")
-"""Fields of `kv_transfer_params` that connectors of vLLM 0.32 and 0.33 read, or their prefixes. In a MultiConnector, or
-behind a proxy, such fields are not a mistake."""
+"""`OF_OTHER_CONNECTORS` has names, and `STEMS_OF_OTHERS` prefixes, of the fields in `kv_transfer_params` that the other
+connectors of vLLM 0.32 and 0.33 read. Such a field is not a mistake: it may be meant for another connector of a
+MultiConnector, or come from a proxy."""
 
 
 class RequestFields:
-    """Reads the settings that callers give in vLLM's requests: in `kv_transfer_params`, and in the sampling parameters'
-    extra_args (`vllm_xargs` over HTTP)."""
+    """Reads the settings that callers give in vLLM's requests. Callers give them in `kv_transfer_params` or in the
+    `extra_args` of the sampling parameters (`vllm_xargs` over HTTP)."""
 
     def __init__(self, reader: SettingsReader) -> None:
         self._reader = reader
 
     def given(self, request: Request) -> Given:
-        """The settings that the request gives, or the last piece of a session. Counts and logs unreadable settings."""
+        """Returns the settings that the request contains; in a streaming session, those of its last piece. Counts and
+        logs settings that cannot be read."""
         sampling = request.sampling_params
         given: Given = {}
         if sampling is None:
             self._of_params(request.kv_transfer_params, request, given)
         elif extra := sampling.extra_args:
-            # When a session continues, `request.kv_transfer_params` still has the parameters of its first piece.
+            # Not `request.kv_transfer_params`, which in a session keeps the parameters of the first piece.
             self._of_params(extra.get(PARAMS), request, given)
             self._reader.take_among(str(request.request_id), EXTRA, extra, given)
         return given
 
     def name_foreign(self, request: Request, namespace: str) -> None:
-        """Counts and logs a piece of a session whose namespace differs from that of the first piece."""
+        """Counts and logs that a piece of a session has another namespace than `namespace`, that of the first piece."""
         allowed = f"{shown(namespace)}, the session's first; the piece is neither stored nor loaded"
         self._reader.warn(str(request.request_id), f"{PREFIX}namespace", "another", "value", allowed)
 

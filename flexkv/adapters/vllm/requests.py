@@ -1,5 +1,5 @@
-"""The live requests: the scheduler's side's records of each from its first lookup to its end, and their block tables,
-which follow the engine's schedule of each step."""
+"""The scheduler's side's records of live requests, each kept from the request's first lookup to its end. They contain
+the requests' block tables, which are updated by the engine's schedule of each step."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The last answer to the engine for a request, if it was not zero tokens.
+    """What the last lookup of a request promised the engine, if it was not zero tokens.
 
     Attributes:
-        tokens: tokens promised beyond those that the engine had itself when it asked.
+        tokens: how many tokens were promised beyond those that the engine had itself when it asked.
+        match: the manager's answer to the lookup.
     """
 
     tokens: int
@@ -48,27 +49,30 @@ class Promise:
 
 @dataclass(slots=True, eq=False)
 class RequestTracker(StoreRequest):
-    """One live request.
+    """The record of one live request.
 
     Attributes:
-        namespace: namespace of the request's keys; see `RequestNamespaces.of`.
-        has_own_namespace: the namespace is that of an adapter or one that the caller names, not the engine's.
-        asked: the settings that the caller gives; in a streaming session those of its last piece.
-        first_namespace: the caller's namespace when the request began, which is in its keys.
-        read_from: sampling parameters from which `asked` was read; vLLM replaces the object with each piece of a
+        request: the engine's record of the request.
+        namespace: the namespace of the request's keys, 32 bytes; see `RequestNamespaces.of`.
+        has_own_namespace: whether the namespace differs from the engine's, because the request has an adapter or its
+            caller named a namespace.
+        read_from: the sampling parameters from which `asked` was read. vLLM makes a new object for each piece of a
             streaming session.
-        sampling: sampling parameters of the last piece that was passed to `kept_out`.
-        reached: tokens that the request's steps have computed so far, including those that are not accepted.
-        promise: the last promise that the engine has not taken up.
-        loading: op of the async load in flight, if any.
-        shared_tokens: number of leading tokens that other requests had too, as far as the last lookup knows.
-        counted: the metrics include the lookup of this admission.
-        preemptions: number of the request's preemptions that its block tables take into account.
-        supplied: tokens of the last load, by the number of the tier that supplied them.
-        made_way: the request's load has already waited one step for stores of the blocks that it will be given.
-        unloadable: the engine took up a promise without having the blocks for it, so no further tokens are promised.
-        adapter_changed: the files of its adapter have changed since the adapter was first used, so nothing more is
-            loaded or stored.
+        sampling: the sampling parameters of the last piece that was passed to `kept_out`.
+        asked: the settings that the caller gave; in a streaming session those of its last piece.
+        first_namespace: the namespace that the caller named when the request began, which is part of its keys; empty if
+            the caller named none.
+        reached: how many tokens the request's steps have computed so far, including tokens that were not accepted.
+        promise: the last promise, if the engine has not loaded it yet; otherwise None.
+        loading: the op of the async load in flight; None if there is none.
+        shared_tokens: how many leading tokens other requests had too, as far as the last lookup knows.
+        counted: whether the metrics already include the lookup for this admission of the request.
+        preemptions: how many preemptions of the request its block tables reflect.
+        supplied: for each tier, by its number, how many tokens of the last load it supplied.
+        made_way: whether the request's load has already waited one step for stores of the blocks that it will get.
+        unloadable: whether the engine took a promise without having blocks for it. No more tokens are then promised.
+        adapter_changed: whether the files of the request's adapter have changed since the adapter was first used.
+            Nothing is then loaded or stored for the request any more.
     """
 
     request: Request
@@ -90,12 +94,12 @@ class RequestTracker(StoreRequest):
     adapter_changed: bool = False
 
     def keys(self) -> list[Keys]:
-        """The keys of all whole blocks whose tokens are known, per group."""
+        """Returns for each group the keys of all complete blocks whose tokens are known."""
         return [table.keys.keys() for table in self.tables]
 
     @property
     def block_keys(self) -> BlockKeys:
-        """Makes the keys of the first group's blocks."""
+        """The object that makes the keys of the first group's blocks."""
         keys = self.tables[0].keys
         assert isinstance(keys, BlockKeys)
         return keys
@@ -109,8 +113,8 @@ class RequestTracker(StoreRequest):
         return int(max(self.shared_tokens, self.request.shared_prefix_boundary))
 
     def tail_parts(self, block: int, end_token: int) -> tuple[bytes | None, bytes, list[int]] | None:
-        """What the keys of tails of a block are made of: its parent, its extra keys, and its tokens up to `end_token`.
-        None where it has no key."""
+        """Returns the inputs of the key of a block's partial tail: the parent block's key, the tail's extra keys, and
+        its tokens up to `end_token`. Returns None if the tail has no key."""
         keys = self.block_keys
         first = block * keys.block_tokens
         extra = tail_extra(self.request, first, end_token)
@@ -135,7 +139,7 @@ class RequestTracker(StoreRequest):
         return self.namespace, engine_key
 
     def restart(self) -> None:
-        """Resets the tracker: the engine took all blocks away, and the request starts again with others."""
+        """Resets the tracker after the engine has taken all the request's blocks. It will start again with others."""
         for table in self.tables:
             # A new list, because the old one may still be in use.
             table.ids = []
@@ -152,14 +156,14 @@ class RequestTracker(StoreRequest):
 
 
 OnRequest = Callable[[RequestTracker], None]
-"""Called with a request whose block table changes."""
+"""A function that is called with the tracker of a request whose block table changes."""
 
 
 class RequestTable:
-    """Every request from its first lookup to its end.
+    """The trackers of all requests, each kept from the request's first lookup to its end.
 
     Attributes:
-        live: the trackers by request id.
+        live: the trackers, by request id.
     """
 
     def __init__(self, spec: EngineSpec, fields: RequestFields) -> None:
@@ -168,13 +172,13 @@ class RequestTable:
         self._groups = spec.geometry.groups
         self._signatures = [group.signature for group in spec.geometry.kv_groups()]
         self._fields = fields
-        # If generated tokens are not stored, they do not count as certain.
+        # With `store.tokens=prompt`, generated tokens never count as certain, so that they are not stored.
         self._prompt_only = spec.config.store.tokens == "prompt"
         self._keys = TokenBlockKeys if spec.config.keys.scheme == COMMON else EngineBlockKeys
         self.live: dict[str, RequestTracker] = {}
 
     def of(self, request: Request) -> RequestTracker:
-        """The request's tracker; made if there is none."""
+        """Returns the request's tracker. Makes one if there is none."""
         tracker = self.live.get(request.request_id)
         if tracker is None:
             given = self._fields.given(request)
@@ -201,11 +205,11 @@ class RequestTable:
 
     @property
     def have_adapters(self) -> bool:
-        """Whether a request has had an adapter."""
+        """Whether any request so far has had an adapter."""
         return self._namespaces.have_adapters
 
     def keys_of(self, request: Request) -> list[Keys]:
-        """Keys of the whole blocks of a request that the engine does not know, by KV group."""
+        """Returns the keys of the complete blocks of a request that the engine does not have, per KV group."""
         return [
             table.keys.keys()
             for table in self._tables(request, self._namespaces.of(request, NO_SETTINGS.namespace))
@@ -220,12 +224,13 @@ class RequestTable:
         return tuple(tables)
 
     def begin_lookup(self, tracker: RequestTracker, preempted: OnRequest) -> None:
-        """Called when the engine looks a request up, which means that the request no longer holds any block.
+        """Prepares the tracker of a request that the engine looks up. Such a request holds no engine blocks.
 
-        After a reset with running requests, the engine looks up preempted requests before a step names them.
+        If the tracker still has blocks, the request was preempted. After a reset with running requests, the engine may
+        look it up before the step that reports the preemption.
 
         Args:
-            preempted: called with a request that has lost its blocks, while the tracker still has them.
+            preempted: called with the tracker of a preempted request, while it still has the lost blocks.
         """
         if tracker.block_ids:
             _lose(tracker, preempted)
@@ -234,8 +239,8 @@ class RequestTable:
         self._read_piece(tracker)
 
     def take_changed(self, trackers: Iterable[RequestTracker]) -> list[RequestTracker]:
-        """Looks whether the adapters of these requests have changed, and marks and returns those requests for which
-        that is new. Costs a few stats per adapter.
+        """Checks whether the adapters of these requests have changed. Marks the requests for which a change is found
+        now, and returns them. Costs a few calls of `stat` per adapter.
         """
         looked: dict[str, bool] = {}
         changed = []
@@ -258,19 +263,20 @@ class RequestTable:
         started: OnRequest,
         preempted: OnRequest,
     ) -> list[RequestTracker]:
-        """Updates the block tables by a step's schedule, and records what the step computes. Costs O(requests + new
-        blocks).
+        """Updates the block tables from a step's schedule, and records which tokens the step computes. Costs
+        O(requests + new blocks).
 
         Args:
-            started: called with each request that gets a new block table.
-            preempted: called with each request that loses its blocks, while the tracker still has them.
+            started: called with the tracker of each request that gets a new block table.
+            preempted: called with the tracker of each request that loses its blocks, while it still has them.
 
         Returns:
-            The requests that the step computes.
+            The trackers of the requests for which the step computes tokens.
         """
         for request_id in output.preempted_req_ids or ():
             tracker = self.live.get(request_id)
-            # If a lookup came before the step that reports the preemption, the table already has other blocks.
+            # If a lookup came before this step, it has already handled the preemption, and the request may have new
+            # blocks.
             if tracker is not None and tracker.preemptions != tracker.request.num_preemptions:
                 _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
@@ -293,12 +299,12 @@ class RequestTable:
         return scheduled
 
     def _note_step(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Records which tokens a step computes, whether a piece of a session that begins with it is kept out, and how
-        much is certain once the step's forward pass has run. A piece without the setting is treated like the previous
-        one.
+        """Records which tokens a step computes, and how many are certain after its forward pass. If a new piece of a
+        session begins in this step, also records whether its tokens are kept out of the cache. A piece without that
+        setting is treated like the previous piece.
 
-        Prompt tokens of this step are certain, because they are known. Tokens that the step generates are not, nor are
-        drafts of earlier steps that are not accepted yet.
+        Prompt tokens that the step computes are certain, because they are known. Tokens that the step generates are not
+        certain, and neither are drafts of earlier steps that the engine has not accepted yet.
         """
         request = tracker.request
         computed = request.num_computed_tokens
@@ -317,24 +323,24 @@ class RequestTable:
             certain = prompt
         else:
             certain = min(computed - request.num_output_placeholders, request.num_tokens)
-        # Compared here, because this runs for each request of each step, and few have settings.
+        # Skips `storable` if there are no settings, because this runs for each request in each step.
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:
-        """Records how many tokens of an ended request are certain, not counting steps still under way."""
+        """Records how many tokens of an ended request are certain, without those of steps in flight."""
         request = tracker.request
-        # A preemption or a failed load takes computed tokens back while their steps are still under way.
+        # May be negative: a preemption or a failed load reduces the computed tokens while their steps are in flight.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
         if self._prompt_only:
             certain = min(certain, request.num_prompt_tokens)
         tracker.certain = tracker.storable(certain)
 
     def _read_piece(self, tracker: RequestTracker) -> None:
-        """Takes the settings of a session's new piece, if there is one. Settings that the piece does not give keep
-        their values.
+        """Reads the settings of a streaming session's new piece, if there is one. Settings that the piece does not
+        contain keep their values.
 
-        The keys of a session have the namespace of its first piece, so nothing is stored or loaded for a piece that
-        asks for another.
+        All keys of a session are in the namespace of its first piece. So nothing is stored or loaded for a piece that
+        names another namespace.
         """
         request = tracker.request
         if request.sampling_params is tracker.read_from:
@@ -345,7 +351,7 @@ class RequestTable:
             return
         first, before = tracker.first_namespace, tracker.asked.ttl_s
         if before is not None and "ttl_s" in given:
-            # A block may hold tokens of this piece and of earlier ones.
+            # Takes the shorter time, because a block may hold tokens of this piece and of earlier ones.
             given["ttl_s"] = min(before, given["ttl_s"] or before)
         tracker.asked = tracker.settings = replace(tracker.asked, **given)
         if tracker.asked.namespace != first:
@@ -354,8 +360,8 @@ class RequestTable:
                 self._fields.name_foreign(request, first)
 
     def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: OnRequest) -> None:
-        """Called when the request starts, or starts again, with these blocks."""
-        # KV that was loaded before a reset is still in the blocks. Only a loss of the blocks ends that.
+        """Gives a request that starts, or starts again, a new block table with these blocks."""
+        # `stale` is kept: blocks loaded before a reset have KV of the old weights until the request loses them.
         stale = tracker.stale
         tracker.restart()
         tracker.stale = stale
@@ -368,7 +374,7 @@ class RequestTable:
 
 
 def _lose(tracker: RequestTracker, preempted: OnRequest) -> None:
-    """Resets the tracker of a request whose blocks the engine has taken."""
+    """Calls `preempted`, then resets the tracker. The engine has taken the request's blocks."""
     preempted(tracker)
     tracker.restart()
     tracker.preemptions = tracker.request.num_preemptions

@@ -1,4 +1,4 @@
-"""The scheduler's side: drives one cache manager by the engine's hooks, and turns its plans into orders."""
+"""The scheduler's side: calls one cache manager from the engine's hooks, and turns its plans into workers' orders."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """One ownership unit. The engine's scheduler thread calls all methods; only `close`, and `reset` for an
-    engine that may sleep after it, wait for copies.
+    """The scheduler's side of one ownership unit. The engine's scheduler thread calls all methods. Only `close`, and
+    `reset` of an engine that may sleep afterwards, wait for copies.
 
     Attributes:
         requests: the live requests.
-        events: KV cache events that the engine has not taken yet; None if it publishes none, and without a unit.
-        orders: the orders given since the last step.
+        events: KV cache events that the engine has not taken yet; None if it publishes none, or there is no unit yet.
+        orders: the orders to the workers that were given since the last step.
         unit: the engine's unit; a `NullUnit` until every rank has shaken hands.
-        blend: decides which requests are blended; None unless blending is requested.
-        workers: the worker sides of all ranks if they live in this process; empty otherwise.
+        blend: decides which requests are blended; None if blending is off.
+        workers: the worker sides of all ranks if the ranks run in this process; otherwise empty.
     """
 
     unit: EngineUnit
@@ -85,22 +85,22 @@ class SchedulerSide:
     # --- set up ---
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Takes the engine's block pool, and watches which of its blocks are reused."""
+        """Watches which blocks of the engine's block pool are reused."""
         share, groups = self._spec.config.store.max_reference_share, self._spec.geometry.groups
         self.bind_watch(BlockWatch(pool, share, groups[0].block_tokens))
 
     def bind_watch(self, watch: StoreWatch) -> None:
-        """Takes the watch that reports which blocks are reused."""
+        """Sets the watch that reports which blocks are reused."""
         self._watch = watch
         self._watch_bound = True
 
     def take_handshake(self, ranks: Mapping[int, Handshake]) -> None:
-        """Takes handshakes, and builds the unit once those of all ranks are known. Until then nothing is promised.
+        """Adds handshakes of ranks, and builds the unit when those of all ranks are known. Until then lookups miss.
 
         Raises:
-            ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
+            ContractError: a rank has already shaken hands for another pool. One of the pools belongs to another engine.
             GeometryError: the ranks do not agree.
-            CapacityError: not even one slot fits.
+            CapacityError: host memory does not hold one slot.
         """
         self.handshakes.take(ranks)
         if self.unit.state is UnitState.AWAITING_RANKS and self.handshakes.complete:
@@ -110,7 +110,7 @@ class SchedulerSide:
                 self._reset_built_unit()
 
     def _build(self) -> None:
-        """Builds the unit and attaches the workers in this process to it."""
+        """Builds the unit, and attaches the workers that run in this process to it."""
         assert self._watch_bound, "the engine binds its block pool before the handshake"
         spec = self._spec
         self.handshakes.check_blocks(spec.geometry.num_blocks)
@@ -147,8 +147,8 @@ class SchedulerSide:
             self.blend.take_verdicts([each.blend_refusal for each in self.handshakes.of_rank.values()])
 
     def _make_events(self, unit: LiveUnit) -> EventLog:
-        """Makes the log of events, which keeps a record of the pages announced on the unit's own disks, in the first
-        disk's folder, for the next process."""
+        """Makes the log of events. It records, in the folder of the unit's first disk, which pages on disk were
+        announced, so that the engine's next process knows them."""
         geometry, algorithm = self._spec.geometry, self._spec.block_hash
         folder = None if unit.own_disks is None else unit.own_disks.volumes.folder
         return EventLog(
@@ -182,13 +182,13 @@ class SchedulerSide:
     # --- lookups and loads ---
 
     def enter(self, request: Request) -> None:
-        """Called when the request enters the engine's queue."""
+        """Starts blending or prefetching a request that has entered the engine's queue."""
         if self.blend is not None:
             self.blend.enter(self._tracker(request))
         self.prefetch(request)
 
     def prefetch(self, request: Request) -> None:
-        """Starts to fetch a request's pages from the tiers behind host memory while it waits in the engine's queue."""
+        """Starts to fetch the pages of a request that waits in the engine's queue from the tiers behind host memory."""
         if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
             return
         self.unit.grow()
@@ -196,11 +196,11 @@ class SchedulerSide:
             self._poll()
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """Promises tokens beyond those that the engine has; returns their number, and whether the load runs between
-        steps.
+        """Looks the request up. Returns how many tokens flexkv promises beyond the `computed_tokens` that the engine
+        has, and whether the load is async.
 
-        Returns (None, False) while more pages are read from disk, and for one step in which free blocks that the load
-        may be given are stored first. The engine asks again with its next step.
+        Returns (None, False) while more pages are read from disk. Also returns it for one step if free blocks that the
+        load may get have to be stored first. The engine then asks again in its next step.
         """
         unit = self.unit
         if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
@@ -219,16 +219,16 @@ class SchedulerSide:
         tracker.stale = tracker.adapter_changed
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
-        # Starts to read the pages that the lookup found on disk.
+        # Starts to read the pages that the lookup has found on disk.
         self._poll()
         if tokens is None or (tokens and self._store_before_load(tracker, tokens)):
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
     def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
-        """Orders the stores of free blocks that a load of `tokens` tokens may be given; returns whether the load waits
-        for them. It waits one step, so that the copies run during that step's forward pass, and not between two forward
-        passes.
+        """Orders stores of the free blocks that the engine may hand to a load of `tokens` tokens. Returns whether the
+        load has to wait for them. A load waits once, for one step: the copies then run during that step's forward pass
+        and not between two forward passes.
         """
         graph = self._stores.plan_before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
         if graph is None:
@@ -238,8 +238,8 @@ class SchedulerSide:
         return waits
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Called when the engine has given the request its blocks: orders the load of the `external_tokens` that the
-        engine takes from the promise."""
+        """Orders the load of the `external_tokens` that the engine takes from the promise. The engine calls this after
+        it has allocated the request's blocks."""
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
         tracker = self._tracker(request)
@@ -250,13 +250,13 @@ class SchedulerSide:
             self.orders.loads.append(job)
 
     def supplied(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
-        """Tokens of the request's last load, by source; empty if the sources are not known."""
+        """Returns how many tokens of the request's last load came from each source; empty if that is not known."""
         tracker = self.requests.live.get(request.request_id)
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     def _tracker(self, request: Request) -> RequestTracker:
-        """The request's tracker. The manager identifies requests by their ids, so a reused id ends the hold of the
-        earlier request.
+        """Returns the request's tracker. If an earlier request with the same id still holds blocks for stores, ends its
+        hold, because the manager identifies requests by their ids.
         """
         if self._stores.holds:
             self._stores.holds.end_request(request.request_id, PageLoss.HOLD_EXPIRED)
@@ -265,7 +265,7 @@ class SchedulerSide:
     # --- the step ---
 
     def build(self, output: SchedulerOutput) -> ConnectorMetadata:
-        """Makes the step's orders. Costs O(requests + new blocks)."""
+        """Makes the orders to the workers for the step `output`. Costs O(requests + new blocks)."""
         self._step += 1
         unit = self.unit
         if self.events is not None:
@@ -296,7 +296,7 @@ class SchedulerSide:
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
             self._steps.began(self._forward_step, output, sync)
-        # Set for a disabled unit too, because the reports on these orders end its last ops.
+        # Set even if the unit is disabled, because the workers' reports on these orders end its last ops.
         self.orders.unit = unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
         self.orders.spares_loads = forward_spares_loads(self._spec.geometry, output)
@@ -304,7 +304,8 @@ class SchedulerSide:
         return orders
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Takes the workers' reports of a step. Failed blocks come first, so nothing made from them is published."""
+        """Handles the workers' reports of a step. Handles failed blocks first, so that no block that was computed from
+        them is published."""
         if output.invalid_block_ids:
             self._completions.take_failed_blocks(set(output.invalid_block_ids))
         report = output.kv_connector_worker_meta
@@ -312,16 +313,16 @@ class SchedulerSide:
             self._take_reports(report)
 
     def collect(self) -> None:
-        """Takes the reports of workers in this process, for a connector class that does not carry them."""
+        """Handles the reports of workers in this process, for a connector class that does not carry reports."""
         for worker in self.workers:
             if (report := worker.take_metadata()) is not None:
                 self._take_reports(report)
 
     def finished(self, request: Request, blocks: BlocksByGroup | None = None) -> None:
-        """Called when the request has ended and its blocks are about to be freed.
+        """Ends the request. The engine calls this before it frees the request's blocks.
 
         Args:
-            blocks: the request's blocks now, by the engine's numbers of the groups; None if the engine does not say.
+            blocks: the request's current blocks, by the engine's group number; None if the engine does not tell them.
         """
         if self.blend is not None:
             self.blend.end(request.request_id)
@@ -329,7 +330,7 @@ class SchedulerSide:
         if tracker is None:
             return
         if tracker.loading is not None:
-            # The load is no longer needed. Its blocks stay with the request until the workers have reported.
+            # The load is no longer needed. The engine frees its blocks only after the workers have reported it.
             self.orders.cancel.append(tracker.loading)
         else:
             self._completions.collect_early()
@@ -340,12 +341,12 @@ class SchedulerSide:
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
         if not self._stores.holds or tracker.request_id not in self._stores.holds:
-            # Last, because this marks all the request's blocks as used together.
+            # Called last, because this tells eviction that all blocks of the request were used together.
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
-        """Submits early stores at once, because the forward pass that wrote their blocks has returned and there may be
-        no further step.
+        """Submits early stores at once. This is safe because the forward pass that wrote their blocks has returned, and
+        necessary because there may be no further step.
         """
         early, self.orders.early = self.orders.early, []
         for worker in self.workers:
@@ -367,7 +368,7 @@ class SchedulerSide:
                 if report.blend_disk is not None:
                     self.blend.take_disk_busy(report.rank, report.blend_disk)
             if report.unit == own != NO_UNIT:
-                # Also taken from a rank whose engine has registered another pool, because the rank reports that itself.
+                # Also if the rank's engine has registered another pool since: the rank itself reports that.
                 ours.append(report)
             elif not self.handshakes.refuses(report, own) and report.handshake is not None and own == NO_UNIT:
                 self.take_handshake({report.rank: report.handshake})
@@ -379,56 +380,55 @@ class SchedulerSide:
         self._poll()
 
     def _poll(self) -> None:
-        """Drives the unit's tiers, and takes the results of their work."""
+        """Polls the unit's tiers, and notes whether the metrics may have changed."""
         if self.unit.poll():
             self._completions.changed = True
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
-        """Orders the workers to end the copies out of blocks that the engine has reused, before the step writes these
-        blocks.
+        """Orders the workers to end copies from blocks that the engine has reused, before the step writes to them.
+        `reused` maps each op to the reused blocks that it copies.
         """
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
-            # Some model runners copy into new blocks, clear them, or move states into them before they call the
-            # connector.
+            # Some model runners write to new blocks before they call the connector, when they copy, clear or move
+            # states. The copies may then have read new bytes, so they are void.
             self.orders.void += reused
 
     # --- state ---
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping although no request runs."""
+        """Whether the engine must continue to step although it has no requests."""
         self._completions.collect_early()
         if self.blend is not None and self.blend.has_work:
             return True
         unit = self.unit
         self._poll()
         if self.events is not None:
-            # Opened here too, because an engine without requests steps only if there is something to announce.
+            # Called here too, because an engine without requests would otherwise not step to announce the events.
             self.events.begin_book()
             if self.events.has_more:
                 return True
         if unit.busy:
             return True
         if not unit.usable:
-            # False, because a rank that cannot use the pool may never report its ops.
+            # The engine need not wait for ops in flight: a rank that cannot use the pool may never report its ops.
             return False
         if unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant:
             return True
         if self._stores.holds:
             return True
-        # One more step is needed, so that the gauges show the state after the last copy.
+        # If counts have changed, one more step is needed, so that metrics show the state after the last copy.
         return self._completions.changed
 
     def reset(self) -> bool:
-        """Called when the weights change: permanently makes everything stored before a miss.
+        """Permanently turns all pages stored so far into misses. The engine calls this when its weights change.
 
         Returns:
-            False if a load is in flight. The load is then reported as failed, because its request would go on with KV
-            of the old weights, and the engine should reset again when its own blocks are free. For an engine that may
-            sleep after a reset, False also if a copy could not be ended: vLLM then does not sleep. True if some rank
-            has not shaken hands yet: the reset is then carried out once all have, before anything is stored or
-            promised.
+            False if a load is in flight. The load is then reported as failed, because its request would continue with
+            KV of the old weights, and the engine should reset again when its own blocks are free. Also False if the
+            engine may sleep after a reset and a copy could not be ended; vLLM then does not sleep. Otherwise True. If
+            a rank has not shaken hands yet, the tiers are reset later, before anything is stored or promised.
         """
         self._completions.collect_early()
         if self.blend is not None:
@@ -444,17 +444,17 @@ class SchedulerSide:
         for tracker in self.requests.live.values():
             tracker.stale = tracker.adapter_changed or bool(tracker.block_ids)
             tracker.promise = None
-        # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
+        # If the engine's own reset failed or did not happen, its blocks still have hashes, and KV of the old weights.
         self._stores.reset(self._watch.hashes())
         if self._spec.role.ends_copies and not self._end_copies():
             return False
         return not self._loads.jobs
 
     def _reset_built_unit(self) -> None:
-        """Carries out a reset that came before the unit was built, because disks may hold pages of the old weights.
+        """Repeats a reset that came before the unit was built, because disks may hold pages of the old weights.
 
-        If the engine had computed KV before that reset, the KV may have spread since, so nothing that the engine has
-        now is stored.
+        If the engine had computed KV before that reset, KV that it computed since may depend on it, so nothing that the
+        engine has now is stored.
         """
         if self._old_kv:
             self.reset()
@@ -463,7 +463,7 @@ class SchedulerSide:
             self.counters.add("flexkv_resets_total")
 
     def _end_copies(self) -> bool:
-        """Ends every copy, and drops stores that were not submitted yet; returns whether all copies have ended."""
+        """Ends all copies, and drops stores that were not submitted yet. Returns whether no copy is in flight."""
         if not self.workers:
             pending = self.unit.manager.inflight_ops()
             if pending:
@@ -485,7 +485,7 @@ class SchedulerSide:
         return ended
 
     def take_counters(self) -> dict[str, Any] | None:
-        """Takes the metrics since the last call, as plain data; None if nothing was counted."""
+        """Returns the metrics counted since the last call as plain data; None if nothing was counted."""
         if self._completions.changed:
             self._completions.changed = False
             self.unit.count(self.counters)
@@ -497,15 +497,14 @@ class SchedulerSide:
             return
         for worker in self.workers:
             worker.close_lanes()
-        # Stores that have ended in these workers, even while they closed, are published, so that they are written to
-        # other tiers.
+        # Publishes the stores that these workers finished, even while closing, so that the unit's close writes them
+        # to other tiers.
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()
         if self.events is not None:
-            # After the unit's close, which writes the pages that wait for the disk.
+            # Closed after the unit, because the unit's close still writes pages that wait for the disk.
             self.events.close()
-        # Last, because vLLM may kill its core seconds after requesting its end, and pages are still written before
-        # this.
+        # Closed last, because vLLM may kill its core seconds after it asked it to end. Writing the pages comes first.
         for worker in self.workers:
             worker.close()

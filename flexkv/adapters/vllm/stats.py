@@ -1,4 +1,4 @@
-"""Gives flexkv's metrics the form in which vLLM logs them and exports them to Prometheus."""
+"""Converts flexkv's metrics to the form in which vLLM logs them and exports them to Prometheus."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ PROMETHEUS_PREFIX = "vllm:"
 
 
 class FlexKVStats(KVConnectorStats):
-    """Counters in the form that vLLM carries from workers and scheduler to its loggers; `data` is their plain data."""
+    """Counters in the form in which vLLM sends them from workers and scheduler to its loggers. `data` is the plain data
+    of a `Counters`."""
 
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> FlexKVStats:
@@ -36,7 +37,7 @@ class FlexKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number per series, for vLLM's log line."""
+        """Returns one number per series, for vLLM's log line."""
         return dict(Counters(self.data).summary())
 
     def is_empty(self) -> bool:
@@ -45,8 +46,8 @@ class FlexKVStats(KVConnectorStats):
 
 
 class FlexKVPromMetrics(KVConnectorPromMetrics):
-    """Every metric of `METRICS`, registered as `vllm:flexkv_...` with the engine's labels. Every series exists from the
-    start, at zero."""
+    """Registers every metric of `METRICS` as `vllm:flexkv_...` with the engine's labels. Every series exists from the
+    start, with the value zero."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Times the engine's prefill steps on the scheduler's side, from the plan of a step to the report of its outcome."""
+"""Measures on the scheduler's side how long the engine's prefill steps take, from a step's plan to the report of its
+outcome."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 MIN_PREFILL_TOKENS = 64
-"""Steps that compute fewer prompt tokens count as decode steps: they would take about as long with none."""
+"""A step with fewer prompt tokens counts as a decode step, because it would take about as long without them."""
 
 MIN_CHUNK_TOKENS = 16
-"""A request with fewer tokens in a step counts as decoding, with speculation too."""
+"""A request with fewer tokens in a step counts as decoding, even if some of them are drafts."""
 
 MAX_STEPS = 64
-"""Most steps under way that are remembered; an engine has two or three."""
+"""How many steps in flight are remembered at most. An engine has two or three."""
 
 
 class StepTimes:
-    """Fits the time of prefill steps as a linear function of their tokens.
+    """Fits the duration of prefill steps as a linear function of their number of tokens.
 
-    A step that was planned while another one is in flight begins when that one ends. Steps in which the worker waits
-    for a load are left out, because their times do not measure computation.
+    If a step was planned while an earlier one was in flight, its time begins when the earlier step ends. Steps in which
+    the worker waits for a load are left out, because their durations do not measure computation.
     """
 
     def __init__(self, line: LinearFit, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +37,7 @@ class StepTimes:
         self._last_end_s = 0.0
 
     def began(self, step: int, output: SchedulerOutput, waits_for_load: bool) -> None:
-        """Records that a step with a forward pass was planned. O(requests)."""
+        """Records that a step with a forward pass was planned. Costs O(requests)."""
         chunks = output.num_scheduled_tokens.values()
         prefill = sum(tokens for tokens in chunks if tokens >= MIN_CHUNK_TOKENS)
         counts = prefill >= MIN_PREFILL_TOKENS and not waits_for_load
@@ -44,7 +45,7 @@ class StepTimes:
         self._begun.append((step, self._clock(), total))
 
     def ended(self, step: int) -> None:
-        """Records that the outcome of `step`, and so of all steps before it, was reported."""
+        """Records that the outcome of `step`, and thus of all earlier steps, was reported."""
         now_s = self._clock()
         while self._begun and self._begun[0][0] <= step:
             number, begun_s, tokens = self._begun.popleft()

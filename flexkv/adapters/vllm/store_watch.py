@@ -1,15 +1,16 @@
-"""Watches engine blocks that stores read after their request has lost them, for the moment when the engine reuses one.
+"""Watches engine blocks that stores still have to read although no request holds them, and detects when the engine
+reuses them.
 
-The engine does not reuse a block that a request holds, so the blocks of live requests need no bound. A request that
-ends leaves blocks whose copy is under way, and blocks for whose copy there was no room yet. Both keep their content
-until the engine reuses them: they are in its free queue, from which the blocks used last are taken last. So flexkv
-watches them there, for a bounded time, without a reference. A reference would make `reset_prefix_cache` fail before it
-calls any connector, and turn memory pressure into waiting and preemptions. Without a reference, the engine takes a
-block as soon as it needs it.
+The engine does not reuse a block that a request holds, so the blocks of live requests need no limit. A request that
+ends may leave blocks whose copy is in flight, and blocks for whose copy there was no slot yet. They keep their content
+until the engine reuses them. They are in the engine's free queue, which hands out the most recently used blocks last.
+So flexkv watches them there for a bounded time, without a reference. With a reference, `reset_prefix_cache` would fail
+before it calls any connector, and requests would wait or be preempted when memory is short. Without one, the engine can
+reuse a block as soon as it needs it.
 
-The engine's pool calls back when it reuses such a block, or resets (`BlockPool.unpin_blocks`). If a copy is under
-way, that step's metadata orders every worker to end the copy before its forward pass may write the block, or to count
-the page as failed. Otherwise the block is no longer held.
+The engine's pool calls back when it reuses a watched block or resets (`BlockPool.unpin_blocks`). If a copy of the block
+is in flight, the step's metadata orders every worker to end the copy before its forward pass may write to the block,
+or else to count the page as failed. If no copy has begun, flexkv no longer stores the block.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
 
 
 class BlockWatch(StoreWatch):
-    """The engine blocks with a store in flight, and those of ended requests that wait for one.
+    """Watches the engine blocks with a store in flight, and the blocks of ended requests that wait for a store.
 
-    `share` bounds the number of blocks that have a store in flight and that no request holds, as a share of the pool:
-    a step that is given such a block must wait for the copy. Stores in flight when their request ends count too, and
-    may exceed the bound.
+    The engine's pool has one watcher per block. If a block already has one (another connector's, or vLLM's own), ours
+    calls it, and `close` restores it. If another watcher replaces ours later, the block counts as reused.
 
-    The engine's pool has one watcher per block. If a block has one already (another connector's, or vLLM's own), it is
-    called after ours, and `close` puts it back. If another watcher replaces ours later, the block counts as reused.
+    Args:
+        share: the largest share of the pool's blocks that may have a store in flight while no request holds them. It
+            is limited because a step that gets such a block has to wait for the copy. Stores that are in flight when
+            their request ends count, too, and may exceed the limit.
+        block_tokens: number of tokens per block of the first group.
     """
 
     def __init__(self, pool: BlockPool, share: float, block_tokens: int) -> None:
@@ -51,11 +54,11 @@ class BlockWatch(StoreWatch):
         """Number of blocks with a store in flight that no request holds."""
         self._free: dict[OpId, list[tuple[KVCacheBlock, bytes]]] = {}
         self._watched: dict[OpId, list[int]] = {}
-        """Blocks of stores in flight that no request holds and our watcher covers, by op. Blocks that requests hold are
-        left out, so `take_reused` does not look at them, however many there are."""
+        """By op, the blocks with a store in flight that have our watcher and that no request holds. Blocks that a
+        request holds are left out, so that `take_reused` does not have to check them, however many there are."""
         self._reused: dict[OpId, set[int]] = {}
         self._checked: tuple[int, int] | None = None
-        """`free_head` when `take_reused` last looked at all of `_watched`; None if there are new ones since."""
+        """`free_head` when `take_reused` last checked all of `_watched`; None if blocks were added since."""
         self._held: dict[int, list[HeldBlocks]] = {}
         self._callback = self._on_reuse
         self._others: dict[int, Callable[[KVCacheBlock], None]] = {}
@@ -79,7 +82,8 @@ class BlockWatch(StoreWatch):
         self._unheld += len(blocks)
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches blocks of a hold that are `still_held`, without moving them in the engine's free queue."""
+        """Adds an op that stores blocks of a hold, which must be `still_held`. Does not move the blocks within the
+        engine's free queue."""
         self._enter(op_id, blocks)
         self._count_unheld(op_id)
 
@@ -108,12 +112,13 @@ class BlockWatch(StoreWatch):
                 del self._op_of_block[block]
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        # The engine takes blocks from the head of its free queue: if the head has not moved, it took none.
+        # The engine takes blocks from the head of its free queue. If the head is still the same, it has taken none.
         if (head := self.free_head) != self._checked:
             self._checked = head
             self._find_unwatched()
         for op_id, free in self._free.items():
-            # The engine drops the hash of a block that it reuses. A hit takes the block with its hash and content.
+            # The engine removes the hash of a block that it reuses. A block that it takes for a hit keeps its hash
+            # and its content.
             gone = {block.block_id for block, block_hash in free if block.block_hash != block_hash}
             if gone:
                 self._reused.setdefault(op_id, set()).update(gone)
@@ -124,12 +129,12 @@ class BlockWatch(StoreWatch):
         return {op_id: self._positions(op_id, ids) for op_id, ids in reused.items()}
 
     def _find_unwatched(self) -> None:
-        """Counts blocks without our watcher as reused: either it was called, which has recorded the block, or another
-        watcher replaced it.
+        """Counts watched blocks that no longer have our watcher as reused. Either the engine has called our watcher,
+        which has recorded the block already, or another watcher has replaced ours.
         """
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
-            # The usual case has no loop in Python, because it occurs in most steps of a busy engine.
+            # Tests the usual case without a loop in Python, because most steps of a busy engine come here.
             if list(map(watchers.get, watched)).count(self._callback) == len(watched):
                 continue
             lost = {block for block in watched if watchers.get(block) is not self._callback}
@@ -147,7 +152,7 @@ class BlockWatch(StoreWatch):
 
     def end_hold(self, held: HeldBlocks) -> None:
         for block in held.block_ids:
-            # Compared by identity, because a block is held once for each request that has left it.
+            # Compares by identity, because several ended requests may each hold the same block.
             others = [other for other in self._held.get(block, ()) if other is not held]
             if others:
                 self._held[block] = others
@@ -155,7 +160,7 @@ class BlockWatch(StoreWatch):
                 self._held.pop(block, None)
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """Number of leading blocks that still have our callback. A callback that replaced ours does not call it."""
+        """Returns how many leading blocks still have our watcher. A watcher that replaced ours does not call it."""
         watchers = self._pool._reuse_watchers
         for number, block in enumerate(block_ids):
             if watchers.get(block) is not self._callback:
@@ -199,7 +204,7 @@ class BlockWatch(StoreWatch):
     # --- life ---
 
     def close(self) -> None:
-        """Removes our watchers from the engine's pool, and puts back those that were there before."""
+        """Removes our watchers from the engine's pool, and restores the watchers that were there before."""
         watchers = self._pool._reuse_watchers
         for block_id in [block_id for block_id, watcher in watchers.items() if watcher is self._callback]:
             if (other := self._others.pop(block_id, None)) is not None:
@@ -218,7 +223,7 @@ class BlockWatch(StoreWatch):
             other = self._pool._reuse_watchers.get(block.block_id)
             if other is not None and other is not self._callback:
                 self._others[block.block_id] = other
-        # Taking a reference and dropping it at once sets the callback and does not change the count.
+        # Takes a reference and drops it at once, which sets the callback and leaves the reference count unchanged.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, self._callback)
 
@@ -233,7 +238,7 @@ class BlockWatch(StoreWatch):
             self._reused.setdefault(op_id, set()).add(block.block_id)
         for held in self._held.pop(block.block_id, ()):
             held.lost.add(block.block_id)
-            # A reused block has left the free queue by now. A reset leaves it in the queue.
+            # When the engine reuses a block, the block has left the free queue. In a reset, it is still in the queue.
             held.was_reset = held.was_reset or block.next_free_block is not None
         other = self._others.pop(block.block_id, None)
         if other is not None:

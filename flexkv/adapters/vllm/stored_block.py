@@ -1,4 +1,5 @@
-"""What KV events say about one stored block, in memory, in a file, and in the engine's own format."""
+"""The facts about one stored block that KV events report. They have a form in memory, one in a file, and the engine's
+own."""
 
 from __future__ import annotations
 
@@ -35,16 +36,20 @@ else:
 
 
 class StoredBlock(Struct, array_like=True, gc=False):
-    """One block. In a file it is a MessagePack array of the fields, in this order.
+    """One stored block. In a file it is a MessagePack array of these fields, in this order.
 
     Attributes:
         number: the engine's number of the KV group.
-        block_hash: the engine's complete hash.
-        parent: hash of the block before it; None for the first block of a prompt, and if only the hash is known.
-        tokens: empty if only the hash is known. An array, because a list would keep an object for each token: 700 bytes
-            instead of 150 for 16 tokens. The engine's own tensors of tokens have 32 bits, too.
-        extra_keys: as in the engine's event, for this block only.
-        session_id: the session that stored it; None in a file.
+        block_hash: the engine's complete hash of the block.
+        parent: the engine's hash of the previous block; None for the first block of a prompt, and if only `block_hash`
+            is known.
+        tokens: the block's token ids; empty if only `block_hash` is known. An array of 32-bit integers takes 150 bytes
+            for 16 tokens; a list would take 700, because it has an object per token. vLLM's own tensors of token ids
+            have 32 bits as well.
+        block_tokens: number of tokens in a block.
+        lora_id, lora_name: the adapter's number and name, as in the engine's event; None without an adapter.
+        extra_keys: the block's part of the engine's extra keys; None if it has none.
+        session_id: the session whose request stored the block; None if there is no session, and always in a file.
     """
 
     number: int
@@ -59,7 +64,7 @@ class StoredBlock(Struct, array_like=True, gc=False):
 
     @property
     def name(self) -> ExternalBlockHash:
-        """The hash as events have it."""
+        """The block's hash in the form that events have."""
         return maybe_convert_block_hash(BlockHash(self.block_hash))
 
     def event(self, medium: str) -> BlockStored:
@@ -79,7 +84,7 @@ class StoredBlock(Struct, array_like=True, gc=False):
         )
 
     def packed(self) -> bytes:
-        """The block as in a file, without the session that stored it."""
+        """Returns the block in its form in a file, which does not contain the session."""
         return _encode(self if self.session_id is None else replace(self, session_id=None))
 
 
@@ -92,16 +97,18 @@ unpacked = Decoder(StoredBlock, dec_hook=lambda kind, tokens: token_array(tokens
 
 
 def _tuples(value: Any) -> Any:
-    """MessagePack has no tuples; the engine's extra keys are tuples, also within tuples."""
+    """Turns lists within `value` back into tuples, at every depth. The engine's extra keys are nested tuples, but
+    MessagePack has only arrays, which it decodes as lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def hashed_request(tokens: Sequence[int], salt: str, hash_tokens: int, algorithm: str) -> Request:
-    """A request of text, with the engine's block hashes.
+    """Makes an engine's request for a text prompt, with the block hashes that the engine would compute.
 
     Args:
-        hash_tokens: tokens that one of the engine's block hashes covers.
-        algorithm: name of the engine's block hash.
+        salt: the request's cache salt; empty for none.
+        hash_tokens: how many tokens one of the engine's block hashes covers.
+        algorithm: name of the engine's hash function for blocks.
     """
     sampling = SamplingParams(max_tokens=1)
     request = Request("flexkv", list(tokens), sampling, None, cache_salt=salt or None)
@@ -110,9 +117,12 @@ def hashed_request(tokens: Sequence[int], salt: str, hash_tokens: int, algorithm
 
 
 def hash_identity(hash_tokens: int, algorithm: str) -> bytes:
-    """32 bytes that differ between engines that give the same block different hashes: by version, hash function or the
-    function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed. Arguments as for
-    `hashed_request`."""
+    """Returns 32 bytes that differ between engines whose hashes of the same block differ, because of vLLM's version,
+    the hash function, or the function's seed (`PYTHONHASHSEED`). The arguments are those of `hashed_request`.
+
+    Call order:
+        After the engine has chosen its seed.
+    """
     probe = hashed_request(range(2 * hash_tokens), "s", hash_tokens, algorithm)
     digest = sha256(
         _FORMAT + b"\0" + vllm_version.encode() + b"\0" + b"".join(map(bytes, probe.block_hashes))

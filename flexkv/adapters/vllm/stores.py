@@ -1,4 +1,4 @@
-"""The engine's side of store planning: makes the planner, and gives it the blocks of each step."""
+"""Makes the planner of an engine's stores, and reads each step's blocks from vLLM's schedule for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def make_planner(
     unit: EngineUnit, spec: EngineSpec, watch: StoreWatch, counters: Counters, events: EventLog | None
 ) -> StorePlanner:
-    """The planner of an engine's stores, by the engine's role and `store.mode`."""
+    """Makes the planner of an engine's stores. The engine's role and `store.mode` decide which one."""
     if not spec.role.stores:
         return StorePlanner()
     geometry = spec.geometry
@@ -47,7 +47,7 @@ def make_planner(
 
 
 class ScheduledBlocks:
-    """vLLM's data on its blocks in one step, by our numbers of the KV groups; see `StepBlocks`."""
+    """The blocks that vLLM's schedule of one step reports, by flexkv's numbers of the KV groups; see `StepBlocks`."""
 
     def __init__(self, geometry: PoolGeometry, output: SchedulerOutput) -> None:
         self._geometry = geometry
@@ -64,5 +64,5 @@ class ScheduledBlocks:
 
 
 def in_our_order(geometry: PoolGeometry, blocks: BlocksByGroup) -> BlocksByGroup:
-    """Blocks by the engine's numbers of the KV groups, in the order of `PoolGeometry.groups`."""
+    """Returns blocks, given in the engine's order of the KV groups, in the order of `PoolGeometry.groups`."""
     return [blocks[group.number] for group in geometry.groups]

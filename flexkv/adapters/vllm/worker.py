@@ -32,35 +32,38 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
-"""Longest time that the worker's thread waits for the copy out of a block before a forward that writes the block: in
-plain memory for the copy to end, on a GPU for the copy to be enqueued, for which no forward must end. After that the
-page counts as failed: a lost page costs a recompute later, while a waiting thread delays every running request now."""
+"""How long the worker's thread waits for a copy from a block before a forward pass that writes to the block. In plain
+memory it waits until the copy has ended; on a GPU until the copy is enqueued, for which no forward pass has to end.
+After that the page counts as failed. A lost page costs a recompute later, but a waiting thread delays every running
+request now."""
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
-"""Reasons with which ops are refused."""
+"""`ASLEEP` and `RESET` are the reasons in the results of ops that are refused because of a sleep or a reset."""
 
 IDLE_WAIT_S = 0.002
-"""Longest time that a step without a forward waits for a copy to end. Without this wait the engine would spin through
-empty steps and take time from the threads that copy. A new request waits at most this long."""
+"""How long a step without a forward pass waits for a copy to end. Without this wait the engine would run empty steps
+in a tight loop and take time from the threads that copy. The wait delays a new request by at most this long."""
 
 
 class WorkerSide(RankWorker):
-    """One rank. The engine's worker thread calls all methods.
+    """The worker's side of one rank. The engine's worker thread calls all methods.
 
     Attributes:
-        kv_config: the engine's KV cache configuration; None before its tensors are registered.
-        is_hybrid: see `PoolGeometry`.
-        layer_stores: the layerwise stores of the step under way; `busy` while there are any.
-        settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows.
-        reports: the reports for the unit that ordered the step under way, which the engine's hooks carry.
-        blend: this rank's part in blending; None unless blending is requested.
+        kv_config: the engine's KV cache configuration; None before the engine has registered its tensors.
+        is_hybrid: whether the engine's pool is hybrid; see `PoolGeometry.is_hybrid`.
+        layer_stores: the layerwise stores of the current step; `busy` while there are any.
+        settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows; 0 if the
+            scheduler runs in another process.
+        reports: the reports to the unit that ordered the current step, which the engine's hooks carry.
+        blend: this rank's part in blending; None if blending is off.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, ranks: int, head_replicas: int = 1) -> None:
         """
         Args:
-            head_replicas: number of consecutive ranks with the same KV head.
+            ranks: number of tensor-parallel ranks.
+            head_replicas: how many consecutive ranks have the same KV head.
         """
         super().__init__(config, rank, _current_stream)
         self._ranks = ranks
@@ -82,7 +85,7 @@ class WorkerSide(RankWorker):
     # --- set up ---
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> None:
-        """Takes the engine's pool.
+        """Prepares the rank for the engine's pool, which consists of the tensors `caches`.
 
         Raises:
             GeometryError: the tensors contradict the configuration.
@@ -94,40 +97,42 @@ class WorkerSide(RankWorker):
         self._layer_numbers = layer_numbers(caches, config)
 
     def unregister_kv_caches(self) -> None:
-        """Ends every op, because the engine is about to sleep and take the KV memory away. Idempotent.
+        """Ends every op, because the engine is about to sleep and free its KV memory. Idempotent.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
+            ClosedError: a copy has not ended and cannot be cancelled, so the engine must not sleep.
         """
         self.layer_stores.abandon()
         self.release_pool(ASLEEP)
 
     def restore_kv_caches(self) -> None:
-        """Allows ops again: the KV memory is back at its addresses, with different content. Idempotent."""
+        """Allows ops again. The KV memory is mapped at the same addresses as before, with different content.
+        Idempotent."""
         self.restore_pool()
 
     def end_copies(self, early: Sequence[TransferGraph]) -> None:
-        """Ends every op, for an engine that may sleep after this without a call to its workers. Later ops are accepted.
+        """Ends every op, because the engine may sleep next without a call to its workers. Later ops are accepted.
 
         Args:
-            early: stores that were not submitted yet; they end refused.
+            early: stores that were not submitted yet. They are refused.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
+            ClosedError: a copy has not ended and cannot be cancelled, so the engine must not sleep.
         """
         self.layer_stores.abandon()
         try:
             self._ops.release(RESET)
             self.end_registrations()
         finally:
-            # Also done if a copy hangs, because nothing else ends these stores.
+            # Refuses the early stores even if a copy hangs, because nothing else would end them.
             self._ops.released = RESET
             for graph in early:
                 self._ops.submit_store(graph)
             self._ops.released = ""
 
     def handshake(self) -> Handshake | None:
-        """The facts that the scheduler needs to size the host pool; None before the KV caches are registered."""
+        """Returns the facts with which the scheduler's side sizes the host pool; None before the KV caches are
+        registered."""
         facts = self.facts()
         if facts is None:
             return None
@@ -146,9 +151,12 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Takes the host pool, submits early stores, and orders this step's forward pass behind the copies out of
+        """Submits early stores, ends void and cancelled ops, and makes the step's forward pass wait for copies from
         blocks that it may write. Then submits the step's layerwise stores, whose layers are copied as the forward pass
-        writes them. All earlier forward passes are enqueued on the engine's stream by now, and no work of this one.
+        writes them. If the orders contain a grant, maps the host pool first.
+
+        Call order:
+            When all earlier forward passes are enqueued on the engine's stream, and no work of this step is.
         """
         if orders.grant is not None:
             self.take_grant(orders.grant)
@@ -158,9 +166,9 @@ class WorkerSide(RankWorker):
             self.layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         for graph in orders.early:
-            # A store of reused blocks goes before the other stores, because the forward pass waits for it.
+            # Stores of reused blocks run before other stores, because the forward pass waits for them.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
-        # After the early stores are submitted, because one of them may already be void.
+        # Ends void ops after submitting the early stores, because some of these may be void.
         for op_id in orders.void:
             self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:
@@ -173,44 +181,49 @@ class WorkerSide(RankWorker):
             self.layer_stores.begin(by_layer, self.views[0].num_layers)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
-        """Submits the step's loads, and waits for those that its forward pass needs complete when it starts."""
+        """Submits the step's loads, and waits for those that must be complete when the forward pass starts."""
         if not self._begin_step(orders):
             return
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job, self._before if orders.spares_loads else None)
-            # vLLM may begin a load between steps, and reset its cache before the step that orders the load.
+            # A load is void already if vLLM has reset its cache after it planned the load, and before this step.
             if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
         self.begin_step_loads(orders.loads)
 
     def wait_for_layer(self, name: str) -> None:
-        """Called when the forward pass is about to read this attention layer: waits until the `layer_loads` have filled
-        it.
+        """Waits until the `layer_loads` have filled the attention layer `name`. vLLM calls this when the forward pass
+        is about to read the layer.
 
-        Loads do not contain attention layers without KV in the pool, such as those of an encoder.
+        Ignores attention layers without KV in the pool, such as an encoder's, because loads do not contain them.
         """
         if (number := self._layer_numbers.get(name)) is None:
             return
         self.layer_loads.wait(number, self.current_stream())
 
     def layer_written(self, name: str) -> None:
-        """Called when the forward pass has written this attention layer's KV: lets the `layer_stores` copy it."""
-        # A forward pass that may begin again writes layers once more, so all are copied after its end.
+        """Lets the `layer_stores` copy the attention layer `name`. vLLM calls this when the forward pass has written
+        the layer's KV."""
+        # A blended forward pass may begin again and rewrite layers, so all layers are copied after it has ended.
         if self.blend is not None and self.blend.may_begin_again:
             return
         if (number := self._layer_numbers.get(name)) is not None:
             self.layer_stores.written(number)
 
     def after_forward(self, orders: ConnectorMetadata) -> None:
-        """Called when all work of this step that writes KV, and no later work, is enqueued on the engine's stream.
-        Runners whose steps have no such point do not call it."""
+        """Records a point on the engine's stream, after which the step's stores may copy.
+
+        Call order:
+            When all work of this step that writes KV is enqueued on the engine's stream, and no later work is. Model
+            runners without such a point do not call this.
+        """
         if orders is self._orders and orders.stores and self._foreign.unit is None:
             self._after = self._ops.point()
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
-        """Submits the stores of blocks that this step's forward pass or earlier ones completed. The step's layerwise
-        loads have ended when this returns.
+        """Submits the stores of blocks that this step's forward pass or earlier ones have filled. Before that, waits
+        for the step's layerwise loads and stores.
         """
         if not self._begin_step(orders):
             return
@@ -225,17 +238,17 @@ class WorkerSide(RankWorker):
                 self._ops.submit_store(graph, after=self._after)
 
     def finish_stores(self, orders: ConnectorMetadata) -> None:
-        """Calls `submit_stores`, and waits until the copies have ended or count as failed."""
+        """Calls `submit_stores`, then waits until the step's copies have ended or count as failed."""
         self.submit_stores(orders)
         if self._foreign.unit is None:
             self._ops.finish_stores([*orders.settled, *orders.stores])
 
     def _begin_step(self, orders: ConnectorMetadata) -> bool:
-        """Begins the step if this hook is its first, because not every connector class forwards all hooks. From then on
-        the reports are for the unit that ordered the step.
+        """Begins the step if no earlier hook of it has done so. Every hook calls this, because not all connector
+        classes pass on all hooks. Reports then go to the unit that ordered the step.
 
         Returns:
-            Whether that is this rank's unit. If it is another, all ops of the step have ended.
+            Whether this rank's own unit ordered the step. If another unit did, all ops of the step were refused.
         """
         if orders is not self._orders:
             self._orders = orders
@@ -247,7 +260,8 @@ class WorkerSide(RankWorker):
         return self._foreign.unit is None
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
-        """Collects ended ops. With `idle`, waits up to IDLE_WAIT_S for one if any is under way here or on the disks."""
+        """Collects ops that have ended. With `idle`, waits up to `IDLE_WAIT_S` for one if any is in flight, on this
+        rank or, with `disk_busy`, on the disks."""
         if idle and disk_busy and not self._ops.busy:
             time.sleep(IDLE_WAIT_S)
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)
@@ -255,7 +269,7 @@ class WorkerSide(RankWorker):
     # --- reports ---
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """The step's report to the scheduler's side; None if there is nothing to report."""
+        """Returns the step's report to the scheduler's side; None if there is nothing to report."""
         unit = self._foreign.unit
         report = self._own_report() if unit is None else self._foreign_report(unit)
         report.results = self.reports.take_results()
@@ -276,15 +290,15 @@ class WorkerSide(RankWorker):
         if self._reported_foreign == unit:
             return StepReport(self.rank, unit)
         self._reported_foreign = unit
-        # The other unit need not step for this rank's disks.
+        # Says that the disks are idle, because the other unit need not step for this rank's disks.
         return StepReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:
-        """Takes results for a scheduler in this process, ahead of the step's report.
+        """Returns results of ops to a scheduler in this process before the step's report does, and removes them.
 
-        Only results of steps whose outcome the scheduler knows are taken. In a step, a load of ours or of another
-        connector may have failed, and blocks computed from it must not be published before the engine has taken those
-        tokens back. With two batches in flight, a step is reported when the next one has run.
+        Returns only results of steps whose outcome the scheduler knows. In a later step a load, ours or another
+        connector's, may have failed. Blocks computed from it must not be published before the engine has discarded
+        their tokens. With two batches in flight, a step is reported after the next one has run.
         """
         self._ops.poll()
         return self._ops.reports.take_settled(self.settled_step)
@@ -296,15 +310,15 @@ class WorkerSide(RankWorker):
 
     @property
     def busy(self) -> bool:
-        """Whether an op is under way or unreported."""
+        """Whether an op is in flight, or has ended and was not reported yet."""
         return self._ops.busy
 
 
 def current_device_is_host() -> bool:
-    """Whether the engine's pool is plain memory."""
+    """Whether the engine runs on CPUs, so that its pool is plain memory."""
     return bool(current_platform.is_cpu())
 
 
 def _current_stream(device: int) -> int:
-    """The stream on which this thread enqueues the engine's work, as an integer."""
+    """Returns the stream on which this thread enqueues the engine's work, as a `cudaStream_t`."""
     return int(torch.cuda.current_stream(device).cuda_stream)
