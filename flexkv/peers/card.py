@@ -225,7 +225,7 @@ def _check(card: UnitCard) -> None:
         if not isinstance(text, str) or "\0" in text:
             raise ContractError(f"a unit's card: {name} is {text!r}, expected a text")
     for name in ("unit", "model"):
-        if not texts[name].isprintable():  # people see these in logs and tables
+        if not texts[name].isprintable():  # users see both in logs and tables
             raise ContractError(f"a unit's card: {name} is {texts[name]!r}, expected a printable text")
     if card.host is not None:
         numbers |= {f"host.{name}": value for name, value in asdict(card.host).items() if name != "digests"}

@@ -241,7 +241,7 @@ def open_live(path: Path) -> LiveFile:
         OSError: the file cannot be opened.
         DiskError: it is not a regular file of this user, or is longer than MOST_FILE_BYTES.
     """
-    # Opening a pipe of this name must not block.
+    # O_NONBLOCK, because a pipe may have this name, and opening it must not block.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -319,7 +319,7 @@ class LiveReader:
             FileNotFoundError: the file does not exist.
             OSError: the file cannot be read.
             DiskError: the file's start is damaged, or the file is older than what was read before.
-            ContractError: it names no unit.
+            ContractError: the file does not describe a unit.
         """
         with open_live(self._path) as file:
             session, edition = session_of(file.read(HEADER.size))

@@ -276,8 +276,8 @@ class MachineWatch:
         self._say_once("scan", fault)
 
     def _forget_one(self) -> bool:
-        """Forgets the file whose unit has not been alive for the longest time, among those looked at rarely. Returns
-        whether there was one. A later search may find the file again.
+        """Among the files that are looked at rarely, forgets the one whose unit has shown no heartbeat for the longest
+        time. Returns whether there was one. A later search may find the file again.
         """
         asleep = [(unit.alive_s, path) for path, unit in self._units.items() if unit.asleep_s]
         if asleep:

@@ -71,7 +71,7 @@ class UnitPages:
         """
         Raises:
             GeometryError, ConfigError: the peer's groups are impossible, or see `rewrites_of`.
-            DiskError: the pages have another format, and `rewrites` is false.
+            DiskError: the peer's pages have another format, and `rewrites` is false.
         """
         # `codec_of` comes first, because it refuses runs that no page has.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]

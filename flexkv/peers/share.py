@@ -113,7 +113,7 @@ class PeerShare:
         """Why units with this fingerprint share nothing with this one, by name for users; the last MOST_REFUSED."""
         self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 
-    # --- what this unit shows ---
+    # --- sharing this unit's pages ---
 
     def show_host(self, index: c_ext.BlockIndex, pool: HostPool, slots: int) -> c_ext.SlotBoard:
         """Shares the pages in the slots of `pool`. Returns a board on which `index` shows what each slot holds."""
@@ -280,7 +280,7 @@ class PeerShare:
                 self._others.pop(peer, None)
                 self.departed = tuple(self._drop_at_s)
 
-    # --- what a unit that stores once asks ---
+    # --- called with `peers.store: once` ---
 
     def end_departed(self, peers: Collection[int]) -> None:
         """Makes the watch's thread unmap the pools of these ended peers soon."""
@@ -297,7 +297,7 @@ class PeerShare:
             units = sorted([*self._joined, self._card.unit])
         return units.index(self._card.unit), len(units)
 
-    # --- what readers ask ---
+    # --- called by readers ---
 
     def other_format(self, peer: int, group: int) -> OtherFormat | None:
         """How a peer's host pages of a KV group are converted; None if the peer is gone or needs no conversion."""
@@ -313,7 +313,7 @@ class PeerShare:
             return slabs[group]
         return () if self._distant is None else self._distant.folders(peer, group)
 
-    # --- what the watch's thread calls ---
+    # --- called by the watch's thread ---
 
     def wants(self, facts: dict[str, Any], whom: str = "") -> bool:
         """Whether this unit may share pages with another unit, judging by that unit's facts in its file. If only
@@ -453,7 +453,7 @@ class PeerShare:
             if directory is not None:
                 directory.follow()
 
-    # --- what people see ---
+    # --- status for users ---
 
     @property
     def joined(self) -> int:

@@ -165,7 +165,7 @@ class PeerWatch:
                     logger.exception("following other units")
                 return
 
-    # --- those who follow this unit ---
+    # --- units that follow this one ---
 
     def _answer(self) -> None:
         """Sends this unit's card to a process that connects, if it belongs to the same user."""
@@ -200,7 +200,7 @@ class PeerWatch:
         self._served.discard(line)
         line.close()
 
-    # --- those whom this unit follows ---
+    # --- units that this one follows ---
 
     def _scan(self, now_s: float) -> None:
         before, self._found = (

@@ -242,7 +242,7 @@ class RemotePlane:
             totals = self.totals.gets if moving.op.kind is OpKind.DISK_READ else self.totals.puts
             totals[LOST] += pages
 
-    # --- questions ---
+    # --- probes ---
 
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
         """Sends a probe that asks which of `keys` the store has; for `whole`, see `Probe`. Returns False if none was
@@ -281,7 +281,7 @@ class RemotePlane:
             for number in [number for number, (_, ends_s) in self._questions.items() if now_s > ends_s]:
                 self._answer(number, ())
 
-    # --- as the link's user ---
+    # --- called by the link ---
 
     def take(self, message: Done | Answer | Progress) -> None:
         if isinstance(message, Answer):

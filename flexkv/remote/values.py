@@ -102,7 +102,7 @@ class ValueFormat:
         """Writes the trailer for the page in a host slot.
 
         Args:
-            key: uint8 [16].
+            key: the block's key, uint8 [16].
             tokens: number of valid tokens.
             expiry: unix seconds from which on the page is a miss; 0 for never.
             now: the time now, in unix seconds.

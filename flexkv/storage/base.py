@@ -139,7 +139,7 @@ class IndexRows:
     """The pages that a group's slabs hold according to the index, least recently used first.
 
     Attributes:
-        keys: uint8 [n, 16], unique within a group.
+        keys: key of each page, uint8 [n, 16]; unique within a group.
         places: place of each page, int32 [n].
         generations: generation of each page, uint64 [n].
         tokens: valid tokens in each page, int32 [n].
@@ -193,7 +193,7 @@ class DiskEvents:
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """Counts since `open`.
+    """Counts since the tier was opened.
 
     Attributes:
         misses: how many page reads failed, by reason (see docs/disk-storage.md).

@@ -116,7 +116,7 @@ def held_bytes(folder: Path, names: str = "*") -> int:
     """
     held = 0
     for file in folder.rglob(names):
-        with suppress(FileNotFoundError):  # SQLite creates and deletes an index's side files
+        with suppress(FileNotFoundError):  # SQLite creates and deletes files beside the index
             said = file.lstat()
             held += said.st_blocks * 512 if stat.S_ISREG(said.st_mode) else 0
     return held

@@ -139,7 +139,7 @@ def device_of(root: Path) -> int:
     """The device number of the file system on which a folder lies or, if it does not exist yet, will lie.
 
     Raises:
-        OSError: the file system cannot be asked.
+        OSError: the folder or its file system cannot be examined.
     """
     return nearest_there(root).stat().st_dev
 
@@ -210,7 +210,7 @@ def _access_fault(root: Path, there: Path) -> str:
     `root` or one above it.
 
     Raises:
-        OSError: the file system cannot be asked.
+        OSError: the folder or its file system cannot be examined.
     """
     if fault := name_fault(root, there):
         return fault

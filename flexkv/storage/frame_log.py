@@ -20,9 +20,9 @@ from flexkv.storage.private_files import open_private
 MAGIC = b"FKVFRMS1"
 IDENTITY_BYTES = 32
 HEADER = struct.Struct("<8s32sQ")
-"""Magic, identity, digest of magic and identity."""
+"""The file's header: magic, identity, digest of magic and identity."""
 FRAME = struct.Struct("<IIQ")
-"""Bytes of the content, 0, digest of the content."""
+"""The start of a frame: bytes of the content, 0, digest of the content."""
 MAX_FRAME_BYTES = 64 << 20
 """No writer makes a longer frame, so a larger length in the file is damage."""
 

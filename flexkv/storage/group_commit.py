@@ -12,12 +12,12 @@ QUIET_S = 0.005
 
 
 def await_group(clock: Callable[[], float], wait_for_more: Callable[[float], bool]) -> None:
-    """Returns QUIET_S after the last row of a burst, and at the latest GROUP_S after the call.
+    """Returns QUIET_S seconds after the last row of a burst, but at the latest GROUP_S seconds after the call.
 
     Args:
         clock: returns monotonic time in seconds.
-        wait_for_more: waits at most this many seconds; returns whether another row has come and the commit is not
-            urgent.
+        wait_for_more: waits for another row, at most the given seconds. Returns whether one has come and the commit is
+            not urgent.
     """
     ends_s = clock() + GROUP_S
     while (left_s := ends_s - clock()) > 0 and wait_for_more(min(QUIET_S, left_s)):

@@ -1,5 +1,5 @@
-"""The part of a slab's header that describes one KV group: the tables of its pages and, in version 2, a record before
-them. Specified in docs/disk-format.md.
+"""Packs and reads the part of a slab's header that describes one KV group: the tables of its pages and, in version 2, a
+record before them. Specified in docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ WORD_BYTES = 16
 """Bytes of a field that holds a short text, padded with zeros."""
 
 RECORD = struct.Struct("<IIIIIII16s16sHHI")
-"""group, ranks, layers, runs, block_tokens, reach, reserved, rule, dtype, and the lengths of format_id and signature;
-reserved."""
+"""A group's record: group, ranks, layers, runs, block_tokens, reach, reserved, rule, dtype, the lengths of format_id
+and signature, reserved.
+"""
 
 STRIPE = np.dtype([("offset", "<u8"), ("bytes", "<u8")])
 RUN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("layer", "<u4"), ("rank", "<u4")])
@@ -148,7 +149,7 @@ def pack_record(group: DiskGroup, number: int) -> bytes:
 
 
 def format_text(group: DiskGroup, version: str, more: Sequence[object] = ()) -> str:
-    """Returns a text that is equal for groups that can read each other's slot images.
+    """Returns a text that is equal for two groups if their slot images have the same form.
 
     Args:
         more: further values that must be equal.

@@ -35,9 +35,10 @@ MOST_HEADER_BYTES = 64 << 20
 """No unit needs a longer header, so a larger length in the file is damage, and the file is not read that far."""
 
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
-"""magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format, group, ranks, layers, runs,
-block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit; reserved. In version 1
-`groups` is 0. In version 2 the fields of a group are 0 here, and each group's record contains them.
+"""The start of a header: magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format,
+group, ranks, layers, runs, block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit;
+reserved. In version 1 `groups` is 0. In version 2 the fields of a group are 0 here, and each group's record contains
+them.
 """
 
 DIGEST_AT = 40
@@ -78,7 +79,7 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """For each group, 32 bytes that are equal for two groups if each can read the other's slot images.
+    """For each group, 32 bytes that are equal for two groups if their slot images have the same form.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.
@@ -188,8 +189,8 @@ def read_header(path: str) -> SlabHeader:
     """Reads and verifies the header of the slab at `path`.
 
     Raises:
-        DamagedHeaderError: it is short or not a slab's, or its digest does not match.
-        DiskError: it has another version or impossible content, or the file cannot be read.
+        DamagedHeaderError: the header is too short or not a slab's, or its digest does not match.
+        DiskError: the header has another version or impossible content, or the file cannot be read.
     """
     return parse_header(raw_header(path), path)[0]
 
@@ -217,8 +218,8 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup
     """Verifies the header in `raw`. Returns it, and the slab's groups by their numbers, ascending.
 
     Raises:
-        DamagedHeaderError: it is short or not a slab's, or its digest does not match.
-        DiskError: it has another version, or impossible content although its digest matches.
+        DamagedHeaderError: the header is too short or not a slab's, or its digest does not match.
+        DiskError: the header has another version, or impossible content although its digest matches.
     """
     if len(raw) < SECTOR_BYTES:
         raise DamagedHeaderError(f"{path}: no whole slab header ({len(raw)} bytes)")

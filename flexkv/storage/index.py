@@ -1,9 +1,9 @@
-"""The index of one disk: which slot holds which block, in an SQLite database beside the slabs.
+"""The index of one disk, which says which page each slot holds. It is stored in an SQLite database beside the slabs.
 
 All rows of a slab are in memory. The database has them in chunks of fixed size, one per database page. An update
-changes a few array elements, and later writes the chunks that contain them. Opening the index is one scan. There is no
-Python object per row. Opening detects any damage: each chunk has a digest, and so do the meta values, which include the
-number of chunks.
+changes a few array elements, and the next commit writes the chunks that contain them. Opening the index is one scan.
+There is no Python object per row. Opening detects any damage: each chunk has a digest, and so do the meta values, which
+include the number of chunks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SlotIndex:
     """The open index of one disk: its rows in memory and its database. Only one thread at a time may use it.
 
     Attributes:
-        rows: each slab's rows, by the number of its first group. `commit` writes them to the database.
+        rows: each slab's rows, by the number of its first group. `commit` writes changed rows to the database.
         epoch: epoch of the weights to which the rows belong.
         opens: count of the tier's openings.
         is_new: whether no commit had been written before this opening.

@@ -25,9 +25,8 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
         DiskError: the file system refuses, or another process has a lock; nothing was changed.
     """
     try:
-        if (
-            not path.exists()
-        ):  # SQLite would take the file's mode from the umask; the log gets the database's mode
+        # SQLite would take the file's mode from the umask. It gives the log the same mode as the database.
+        if not path.exists():
             os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     except OSError as error:
         raise disk_error(path, error) from error

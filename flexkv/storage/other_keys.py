@@ -95,7 +95,7 @@ def last_written(folder: Path) -> float:
 
 
 def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
-    """Lists the units' names and sizes in MiB, and the command that deletes one."""
+    """Returns a text with the units' names and sizes in MiB, and the command that deletes one."""
     named = list(units)
     texts = [f"{unit.name} ({held_bytes(unit.folder) >> 20} MiB)" for unit in named[:MOST_NAMED]]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""

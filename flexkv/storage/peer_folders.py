@@ -124,8 +124,8 @@ def rewrites_of(
         heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
 
     Raises:
-        GeometryError: no exact conversion exists, or the groups' rules differ. The message says why and, of several
-            groups, names the one concerned.
+        GeometryError: no exact conversion exists, or the groups' rules differ. The message says why and, if there are
+            several groups, which one it is about.
         ConfigError: see `slab_numbers`.
     """
     if len(theirs) != len(ours):

@@ -27,8 +27,8 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """An `opener` for files that are read: opening a pipe in the place of a file would wait for a writer. Such a pipe
-    reads as an empty file, or as None while it has a writer.
+    """An `opener` for `open`, for files to be read. If a pipe is in the file's place, opening it does not wait for a
+    writer. Reading the pipe then gives no bytes, or None while it has a writer.
 
     Raises:
         OSError: see `os.open`.
@@ -65,7 +65,7 @@ def keep_private(folder: Path) -> None:
     for path in (folder, *folder.iterdir()):
         try:
             found = path.lstat()
-        except FileNotFoundError:  # an index's side files come and go
+        except FileNotFoundError:  # SQLite creates and deletes files beside the index
             continue
         if stat.S_ISLNK(found.st_mode) or not found.st_mode & OTHERS:
             continue

@@ -109,7 +109,7 @@ class StripedSlabs(Volumes):
 
         Raises:
             FolderLockedError: another process, or another tier in this process, uses the unit's folder.
-            ConfigError, GeometryError, CapacityError: identity, groups or budget are not allowed.
+            ConfigError, GeometryError, CapacityError: `identity`, `groups` or `options.bytes_per_disk` is not allowed.
             DiskError: no disk can be used.
         """
         volumes: list[DiskVolume | None] = []

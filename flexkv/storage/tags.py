@@ -21,7 +21,7 @@ key: the block's key. generation: a number from `Volumes.next_generations`, diff
 assert TAG.itemsize == TAG_BYTES
 
 TagFields = NDArray[np.void]
-"""Tags by their fields: `tags["key"]`, `tags["generation"]`, ...; dtype TAG, shape [pages]."""
+"""Tags as an array with the fields `tags["key"]`, `tags["generation"]` and so on; dtype TAG, shape [pages]."""
 
 
 def make_tags(
@@ -34,11 +34,12 @@ def make_tags(
     """Returns the tags of pages, uint8 [pages, TAG_BYTES], in the form that a TransferOp carries.
 
     Args:
-        keys: uint8 [pages, 16].
-        epoch: in [0, 2**32).
-        generations: uint64 [pages]; for a read, the generations in the index.
-        tokens: int32 [pages], or one number for all.
-        expiries: unix seconds, uint64 [pages], or one number for all. A read ignores them.
+        keys: key of each page, uint8 [pages, 16].
+        epoch: epoch of the weights, in [0, 2**32).
+        generations: generation of each page, uint64 [pages]; for a read, the one in the index.
+        tokens: valid tokens of each page, int32 [pages], or one number for all.
+        expiries: when each page expires, in unix seconds, uint64 [pages], or one number for all; NEVER for never. A
+            read ignores them.
 
     Raises:
         ContractError: `keys` has another shape, or `generations` another length.

@@ -43,7 +43,7 @@ class Work:
         pool: the unit's host pool.
         open: opens a new client of the store; each thread has its own.
         tell: sends a message to the unit.
-        cancelled: messages up to this number end early.
+        cancelled: messages with numbers up to this one end early; 0 if none does.
     """
 
     setup: Setup

@@ -35,7 +35,7 @@ BATCH_NAMES = 256
 
 INFINIBAND = Path("/sys/class/infiniband")
 PROBE = "flexkv/alive"
-"""A name that is never put."""
+"""The name that `alive` asks for. It is never put."""
 
 NO_ROOM, BAD_SIZE, ABSENT, EXISTS, TRANSFER = -200, -600, -704, -705, -800
 CODES = {
@@ -219,8 +219,8 @@ class MooncakeStore(Store):
         return client
 
     def _heard(self, codes: list[int]) -> list[int]:
-        """Reconnects to the master later if one of `codes` says that it did not answer, and records the first error in
-        words. Returns `codes`.
+        """If one of `codes` says that the master did not answer, makes the next call reconnect to it. Also records the
+        first error in words. Returns `codes`.
         """
         if min(codes) >= 0:
             return codes

@@ -69,7 +69,7 @@ class Exchange:
         return self._answered == len(self._commands)
 
     def steps(self) -> Steps:
-        """Sends the commands and receives the replies. Raises nothing because of what the server does."""
+        """Sends the commands and receives the replies. Raises no exception because of what the server does."""
         connection = self._connection
         may_be_stale = connection.is_kept()
         while self._answered < len(self._commands):

@@ -110,8 +110,8 @@ class RedisStore(Store):
         ends_s = time.monotonic() + deadline_s
         used = {number for number, server in enumerate(self._servers) if server.usable}
         resting = set(range(len(self._servers))) - used
-        # Resting servers are pinged with the full deadline only if no other server answers; otherwise `_run` gives
-        # those that are due RETRY_S.
+        # Resting servers are pinged with the full deadline only if no other server answers. Otherwise `_run` pings
+        # those whose rest is over, and waits for them RETRY_S at most.
         for numbers in filter(None, (used, resting)):
             pings = {number: self._servers[number].ping(ends_s) for number in numbers}
             self._run(pings)
