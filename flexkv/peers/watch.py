@@ -172,8 +172,8 @@ class PeerWatch:
         try:
             line, _ = self._door.accept()
         except OSError:
-            # If this process has no descriptor left, the connection stays pending; without a pause, the loop would spin
-            # on it.
+            # If this process has no file descriptor left, the connection stays pending. Without a pause, the loop would
+            # spin on it.
             time.sleep(FOLLOW_S)
             return
         if len(self._served) >= MOST_CONNECTIONS or not is_same_user(line):

@@ -221,7 +221,9 @@ class DiskVolume:
         return found
 
     def _settle_epoch(self, written: int | None, found: Mapping[int, Scanned]) -> None:
-        """Sets the index's epoch to the highest one known. If the index's own epoch is lower, its rows are dropped."""
+        """Sets the index's epoch to the highest one known, or above it if the epoch's file was lost. If the index's own
+        epoch is lower, its rows are dropped.
+        """
         epochs = (int(epochs.max(initial=0)) for _, epochs in found.values())
         epoch = max([self.index.epoch, written or 0, *epochs])
         # An opening writes the epoch before any page is stored. So if there are pages, the epoch's file was lost.

@@ -194,7 +194,7 @@ def folder_faults(
     for roots in by_file_system(devices):
         room = room_for_slabs(free[roots[0]], sum(ours[root] for root in roots))
         # Slabs that an earlier run made for `asked` bytes are smaller, by less than a slot. On a full disk the unit
-        # gets no more than these, which must do.
+        # gets no more space than these slabs have, which is enough.
         for root in roots[room // (whole(asked) or asked) :]:
             together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
             faults[str(root)] = (

@@ -120,7 +120,7 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
 
     Raises:
         FolderLockedError: the folder is in use.
-        DiskError: the folder cannot be read.
+        DiskError: the folder cannot be read, or `repair` is set and its file system is read-only.
     """
     try:
         if is_read_only(folder):
