@@ -53,7 +53,7 @@ FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
 // The sums of one digest lane, over the words of a leaf whose index modulo kDigestLanes is the lane's number.
 // Each thread may hold partial sums, which may be added up in any order because addition is commutative.
 struct LaneSums {
-  uint64_t products = 0;  // depends on the position of each word
+  uint64_t products = 0;  // depends on the position of each word in the leaf
   uint64_t words = 0;     // changes if one word changes, even if that word's product does not
 
   // Adds word i of the leaf, which is read as little-endian and filled with zeros past the leaf's end. `key`

@@ -1,5 +1,5 @@
 // Marks a thread's work as named ranges for a profiler, through NVTX. Ranges are off until load() is called.
-// While they are off, each costs one pointer load. NVTX itself does nothing if no tool is attached.
+// While ranges are off, each range costs one pointer load. NVTX itself does nothing if no tool is attached.
 #pragma once
 #include <atomic>
 #include <string>

@@ -1,4 +1,4 @@
-// The wall-clock time that pages record.
+// Reads the wall clock, for the times that pages record.
 #pragma once
 #include <algorithm>
 #include <cstdint>

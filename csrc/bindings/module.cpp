@@ -37,7 +37,7 @@ PYBIND11_MODULE(c_ext, m) {
   m.doc() = "Native core of flexkv.";
   const std::string suffix = *flexkv::sanitizer() ? std::string("-") + flexkv::sanitizer() : "";
   m.attr("__variant__") = (FLEXKV_WITH_CUDA ? "cuda" : "cpu") + suffix;
-  m.attr("__interface__") = FLEXKV_INTERFACE;  // flexkv/native_core.py checks it
+  m.attr("__interface__") = FLEXKV_INTERFACE;  // the digest of c_ext.pyi, which flexkv/native_core.py checks
   m.def("build_info", &flexkv::build_info,
         "What this module was built with: cuda, sanitizer, compiler, cpp_standard.");
   m.def("load_nvtx", &flexkv::nvtx::load, py::arg("library"), py::call_guard<py::gil_scoped_release>());
@@ -51,7 +51,7 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_rope(m);
   flexkv::bind_share(m);  // after bind_index and bind_pool, whose classes it uses
   flexkv::bind_transfer(m);
-  flexkv::bind_cuda(m);  // after bind_transfer: its lane is a Lane
+  flexkv::bind_cuda(m);  // after bind_transfer: CudaLane derives from Lane
   flexkv::bind_storage(m);
   flexkv::bind_gds_lane(m);  // after bind_storage: it takes page codecs
   flexkv::guard_calls(m);

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Returns a new reference, or null with a Python error set.
+// Decodes UTF-8 and replaces invalid bytes. Returns a new reference, or null with a Python error set.
 inline PyObject* decode_text(const std::string& text) {
   return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
 }

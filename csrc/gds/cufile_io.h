@@ -74,8 +74,8 @@ class CufileIo : public FileIo {
   std::shared_ptr<FileIo> fallback_;
   std::vector<std::vector<Entry>> entries_;
   mutable std::mutex mutex_;
-  std::map<std::byte*, int64_t> registered_;          // base -> bytes
-  std::map<std::byte*, std::string> not_registered_;  // base -> why cuFile refused it
+  std::map<std::byte*, int64_t> registered_;          // base address -> bytes
+  std::map<std::byte*, std::string> not_registered_;  // base address -> why cuFile refused the memory
 };
 
 }  // namespace flexkv

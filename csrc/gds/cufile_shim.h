@@ -57,10 +57,10 @@ struct CufileTable {
   CufileError (*buffer_deregister)(const void*) = nullptr;
   ssize_t (*read)(CufileHandle, void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
   ssize_t (*write)(CufileHandle, const void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
-  CufileError (*set_max_pinned_kib)(size_t) = nullptr;  // before driver_open: cuFile ignores it afterwards
-  CufileError (*version)(int32_t*) = nullptr;           // 1.7
-  CufileError (*p2p_flags)(int32_t file_system, int32_t* flags) = nullptr;  // 1.16
-  CufileStatisticsTable statistics;                                         // 1.15
+  CufileError (*set_max_pinned_kib)(size_t) = nullptr;  // cuFile ignores calls after driver_open
+  CufileError (*version)(int32_t*) = nullptr;           // since 1.7
+  CufileError (*p2p_flags)(int32_t file_system, int32_t* flags) = nullptr;  // since 1.16
+  CufileStatisticsTable statistics;                                         // since 1.15
 };
 
 // cuFile with its driver open.

@@ -10,10 +10,10 @@ namespace flexkv {
 
 struct CufileError {
   int32_t code = 0;       // CUfileOpError; 0 is success
-  int32_t cuda_code = 0;  // CUresult
+  int32_t cuda_code = 0;  // CUresult; 0 if the error did not come from CUDA
 };
 
-// "cuFile error 5011 (CUDA error 700)".
+// Formats an error, for example as "cuFile error 5011 (CUDA error 700)".
 std::string to_string(const CufileError& error);
 
 struct CufileStatisticsTable {
@@ -36,7 +36,7 @@ struct CufileGpuStatistics {
   uint64_t registrations[5];
 };
 
-inline constexpr size_t kCufileGpus = 16;  // CUfileStatsLevel3::per_gpu_stats
+inline constexpr size_t kCufileGpus = 16;  // the length of CUfileStatsLevel3::per_gpu_stats
 // Unit: bytes. Enough for the level 3 statistics of every known version and for additions in newer ones.
 inline constexpr size_t kCufileStatisticsBytes = 16384;
 // Returns the offset at which the GPUs' part of the level 3 statistics begins in cuFile `version` (1150 means

@@ -11,7 +11,7 @@ namespace flexkv {
 
 struct IoCall {
   bool write = false;
-  int32_t device = 0;  // the disk
+  int32_t device = 0;  // number of the disk
   int64_t file = 0;    // number of the file on that disk
   int64_t offset = 0;
   void* memory = nullptr;

@@ -343,8 +343,8 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   } else {
     shared_->manager->refuse_pool("a block lies in " + std::to_string(pieces.size()) + " pieces of it");
   }
-  // Ranges of layers need staging of their own, because they may have to pass through slots even if complete
-  // pages do not.
+  // Reserves staging also for ranges of layers, which may have to pass through slots even if complete pages
+  // do not.
   const std::vector<int32_t>& starts = shared_->stages[static_cast<size_t>(group)];
   for (size_t stage = 0; starts.size() > 1 && stage < starts.size(); ++stage) {
     const int32_t end = stage + 1 < starts.size() ? starts[stage + 1] : of.codec->layers();

@@ -33,7 +33,7 @@ struct GdsOptions {
   int32_t max_staging_blocks = kDefaultStagingBlocks;
   int64_t max_staging_bytes = kDefaultStagingBytes;
   int64_t most_transfer_bytes = INT64_MAX;  // the most that one transfer moves, which limits the staging
-  double deadline_s = 600;                  // per transfer
+  double deadline_s = 600;                  // how long one transfer may take
   double stuck_s = 60;
   RegisterPool register_pool = RegisterPool::kAuto;
   int64_t pool_piece_bytes = kPoolPieceBytes;

@@ -33,7 +33,7 @@ struct StripePlace {
   int64_t image_bytes = 0;
 };
 
-// Layers [lo, hi).
+// The range of layers [lo, hi); by default, all layers.
 struct LayerRange {
   int32_t lo = 0;
   int32_t hi = INT32_MAX;

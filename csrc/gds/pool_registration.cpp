@@ -114,7 +114,7 @@ std::string PoolRegistrations::register_pieces(Entry& entry) {
   });
 }
 
-// Precondition: the device is current.
+// Deregisters all of `pieces` and empties the list. Precondition: the device is current.
 void PoolRegistrations::deregister(std::vector<MemoryPiece>& pieces) {
   for (const MemoryPiece& piece : pieces) {
     io_.remove_memory(reinterpret_cast<void*>(piece.base));

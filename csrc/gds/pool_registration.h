@@ -87,7 +87,7 @@ class PoolRegistrations {
   struct Entry {
     PoolRegion region;
     Way way = Way::kRefused;
-    std::vector<MemoryPiece> pieces;  // registered now
+    std::vector<MemoryPiece> pieces;  // the region's pieces that are registered now
     std::string refusal;
   };
   // Returns why registering the region would fail or not help, or an empty string if it may help.

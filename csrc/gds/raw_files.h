@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-using FilePaths = std::vector<std::vector<std::string>>;  // by device
+using FilePaths = std::vector<std::vector<std::string>>;  // [device][file]
 
 enum class OpenFiles { kCreate, kExisting };
 

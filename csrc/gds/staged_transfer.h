@@ -74,7 +74,7 @@ struct TransferHooks {
 };
 
 struct TransferReport {
-  std::vector<PageFailure> failures;  // ascending by position; all other pages are good
+  std::vector<PageFailure> failures;  // the failed pages, ascending by position; all other pages are good
   int64_t pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;  // calls that went through another buffer

@@ -57,7 +57,7 @@ IoQueue* UringFileIo::ring() const {
       mine.queue = std::make_unique<UringQueue>(kRingDepth);
       if (wrap_) mine.queue = wrap_(std::move(mine.queue), 0);
     } catch (const DiskError&) {
-      mine.queue = nullptr;  // no locked memory is left, or the kernel refuses this thread a ring
+      mine.queue = nullptr;  // the kernel refuses a ring, for example because no locked memory is left
     }
   }
   return mine.queue.get();

@@ -128,7 +128,7 @@ class SameStride {
   const int64_t stride_;
   const std::vector<Area> areas_;
   std::vector<Edge> edges_;
-  std::multimap<int64_t, size_t> under_[2];  // row -> area
+  std::multimap<int64_t, size_t> under_[2];  // by view: row of block 0 -> index of the area
   int64_t most_blocks_[2] = {1, 1};
 };
 
@@ -151,7 +151,7 @@ void check(const std::vector<Area>& all, bool within_views) {
   }
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.second.base() < b.second.base(); });
-  std::map<int64_t, std::multimap<int64_t, Area>> under;  // stride -> end -> area
+  std::map<int64_t, std::multimap<int64_t, Area>> under;  // stride -> end address -> area
   for (const auto& [stride, area] : sorted) {
     for (auto& [other_stride, others] : under) {
       others.erase(others.begin(), others.upper_bound(area.base()));

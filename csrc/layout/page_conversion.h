@@ -12,7 +12,7 @@ namespace flexkv {
 // The axes, in this order everywhere below: layers, tokens, heads, elements of a head.
 inline constexpr size_t kRowAxes = 4;
 using RowCounts = std::array<int64_t, kRowAxes>;
-using RowStrides = std::array<int64_t, kRowAxes>;  // bytes
+using RowStrides = std::array<int64_t, kRowAxes>;  // unit: bytes
 
 // Where K and V of every token and head lie in a stripe. K begins at byte 0 of the stripe, V at byte
 // `v_offset`.

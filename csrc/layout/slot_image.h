@@ -21,7 +21,7 @@ class SlotImage {
   int64_t stripe_bytes(int32_t rank) const { return stripes_[checked(rank)]; }
   int64_t trailer_offset() const { return trailer_offset_; }
   int64_t trailer_bytes() const { return trailer_bytes_; }
-  // A multiple of 4 KiB.
+  // The size of a slot image, a multiple of 4 KiB.
   int64_t total_bytes() const { return total_bytes_; }
 
   bool operator==(const SlotImage&) const = default;

@@ -1,4 +1,4 @@
-// The rotation's kernel; rotate_kernel.cu launches it.
+// The kernel of the rotation, which rotate_kernel.cu launches.
 #pragma once
 #include "base/kernel_grid.h"
 #include "rope/rotation.h"

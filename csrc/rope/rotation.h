@@ -17,8 +17,8 @@
 namespace flexkv {
 
 enum class Pairing : int32_t {
-  kNeox,  // (i, i + rotary_dim / 2)
-  kGptj,  // (2 i, 2 i + 1)
+  kNeox,  // elements i and i + rotary_dim / 2
+  kGptj,  // elements 2 i and 2 i + 1
 };
 
 // Values of turn_of_row for rows that are not rotated: kZeroRow writes zeros, kCopyRow copies the row.
@@ -36,7 +36,7 @@ struct RotationRows {
   const int64_t* src_offsets = nullptr;
   const int64_t* dst_offsets = nullptr;
   const int32_t* turn_of_row = nullptr;  // [rows]: index into `turns`, kZeroRow or kCopyRow
-  const float* turns = nullptr;          // [number of turns][2][rotary_dim / 2]: cosines, then sines
+  const float* turns = nullptr;          // [turns][2][rotary_dim / 2]: a turn's cosines, then its sines
   int64_t src_head_stride = 0;
   int64_t dst_head_stride = 0;
   int64_t rows = 0;

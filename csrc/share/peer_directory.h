@@ -63,7 +63,7 @@ struct PeerFormat {
 };
 
 struct PeerPlace {
-  int32_t peer = -1;  // -1: no peer has the page
+  int32_t peer = -1;  // the peer's number; -1 if no peer has the page
   uint32_t slot = 0;
   RowFacts facts{};
 };
@@ -130,14 +130,14 @@ class PeerDirectory {
     Peer(SharedFile file, std::optional<PeerPool> mapped, std::vector<PeerFormat> how);
     std::optional<SharedFile> board;  // unset for a peer whose pages are only remembered
     std::optional<PeerPool> pool;
-    std::vector<PeerFormat> formats;  // by group
+    std::vector<PeerFormat> formats;  // one per KV group
     uint32_t slots = 0;
-    uint64_t seen = 0;
-    bool all = true;      // whether every row has to be read again
-    bool leaves = false;  // whether the peer is being dropped
-    uint32_t next = 0;
-    size_t pages = 0;
-    std::vector<std::optional<RowFacts>> known;  // by slot
+    uint64_t seen = 0;                           // number of changes in the ring that were read or skipped
+    bool all = true;                             // whether every row has to be read again
+    bool leaves = false;                         // whether the peer is being dropped
+    uint32_t next = 0;                           // the row to read next while every row has to be read again
+    size_t pages = 0;                            // how many slots are known to hold a page
+    std::vector<std::optional<RowFacts>> known;  // what each slot's row said when it was last read
     std::array<std::atomic<uint64_t>, kPeerEnds> counts{};
     BoardParts parts{};
   };
@@ -155,11 +155,11 @@ class PeerDirectory {
   PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;
   std::shared_ptr<Peer> at(int32_t peer) const;
 
-  mutable FairMutex mutex_;  // guards the members below
+  mutable FairMutex mutex_;  // guards peers_ with the state of each peer, holders_ and next_
   std::map<int32_t, std::shared_ptr<Peer>> peers_;
   std::unordered_multimap<PageName, Holder, NameHash> holders_;
   int32_t next_ = 0;
-  PendingNews news_;  // guards itself
+  PendingNews news_;  // has a mutex of its own
   std::atomic<uint64_t> overruns_{0};
 };
 

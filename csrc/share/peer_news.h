@@ -14,7 +14,7 @@
 
 namespace flexkv {
 
-// A page of one KV group.
+// What identifies a page: its key and its KV group.
 struct PageName {
   BlockKey key;
   uint32_t group;
@@ -45,7 +45,7 @@ class PendingNews {
   size_t take(size_t most, std::vector<PeerNews>& out);
   // Does the same for the pages with these keys only. A key without a record costs some nanoseconds.
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out);
-  // Unit: pages.
+  // How many pages have a record.
   size_t size() const { return size_.load(std::memory_order_acquire); }
 
  private:
@@ -66,7 +66,7 @@ class PendingNews {
   // KiB, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
-  mutable std::mutex mutex_;  // guards the members below
+  mutable std::mutex mutex_;  // guards the members below; size_ may be read without it
   std::vector<Record> records_;
   size_t first_ = 0;                                   // all records before this index are passed
   std::unordered_map<PageName, size_t, NameHash> at_;  // index of each page's record that is not passed

@@ -93,7 +93,7 @@ class SlotBoard : public SlotListener {
   void withdraw(uint32_t slot) override;
   // Withdraws all pages.
   void clear() override;
-  // Withdraws all pages, publishes none from then on, and tells readers in the header that they should stop.
+  // Withdraws all pages, publishes none from then on, and sets `retired` in the header, so that readers stop.
   void retire();
 
  private:

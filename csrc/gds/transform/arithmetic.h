@@ -71,8 +71,8 @@ struct TransformBatch {
   const TransformLeaf* leaves = nullptr;
   const TransformPage* pages = nullptr;
   RunProgress* progress = nullptr;  // [page][run], all zero at first; only used with digests
-  int32_t* bad_run = nullptr;  // [page], kNoBadRun at first; then the lowest run whose digest does not match
-  int64_t digest_offset = 0;   // offset of the digests in a slot
+  int32_t* bad_run = nullptr;       // [page]: kNoBadRun, or the lowest run whose digest does not match
+  int64_t digest_offset = 0;        // offset of the digests in a slot
   int32_t num_runs = 0;
   int32_t num_leaves = 0;
   int32_t num_pages = 0;

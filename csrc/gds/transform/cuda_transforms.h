@@ -1,4 +1,4 @@
-// The transforms of one transfer on a GPU.
+// Runs the transforms of a transfer on a GPU, after the engine's work.
 #pragma once
 #include <memory>
 

@@ -19,7 +19,7 @@ struct BatchResult {
   std::vector<int32_t> bad_run;  // for each page kNoBadRun, or the lowest run whose digest did not match
 };
 
-// The transforms of one transfer. Used by one thread.
+// Runs the transforms of one transfer. Only one thread uses it.
 class Transformer {
  public:
   virtual ~Transformer() = default;
@@ -70,7 +70,7 @@ class TransformDevice {
 
 inline constexpr int32_t kHostDevice = -1;
 
-// The device of plain memory.
+// Returns the device of plain memory and the CPU.
 std::shared_ptr<TransformDevice> host_transform_device();
 
 // Unit: thread blocks. Each fills the registers of one multiprocessor, so a transfer never takes more than

@@ -1,4 +1,4 @@
-// The layout transform's kernel; launcher.cu launches it.
+// The kernel of the layout transform, which launcher.cu launches.
 #pragma once
 #include "base/kernel_grid.h"
 #include "gds/transform/arithmetic.h"
