@@ -1,1 +1,1 @@
-"""Promises to requests: lookups, the waits and turns before a promise, and the failed loads that exclude promises."""
+"""Promises to requests: lookups, waits for pages and for free slots, and failed loads that limit later promises."""

@@ -1,4 +1,4 @@
-"""One lookup of a request, and its result."""
+"""The arguments and the result of one lookup of a request."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from flexkv.observe import MissReason
 
 
 class Ask(NamedTuple):
-    """The arguments of a lookup, and the bounds of its answer.
+    """The arguments of a lookup, and the limits of its answer.
 
     Attributes:
         keys: per group, the keys of the whole blocks that may be promised, from the request's first token on.
-        start_tokens: tokens that the engine has itself: whole blocks of every group.
+        start_tokens: number of tokens that the engine has itself: whole blocks of every group.
         tail: per group, candidates for the tail after the last whole block; None if no tail may be promised.
-        tiers: tiers behind host memory that may serve the request.
-        room_pages: most pages that may be promised.
+        tiers: numbers of the tiers behind host memory whose pages the request may use.
+        room_pages: maximum number of pages that may be promised.
         straight: whether pages may be promised for straight loads from their tier.
-        settings: the settings that the caller gave with the request; the other attributes already take them into
-            account.
-        bound: why no more than `keys` may be promised; None if `keys` are all keys that the engine asked for.
+        settings: the caller's settings for the request, to which the other attributes already conform.
+        bound: why keys that the engine asked for are missing from `keys`; None if none are missing.
     """
 
     request_id: str
@@ -41,7 +40,7 @@ class Ask(NamedTuple):
 
     @property
     def tiers_mask(self) -> int:
-        """Host memory and `tiers`, as native lookups take them."""
+        """Host memory and `tiers` as a bit mask, with bit i for tier number i; for native lookups."""
         mask = 1
         for tier in self.tiers:
             mask |= 1 << tier
@@ -54,8 +53,9 @@ class Looked:
 
     Attributes:
         lease: the promised pages.
-        fetches: number of fetches and answers that the request now waits for.
-        awaited: the pages that need room; the request must wait for this room in the queue, and gives up the lease.
+        fetches: number of fetches and answers for which the request now waits.
+        awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue, and its
+            lease must end.
     """
 
     lease: Lease

@@ -1,4 +1,4 @@
-"""Chooses which pages are fetched, and which are left to the engine because it computes them sooner."""
+"""Decides which pages are fetched, and which are left to the engine because it computes them sooner."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from flexkv.facts.keys import Keys
 
 @dataclass(frozen=True, slots=True)
 class LeftToEngine:
-    """A choice to compute, shown to the operator: `pages` of a tier take `fetch_s` to bring, and `compute_s` to
-    compute."""
+    """One decision to let the engine compute pages, to be shown to operators.
+
+    Attributes:
+        tier: number of the tier that has the pages.
+        pages: number of pages.
+        fetch_s: expected seconds to fetch and load the pages.
+        compute_s: expected seconds to compute their tokens.
+    """
 
     tier: TierId
     pages: int
@@ -27,13 +33,14 @@ class LeftToEngine:
 
 
 class FetchChoice:
-    """Chooses by the measured times of the tiers and of the engine's steps; without reliable measurements it fetches.
+    """Decides by the measured times of the tiers and of the engine's steps. Without reliable measurements, pages are
+    fetched.
 
     Args:
-        enabled: False to fetch in any case.
+        enabled: False to fetch in all cases.
 
     Attributes:
-        last_left: the last choice to compute pages instead of fetching them.
+        last_left: the last decision to compute pages instead of fetching them; None before the first.
     """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, enabled: bool) -> None:
@@ -44,7 +51,7 @@ class FetchChoice:
         self.last_left: LeftToEngine | None = None
 
     def tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
-        """The tiers from which the pages come, including pages under way to host memory."""
+        """Returns the tiers that have the pages, or from which the pages are being fetched to host memory."""
         tiers: set[TierId] = set()
         for runs in rest:
             for run in runs:
@@ -57,12 +64,16 @@ class FetchChoice:
     def cut_to_worth(
         self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int, counted: bool = True
     ) -> tuple[list[list[PageRun]], bool]:
-        """Cuts the rest to the leading whole blocks that arrive sooner than the engine computes them; returns the rest
-        and whether it was cut. Ends the leases of the blocks cut off. Cuts nothing without reliable measurements.
+        """Cuts `rest` to the leading blocks that arrive sooner than the engine computes them, and ends the leases of
+        the other blocks. Cuts nothing without reliable measurements.
 
         Args:
-            keys, first: the rest begins with block `first` of the request, whose keys these are.
-            counted: count the blocks cut off as left to the engine.
+            rest: per group, the leased runs of the same blocks, which begin with block `first` of the request.
+            keys: per group, the keys of the request's blocks from block 0 on.
+            counted: whether to count the other blocks as left to the engine.
+
+        Returns:
+            The remaining runs, and whether any blocks were cut off.
         """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
@@ -72,8 +83,8 @@ class FetchChoice:
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier) for tier in tiers}
         most = {tier: np.array([blocks * len(rest)]) for tier in tiers}
         if self._tables.cost.worth(most, queued, np.array([True]), tokens[-1:]):
-            # If a block saves more than its fetch costs, a longer prefix is always worth more than a shorter one,
-            # because both wait equally long for the first page.
+            # Fetching all pages is faster than computing them, even if host memory had none of them. The wait for the
+            # first page is the same for every prefix, so each further block saves time, and the longest prefix is best.
             return rest, False
         missing = {tier: np.zeros(blocks, np.int64) for tier in tiers}
         waiting = np.zeros(blocks, np.bool_)
@@ -85,7 +96,7 @@ class FetchChoice:
                 if run.tier == HUB:
                     waiting[part] |= run.coming
                     continue
-                # A run extends as far as its tier has pages, so host memory may have some of them too.
+                # A run extends as far as its tier has pages, so host memory may have some of these pages too.
                 in_host = self._tables.hub.index.find(
                     group, keys[group][first + part.start : first + part.stop], ready_only=False
                 )
@@ -102,8 +113,8 @@ class FetchChoice:
         return [self._promotions.walk.cut(runs, kept) for runs in rest], True
 
     def choose_fetch(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
-        """Chooses whether to fetch pages that are useful only together: true if they arrive sooner than the engine
-        computes their `tokens`. If not, counts them as left to the engine.
+        """Decides whether to fetch pages that are useful only together. Returns True if they arrive sooner than the
+        engine computes their `tokens` tokens. If not, counts them as left to the engine.
         """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
@@ -119,19 +130,20 @@ class FetchChoice:
         return False
 
     def ask_worth(self, tier: TierId, pages: int, tokens: int) -> bool:
-        """Whether `pages` that a tier may have would arrive sooner than the engine computes their `tokens`."""
+        """Whether `pages` pages would arrive from a tier sooner than the engine computes their `tokens` tokens."""
         if not self._enabled or not self._tables.cost.fetch_is_known((tier,), self._tables.clock()):
             return True
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier)}
-        # The tier may have fewer of them; that is weighed once it has answered.
+        # If the tier has fewer of these pages, the lookup after its answer decides again.
         return (
             self._tables.cost.worth({tier: np.array([pages])}, queued, np.array([True]), np.array([tokens]))
             > 0
         )
 
     def room_wait_s(self, tier: TierId, tokens: int) -> float:
-        """The longest time in seconds that a request waits for room for a fetch of `tokens` from a tier: no longer than
-        computing them takes, if that is known. A wait in vain then costs no more than computing the tokens.
+        """Returns for how many seconds a request waits at most for host slots for a fetch of `tokens` tokens from a
+        tier. If it is known how long computing the tokens takes, the wait is no longer than that, so that waiting in
+        vain costs at most as much as computing.
         """
         wait_s = self._tables.tiers[tier].facts.wait_s
         if not self._enabled or not self._tables.cost.compute.reliable(self._tables.clock()):
@@ -143,15 +155,15 @@ class FetchChoice:
         return self._tables.cost.fetch(tier).seconds(queued + pages) + self._tables.cost.load_s(pages)
 
     def _leave(self, tier: TierId, pages: int, fetch_s: float, tokens: int) -> None:
-        """Counts a choice to let the engine compute the `tokens` of `pages` rather than fetch them in `fetch_s`
-        seconds."""
+        """Counts and records a decision to let the engine compute the `tokens` tokens of `pages` pages rather than
+        fetch them in `fetch_s` seconds."""
         self._tables.tiers[tier].counts.left += 1
         self._tables.tiers[tier].counts.left_pages += pages
         self.last_left = LeftToEngine(tier, pages, fetch_s, self._tables.cost.compute_s(tokens))
 
     def choose_straight_load(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
-        """Chooses whether to load `pages` straight from their tier: true if that ends sooner than the engine computes
-        their `tokens`. If not, counts them as left to the engine.
+        """Decides whether to load `pages` pages straight from their tier. Returns True if that takes less time than
+        computing their `tokens` tokens. If not, counts them as left to the engine.
         """
         if not self._enabled or self._tables.cost.straight_is_worth(
             tier, pages, tokens, route.pages, self._tables.clock()

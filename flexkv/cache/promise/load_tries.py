@@ -1,14 +1,14 @@
-"""Pages that a live request's loads failed to bring, so that its next lookups do not promise them again.
+"""Records which pages a live request's loads failed to bring, so that its next lookups do not promise them again.
 
-Why a load failed is logged by `flexkv/cache/moves/op_log.py`.
+`flexkv/cache/moves/op_log.py` logs why a load failed.
 
-An engine whose load has failed as a whole asks again. If pages are slow rather than bad, the tiers do not forget them,
-and every lookup would find them again while they stay slow. So a request has two tries: the second leaves out what the
-first did not bring, and after the second the engine computes the request.
+After a failed load, some engines look the request up again. If pages are slow rather than bad, the tiers do not forget
+them, and every lookup would find them again as long as they are slow. So a request has two tries: the second does not
+include the pages that the first failed to bring, and after the second the engine computes the request.
 
-An engine that cannot compute the pages that a load did not bring ends the request instead, and its client asks again
-under another id. With such an engine nothing new is promised to any request for a while, unless the failed route itself
-pauses.
+Other engines cannot compute the pages that a load did not bring. They end the request, and the client sends it again
+with a new id. With such an engine, no request gets a new promise for a while after a failed load, unless the failed
+route is one that pauses by itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flexkv.transfer.graph import OpId
 logger = get_logger(__name__)
 
 TRIES = 2
-"""Loads of one request that may fail before nothing more is promised to it."""
+"""Number of failed loads of one request after which nothing more is promised to it."""
 
 MAX_REQUESTS = 4096
-"""Requests remembered at once; beyond it the oldest is dropped. Few live requests have a failed load: this bounds the
-ids whose end is never reported."""
+"""Maximum number of recorded requests; beyond it the oldest is dropped. Few live requests have a failed load. The limit
+bounds the memory for requests whose end is never reported."""
 
 
 @dataclass(slots=True)
@@ -39,11 +39,12 @@ class RequestTries:
     """The failed loads of one request.
 
     Attributes:
-        failures: loads that failed, at most `TRIES`.
-        last: number of the last failed load.
-        first_token: first token of the first page that a load from host memory did not bring; None while such loads
-            brought all.
-        straight: a straight load from another tier failed, so its pages must be fetched to host memory first.
+        failures: number of loads that failed, at most `TRIES`.
+        last: number of the last failed load; None before the first.
+        first_token: position of the first token of the first page that a load from host memory did not bring; None if
+            no such load has failed.
+        straight: whether a straight load from another tier has failed, so that pages must be fetched to host memory
+            first.
     """
 
     failures: int = 0
@@ -52,18 +53,18 @@ class RequestTries:
     straight: bool = False
 
     def end_of_promise(self, start_tokens: int) -> int | None:
-        """The token at which a lookup after `start_tokens` has to end; None for no bound."""
+        """Returns the token position at which a promise after `start_tokens` has to end; None for no limit."""
         if self.failures >= TRIES:
             return start_tokens
         return None if self.first_token is None else max(start_tokens, self.first_token)
 
 
 class LoadTries:
-    """The failed loads by request, from a request's first failed page to `end_request`.
+    """The failed loads of each live request, until `end_request`.
 
     Args:
         rest_s: `ManagerLimits.rest_s`.
-        clock: seconds, never running backwards.
+        clock: returns seconds and never runs backwards.
     """
 
     def __init__(self, rest_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,18 +77,22 @@ class LoadTries:
         return len(self._requests)
 
     def of_request(self, request_id: str) -> RequestTries | None:
-        """The request's failed loads; None if none failed. O(1)."""
+        """Returns the record of the request's failed loads; None if none has failed. O(1)."""
         return self._requests.get(request_id)
 
     def note_failure(self, op: RankOp, block_tokens: int) -> None:
-        """Records that pages of a load failed, of `block_tokens` tokens each.
+        """Records that pages of a load failed.
 
         Call order:
-            With each rank's report of a failure, before the request can be looked up again.
+            After each rank's report of failed pages, before the request can be looked up again.
+
+        Args:
+            op: the op of the load that has failed pages.
+            block_tokens: tokens per page.
         """
         if op.abandoned:
             return
-        # A straight route that failed pauses by itself, and its pages come through host memory meanwhile.
+        # If a straight route failed, it pauses by itself, and pages are loaded through host memory meanwhile.
         own_rest = op.straight and op.source_failed
         if self._rest_s and not own_rest and (op.failed & ~op.suspect).any():
             self._rest(op)
@@ -97,7 +102,7 @@ class LoadTries:
                 del self._requests[next(iter(self._requests))]
             known = self._requests[op.request_id] = RequestTries()
         if known.last != op.load:
-            # Counts once for all ranks and routes of one load.
+            # All ranks and ops of one load count as one failure.
             known.failures, known.last = min(TRIES, known.failures + 1), op.load
         if op.straight:
             known.straight = True
@@ -117,8 +122,8 @@ class LoadTries:
 
     @property
     def rests(self) -> bool:
-        """Whether nothing new is promised for now, because a load failed recently whose pages are still in their
-        tier.
+        """Whether requests get no new promises for now, because a load failed within the last `rest_s` seconds whose
+        pages are still in their tier.
         """
         return self._rest_s > 0 and self._clock() < self._rests_until_s
 

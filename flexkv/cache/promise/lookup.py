@@ -1,4 +1,4 @@
-"""Finds and leases the pages that a request can restore: in host memory first, then in the tiers behind it."""
+"""Finds and leases the pages that a request can restore, first in host memory, then in the tiers behind it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from flexkv.facts.keys import Keys, Rule
 from flexkv.transfer.graph import NO_PLACES
 
 MAX_TOKENS = 2**62
-"""More than any request has."""
+"""A number of tokens that no request reaches."""
 
 
 class Lookup:
-    """The core of `match`.
+    """Looks requests up for `match` and `prefetch`.
 
     Args:
-        tables: the manager's tables; their clock measures the ages of leases.
-        alignment_tokens: every hit is a multiple of it.
+        alignment_tokens: the number of tokens of every hit is a multiple of it.
 
     Attributes:
-        same_blocks: every group restores whole prefixes, of blocks of one size, and each block may end a hit.
-        behind: the tiers from which pages are fetched.
+        same_blocks: whether all groups are FULL groups with blocks of one size, and a hit may end after each block.
+        behind: numbers of the tiers behind host memory from which pages can be fetched.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Lookup:
         self.behind = [TierId(n) for n in range(1, len(tables.tiers)) if tables.tiers[n].source is not None]
 
     def asked_tokens(self, keys: Sequence[Keys], start_tokens: int) -> int:
-        """How many tokens after the start every group has keys for."""
+        """Returns the number of tokens after the start for which every group has keys."""
         if self._one_group:
             asked = len(keys[0]) * self._block_tokens - start_tokens
             return asked if asked > 0 else 0
@@ -61,12 +60,12 @@ class Lookup:
         return max(0, end - start_tokens)
 
     def cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
-        """The keys of the first `tokens` of each group."""
+        """Returns, per group, the keys of the whole blocks in the request's first `tokens` tokens."""
         return [k[: tokens // spec.block_tokens] for k, spec in zip(keys, self._tables.specs, strict=True)]
 
     def engine_keys(self, keys: Sequence[Keys], start_tokens: int) -> list[Keys]:
-        """Per group, the keys of the blocks that the engine has itself and still uses. Groups of windows, chunks and
-        states have none: their pages before the start are not needed any more.
+        """Returns, per group, the keys of the blocks before the start, which the engine has itself. Only for FULL
+        groups: the engine no longer uses all of the earlier pages of windows, chunks and states.
         """
         had = self.cut(keys, start_tokens)
         return [
@@ -74,8 +73,8 @@ class Lookup:
         ]
 
     def look(self, ask: Ask) -> Looked:
-        """Leases the longest hit after the start and the longest tail after it, and begins to fetch the pages that
-        follow."""
+        """Leases the longest hit in host memory after the start, and the longest tail after it. Begins to fetch the
+        pages that follow, or extends the lease by them."""
         if not self.same_blocks:
             return self._look_for_boundary(ask)
         lease, rest = self._lease_prefix(ask)
@@ -96,13 +95,14 @@ class Lookup:
         return looked
 
     def prefetch(self, ask: Ask, most_pages: int) -> int:
-        """Begins to fetch at most `most_pages` pages that follow the prefix in host memory; promises nothing.
+        """Begins to fetch at most `most_pages` pages that follow the prefix in host memory. Promises nothing.
 
-        It does not fetch pages for which the first lookup would not wait: those that the engine computes sooner, or
-        that are promised for straight loads. It also fetches no pages of groups that do not restore whole prefixes.
+        Pages for which the first lookup would not wait are not fetched: those that the engine computes sooner, and
+        those that would be loaded straight. Nothing is fetched unless `same_blocks`.
 
         Returns:
-            Number of fetches and answers under way for the request, including those begun for other requests.
+            Number of fetches and answers in flight for which the request waits, including those that other requests
+            began.
         """
         if not ask.tiers or not self.same_blocks or most_pages < len(ask.keys):
             return 0
@@ -112,7 +112,7 @@ class Lookup:
         if asked:
             self._tables.requests.begin_prefetch(ask.request_id, first)
         fetches = self._pages_behind.prefetch(ask, rest, first, most_pages) if rest else 0
-        # The prefix stays leased until now, so that fetched pages do not displace the pages that they follow.
+        # The prefix is unpinned only now, so that the fetched pages did not evict the pages before them.
         for group in lease.groups:
             self._tables.hub.index.unpin(group.entries)
         return asked + fetches
@@ -120,13 +120,13 @@ class Lookup:
     # --- whole prefixes ---
 
     def _lease_prefix(self, ask: Ask) -> tuple[Lease, list[list[PageRun]]]:
-        """Leases the prefix in host memory that may be promised and, per group, the runs that follow it; returns
-        both."""
+        """Leases and returns the prefix in host memory, as far as it may be promised, and the runs that follow it, per
+        group."""
         start, room_pages = ask.start_tokens // self._block_tokens, max(0, ask.room_pages)
         if not self._one_group:
             return self._lease_in_groups(ask, start)
-        # The usual request: one pass over its pages in host memory. Other tiers are looked up only for the blocks after
-        # that.
+        # The common case is one group: one call finds and pins its pages in host memory, and other tiers are looked up
+        # only for the blocks after these.
         offered = ask.keys[0]
         whole = len(offered) <= start + room_pages
         if start or not whole:
@@ -146,7 +146,7 @@ class Lookup:
         return lease, [runs_of(found, 0)] if found.blocks else []
 
     def _lease_in_groups(self, ask: Ask, start: int) -> tuple[Lease, list[list[PageRun]]]:
-        """Leases the prefix in several groups, which restore equal blocks."""
+        """Implements `_lease_prefix` for several groups."""
         found = self._find(ask, start, ask.room_pages)
         ready = found.ready_blocks
         parts = [split_runs(runs_of(found, group), ready) for group in range(len(ask.keys))]
@@ -156,7 +156,8 @@ class Lookup:
         return lease, [runs for _, runs in parts] if ready < found.blocks else []
 
     def _find(self, ask: Ask, start: int, room_pages: int) -> Found:
-        """Finds the prefix from block `start` on, and leases each page in its tier for the caller."""
+        """Finds the longest prefix from block `start` on in host memory and `ask.tiers`, and leases each page in its
+        tier. The caller must end the leases."""
         found = self._native.look(
             ask.keys, start, room_pages, ask.tiers_mask, self._tables.now_s, bool(ask.tiers)
         )
@@ -166,7 +167,7 @@ class Lookup:
 
     def _drop_expired(self, found: Found | FoundLengths, keys: Sequence[Keys]) -> None:
         for number, group, _ in found.expired:
-            # `present` looks at every key, so that the tier drops all of the request's expired pages.
+            # `present` examines all keys, so the tier removes all expired pages of the request.
             self._tables.tiers[number].present(group, keys[group])
 
     def lease_of_nothing(self, start_tokens: int) -> Lease:
@@ -177,7 +178,7 @@ class Lookup:
         return Lease(tuple(shares), self._tables.clock(), start_tokens)
 
     def _ask_for_blocks(self, ask: Ask, lease: Lease, rest: list[list[PageRun]]) -> int:
-        """Asks tiers for the blocks that follow those found, and returns the number of answers to wait for."""
+        """Asks tiers about the blocks that follow those found, and returns the number of answers to wait for."""
         if lease.cut or not self._questions.any:
             return 0
         end = (lease.start_tokens + lease.tokens) // self._block_tokens
@@ -186,7 +187,8 @@ class Lookup:
     def _fetch_tail(
         self, ask: Ask, tail: Sequence[TailCandidates | None], lease: Lease, end_block: int
     ) -> Looked:
-        """Begins to fetch the longest tail, if it is longer than the leased one."""
+        """Begins to fetch the longest tail that tiers have, if it is longer than the leased tail. Otherwise asks the
+        tiers that must be asked about a tail."""
         walk = self._pages_behind.walk
         found = common_tail(tail, end_block, lambda group, keys: walk.present(group, keys, ask.tiers))
         if found <= lease.tail_tokens:
@@ -206,7 +208,8 @@ class Lookup:
         asked = self._questions.for_boundary(ask, asked_end, found)
         if found.ready or not found.lengths:
             return Looked(self._lease_found(found), asked)
-        # Missing pages are fetched; meanwhile the hit that host memory has by itself is promised.
+        # Missing pages of this hit are fetched. Meanwhile the longest hit that is completely in host memory is
+        # promised.
         wanted, end = self._wanted(found, ask.keys), found.lengths[0]
         lease = self._lease_found(self._find_boundary(ask._replace(tiers=())))
         lease.shared_tokens = found.shared_tokens
@@ -216,7 +219,7 @@ class Lookup:
         return looked
 
     def _find_boundary(self, ask: Ask) -> FoundLengths:
-        """Finds the longest hit, and leases its pages for the caller."""
+        """Finds the longest hit that all groups can restore, and leases its pages. The caller must end the leases."""
         found = self._boundaries.look(
             ask.keys,
             ask.start_tokens,
@@ -230,7 +233,7 @@ class Lookup:
         return found
 
     def _lease_found(self, found: FoundLengths) -> Lease:
-        """The lease of a hit whose pages are all in host memory."""
+        """Returns the lease of a hit whose pages are all in host memory."""
         shares = []
         for group, spec in enumerate(self._tables.specs):
             entries = found.entries(group)
@@ -247,7 +250,7 @@ class Lookup:
         )
 
     def _wanted(self, found: FoundLengths, keys: Sequence[Keys]) -> list[WantedPages]:
-        """The pages that the hit needs, per group."""
+        """Returns the pages that the hit needs, for each group that needs any."""
         wanted = []
         for group, spec in enumerate(self._tables.specs):
             first = found.start_tokens // spec.block_tokens + found.first_page(group)

@@ -1,5 +1,5 @@
-"""Decides what happens to the pages behind host memory that a lookup found: they are promised for straight loads,
-fetched, or left to the engine."""
+"""Decides about pages that a lookup found in tiers behind host memory: they are promised for straight loads, fetched,
+or left to the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpId
 
 Rest = list[list[PageRun]]
-"""Per group, the runs that follow a promise, each leased in its tier; every group has the same blocks."""
+"""Per group, the runs of the blocks that follow a lease, each leased in its tier. All groups have the same blocks."""
 
 
 class PagesBehind:
-    """All pages passed to this class are leased. It ends the leases, or a fetch or a promise takes them over."""
+    """Decides about pages in tiers behind host memory. All pages passed to its methods are leased. The methods end
+    these leases, or pass them on to a fetch or a promise."""
 
     def __init__(
         self,
@@ -44,9 +45,8 @@ class PagesBehind:
     # --- what follows a prefix ---
 
     def take_rest(self, ask: Ask, lease: Lease, rest: Rest) -> Looked:
-        """Promises the pages that follow the lease for straight loads, or fetches them, or leaves them to the engine.
-
-        A lease that ends with a tail is not made longer.
+        """Promises the pages of `rest` for straight loads, or fetches them, or leaves them to the engine. A lease with
+        a tail is not extended.
         """
         first = (lease.start_tokens + lease.tokens) // self._block_tokens
         may_grow = not lease.tail_tokens
@@ -76,8 +76,8 @@ class PagesBehind:
         return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
     def prefetch(self, ask: Ask, rest: Rest, first: int, most_pages: int) -> int:
-        """Begins to fetch at most `most_pages` pages from block `first` on, if a lookup would wait for them. Returns
-        the number of fetches under way for them."""
+        """Begins to fetch at most `most_pages` pages of `rest`, which begins with block `first`, if a lookup would wait
+        for them. Returns the number of fetches for which the request then waits."""
         if any(self._straight_entries(ask, tier, rest, first) is not None for tier in ask.tiers):
             for runs in rest:
                 self.walk.release(runs)
@@ -87,7 +87,8 @@ class PagesBehind:
         if not any(rest):
             return 0
         wanted, last = wanted_pages(rest, ask.keys, first), self._tables.ops.last_id
-        # By layers if a lookup would do so, because it then promises pages that have not arrived yet.
+        # The pages are fetched by layers if a lookup would do so, because the lookup then promises pages that have not
+        # arrived yet.
         _, layerwise = self._streams(rest)
         fetched = self._promotions.fetch(wanted, layerwise)
         fetches = self._waits.join_fetches(ask.request_id, wanted, fetched, counted=False)
@@ -102,7 +103,7 @@ class PagesBehind:
         return fetches
 
     def _streams(self, rest: Rest) -> tuple[bool, bool]:
-        """Whether all tiers of the pages stream them, and whether all do so by layers."""
+        """Returns whether all tiers that have the pages stream them, and whether all of these do so by layers."""
         facts = [self._tables.tiers[tier].facts for tier in self._choice.tiers_of(rest)]
         streams = all(fact.streams for fact in facts)
         return streams, streams and all(fact.stream_layers for fact in facts)
@@ -112,12 +113,12 @@ class PagesBehind:
     def fetch_together(
         self, ask: Ask, lease: Lease, wanted: list[WantedPages], tokens: int, in_line: bool = True
     ) -> Looked:
-        """Begins to fetch `wanted`, which make the hit longer by `tokens`, if they arrive sooner than the engine
-        computes them.
+        """Begins to fetch the pages `wanted`, which together make the hit longer by `tokens` tokens, if they arrive
+        sooner than the engine computes these tokens.
 
         Args:
-            in_line: the request waits for room if there is none. A tail does not wait: it takes a slot if there is one,
-                because giving up the promise is not worth less than a block.
+            in_line: whether the request waits in the queue if there are not enough free slots. It would lose its lease
+                meanwhile, which a tail of less than a block is not worth; a tail is fetched only if there are slots.
         """
         if not self._choice.choose_fetch([part.runs for part in wanted], tokens):
             for part in wanted:
@@ -136,13 +137,13 @@ class PagesBehind:
             self._note_without_room(ask, need, fetched, last)
         return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
-    # --- room for fetches ---
+    # --- slots for fetches ---
 
     def _take_turn(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], tokens: int
     ) -> tuple[Need, Turn]:
-        """Gives the request its turn or a place in the queue; returns that, and the room that a fetch of `wanted`
-        (`tokens` tokens) takes.
+        """Decides whether the request may fetch `wanted` (`tokens` tokens) now or gets a place in the queue. Returns
+        the slots and fetches that it needs, and the decision.
         """
         if self._line.fits_at_once(wanted):
             return Need(), Turn.FETCH
@@ -153,7 +154,8 @@ class PagesBehind:
     def _leave_there(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], need: Need, turn: Turn
     ) -> Looked:
-        """Ends the leases of `wanted` without a fetch: the request waits for room, or continues without these pages."""
+        """Ends the leases of `wanted` without a fetch. The request waits in the queue, or continues without these
+        pages."""
         for part in wanted:
             self.walk.release(part.runs)
         if turn is Turn.WAIT:
@@ -163,7 +165,7 @@ class PagesBehind:
         return Looked(lease)
 
     def _note_without_room(self, ask: Ask, need: Need, fetched: Fetched, last: OpId) -> None:
-        """Counts the pages of `need` that the fetches after op `last` do not bring."""
+        """Counts the pages of `need` that the fetches planned after op `last` do not bring."""
         pages = dict(need.pages)
         for op_id, tier in fetched.ops.items():
             op = self._tables.ops.fetch(op_id)
@@ -179,8 +181,8 @@ class PagesBehind:
     # --- straight loads ---
 
     def _straight_entries(self, ask: Ask, tier: TierId, rest: Rest, first: int) -> list[EntryIds] | None:
-        """The entries of the whole rest in one tier, per group, if all of it should be loaded straight from that tier;
-        else None.
+        """Returns, per group, the entries of all pages of `rest` in one tier, if they should be loaded straight from
+        that tier. Returns None if they should not, or if the tier lacks some of them.
         """
         route = self._tables.tiers[tier].straight
         pages = [sum(map(len, runs)) for runs in rest]
@@ -188,7 +190,8 @@ class PagesBehind:
             return None
         whole = []
         for group, count in enumerate(pages):
-            # This includes pages that host memory has: a promise changes from host memory to another tier at most once.
+            # The tier must also have the pages of `rest` that are in host memory, because a promise changes from host
+            # memory to another tier at most once.
             entries = self._tables.tiers[tier].leading(group, ask.keys[group][first : first + count])
             if len(entries) < count:
                 return None
@@ -196,15 +199,15 @@ class PagesBehind:
         return whole
 
     def _take_straight(self, tier: TierId, rest: Rest, entries: Sequence[EntryIds]) -> None:
-        """Replaces the runs of the rest, and their leases, by these pages of the tier."""
+        """Replaces the runs of each group in `rest`, and their leases, with one run of these entries of the tier."""
         for runs, of_tier in zip(rest, entries, strict=True):
             slots = self._tables.tiers[tier].presence.pin(of_tier)
             self.walk.release(runs)
             runs[:] = [PageRun(tier, of_tier, slots)]
 
     def _promise_straight(self, ask: Ask, lease: Lease, rest: Rest, tier: TierId) -> Looked:
-        """Adds the rest, one run of the tier per group, to the lease, if it is loaded sooner than the engine computes
-        it."""
+        """Adds `rest`, one run of the tier per group, to the lease, if loading it straight takes less time than
+        computing it. Otherwise leaves it to the engine."""
         route = self._tables.tiers[tier].straight
         assert route is not None
         blocks = len(rest[0][0])

@@ -1,4 +1,4 @@
-"""The promises and waits of requests: from a lookup, or a prefetch before it, to the load."""
+"""The promises and waits of requests, from the lookup (or a prefetch before it) to the load."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PREFETCH_SLOTS = 0.25
-"""Largest share of the host slots that prefetched requests keep: the rest is for running requests."""
+"""Maximum share of the host slots that pages of prefetched requests occupy; the others are for running requests."""
 
 PREFETCH_BUDGET = 0.5
-"""Prefetches fill a tier's fetch bounds at most up to this share: the rest is for lookups."""
+"""No prefetch begins beyond this share of a tier's limits of fetches; the rest is for lookups."""
 
 
 class Promises:
-    """The leases and waits of one manager's requests.
+    """Makes and ends the promises and waits of one manager's requests.
 
     Args:
-        alignment_tokens: every hit is a multiple of it.
+        alignment_tokens: the number of tokens of every hit is a multiple of it.
 
     Attributes:
         lookup: finds the pages that may be promised.
-        line: the requests that wait for room.
-        load_tries: pages that must not be promised again to requests whose loads failed.
-        disabled: no pages are promised or prefetched any more.
-        resetting: no pages are promised or prefetched until a reset has ended.
+        line: the queue of requests that wait for host slots.
+        load_tries: the failed loads of requests, whose pages are not promised to them again.
+        disabled: whether nothing is promised or prefetched any more.
+        resetting: whether nothing is promised or prefetched until `begin_reset` has completed.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Promises:
     ) -> MatchResult:
         """Implements `CacheManager.match`; the arguments are already validated.
 
-        A first-time request, the usual case, takes three steps: an `Ask`, a lookup, a lease.
+        The common case, a new request, takes three steps: make an `Ask`, look it up, add the lease.
         """
         tables, requests, size = self._tables, self._tables.requests, self._block_tokens
         asked_tokens = self.lookup.asked_tokens(keys, start_tokens)
@@ -119,7 +119,7 @@ class Promises:
             requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
         miss = None
-        # A lookup with a tail asks only for the known hit and its tail, so an earlier note of a miss stays.
+        # A lookup with a tail asks only for a hit that is known and its tail, so the recorded miss must stay.
         if lease.tokens < asked_tokens or (requests.misses and tail is None):
             miss = self._note_miss(request_id, keys, lease, looked, bound, asked_tokens)
         result = self._answer(request_id, lease, looked, miss)
@@ -136,7 +136,7 @@ class Promises:
         is_known: bool,
         settings: RequestSettings,
     ) -> Ask:
-        """Ends the request's former lease, its prefetch, and a wait that took too long; returns the new promise."""
+        """Ends the request's former lease, its prefetch, and a wait that is over. Returns the lookup's arguments."""
         was_promised = False
         if is_known:
             was_promised = self.end_lease(request_id)
@@ -161,7 +161,7 @@ class Promises:
         return ask if settings is NO_SETTINGS else self._heed(ask)
 
     def _heed(self, ask: Ask) -> Ask:
-        """The limits that the request's settings put on its promise."""
+        """Applies the limits in the request's settings to the arguments of its lookup, and returns these."""
         settings, tiers = ask.settings, ask.tiers
         if settings.tiers is not None:
             tiers = [t for t in tiers if self._tables.tiers[t].facts.label in settings.tiers]
@@ -177,16 +177,16 @@ class Promises:
         return ask._replace(keys=keys, tail=None, bound=ask.bound or MissReason.ASKED)
 
     def _tiers_for(self, request_id: str) -> list[TierId]:
-        """The tiers besides host memory that may serve the request."""
+        """Returns the tiers behind host memory whose pages the request may use."""
         skipped = self._tables.requests.skipped(request_id)
         tiers = self._tables.tiers
         return [tier for tier in self.lookup.behind if tier not in skipped and tiers[tier].in_use]
 
     def _look(self, ask: Ask, is_known: bool) -> Looked:
-        """Looks the request up in all tiers, and ends the holds on pages fetched for it: from now on its lease keeps
-        them."""
-        # Taken before the lookup, which may hold other pages, and unpinned after it, so that the pages are still there
-        # for it to find.
+        """Looks the request up in all tiers. Then unpins the pages that were held for it, because its new lease pins
+        those that it found."""
+        # The held pages are taken out before the lookup, which may add others, and unpinned after it, so that it still
+        # finds them.
         held = self._tables.requests.take_held(ask.request_id) if is_known else ()
         looked = self.lookup.look(ask)
         if looked.awaited:
@@ -198,8 +198,8 @@ class Promises:
         return looked
 
     def _give_up(self, request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
-        """Ends the leases and holds of a request that waits for room, because two requests that each kept a part would
-        wait for each other.
+        """Ends the lease of a request that waits for host slots, and unpins the pages held for it. If two requests each
+        kept some slots, they could wait for each other forever.
         """
         lease = looked.lease
         self._end_shares(lease)
@@ -209,11 +209,11 @@ class Promises:
         looked.lease = self.lookup.lease_of_nothing(lease.start_tokens)
 
     def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
-        """Replaces the request's lease and the pages held for it by one lease, if they are all that it asks for.
-        Returns None, with nothing changed, if a lookup is needed.
+        """Joins the request's lease and the pages held for it into one new lease, if they are all pages that it asks
+        for. Returns None and changes nothing if a lookup is needed.
 
-        The pages are already pinned, so this only checks that they still belong to the keys: a page whose fetch
-        failed, or that was cached before a reset, does not.
+        The pages are pinned, so only their keys are checked. A page whose fetch failed, or that was cached before a
+        reset, no longer belongs to its key.
         """
         requests, former = self._tables.requests, self._tables.requests.lease(request_id)
         held = requests.held_by(request_id)
@@ -241,12 +241,12 @@ class Promises:
         return Lease(groups, self._tables.clock(), start_tokens, blocks * self._block_tokens)
 
     def _keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
-        """Whether pages promised for a straight load may still be loaded that way."""
+        """Whether pages that were promised for a straight load may still be loaded straight."""
         route = self._tables.tiers[pages.tier].straight
         return route is not None and route.keeps(group, keys, pages)
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
-        """Records that the blocks that the engine has itself and those that it was promised are used together."""
+        """Records that the request uses the blocks that the engine has itself and those that it was promised."""
         before: Sequence[EntryIds] = ()
         if lease.start_tokens:
             own = self.lookup.engine_keys(keys, lease.start_tokens)
@@ -263,8 +263,8 @@ class Promises:
         bound: MissReason | None,
         asked_tokens: int,
     ) -> MissReason | None:
-        """Records why no more than the lease is promised, to be counted when the engine acts on the lookup. Returns the
-        reason; None if more may come."""
+        """Records why no more than the lease is promised; `_count_miss` counts it when the engine acts on the lookup.
+        Returns the reason; None if everything is promised or more may come."""
         requests = self._tables.requests
         missing = (asked_tokens - lease.tokens) // self._block_tokens
         if missing <= 0:
@@ -276,12 +276,12 @@ class Promises:
         if reason is MissReason.ABSENT and self._has_expired(keys, lease.start_tokens + lease.tokens):
             reason = MissReason.EXPIRED
         is_open = bool(looked.fetches or looked.awaited)
-        # If the caller acts on the lookup though more may come, it could not wait any longer.
+        # If the engine acts on this lookup although more may come, it did not wait, so the reason is LATE.
         requests.note_miss(request_id, MissReason.LATE if is_open else reason, missing)
         return None if is_open else reason
 
     def _has_expired(self, keys: Sequence[Keys], tokens: int) -> bool:
-        """Whether the block that follows a request's first `tokens` tokens, in some group, has expired recently."""
+        """Whether, in any group, the block after the request's first `tokens` tokens has expired recently."""
         expired = self._tables.hub.expired
         blocks = [tokens // size for size in self._sizes]
         return any(
@@ -291,7 +291,7 @@ class Promises:
         )
 
     def _count_miss(self, request_id: str) -> None:
-        """Counts the miss of the request's last lookup, because the engine acts on it."""
+        """Counts the recorded miss of the request's last lookup. Called when the engine acts on the lookup."""
         noted = self._tables.requests.misses.pop(request_id, None)
         if noted is not None:
             reason, blocks = noted
@@ -299,7 +299,7 @@ class Promises:
             missed[reason] = missed.get(reason, 0) + blocks
 
     def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
-        """How many of a lease's tokens each tier has supplied."""
+        """Returns how many of a lease's tokens each tier has supplied."""
         if not lease.tokens:
             return ()
         group = lease.groups[0]
@@ -309,7 +309,7 @@ class Promises:
             return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tables.tiers)
         if not self.lookup.same_blocks:
-            # Pages of different groups hold different tokens, so tokens are shared out in proportion to pages.
+            # Pages of different groups have different numbers of tokens: tiers get tokens in proportion to their pages.
             for tier, pages in self._tables.requests.fetched_pages(request_id, lease.pages).items():
                 counts[tier] += lease.tokens * pages // lease.pages
             counts[HUB] = lease.tokens - sum(counts)
@@ -332,7 +332,7 @@ class Promises:
         return more <= self.room_for_loads()
 
     def room_for_loads(self) -> int:
-        """How many pages may be promised besides those that are promised or being loaded."""
+        """Returns how many more pages may be promised, besides those that are promised or being loaded."""
         taken = self._tables.requests.reserved_pages + self._tables.ops.pages(OpRole.LOAD)
         return self._limits.inflight_load_pages - taken
 
@@ -367,7 +367,7 @@ class Promises:
     # --- loads ---
 
     def lease_to_load(self, request_id: str, blocks: Sequence[BlockIds]) -> Lease | None:
-        """The request's lease; None if it has none and `blocks` are empty.
+        """Returns the request's lease; None if it has none and `blocks` has no blocks.
 
         Raises:
             ContractError: there are blocks to load to, but no lease.
@@ -380,8 +380,8 @@ class Promises:
         return lease
 
     def load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
-        """Turns the request's promise into a load to `targets`, ends its lease and wait, and returns the graph; None if
-        nothing is loaded. Precondition: `targets` come from `load_targets`."""
+        """Plans the load of the promised pages to `targets`, ends the request's lease and wait, and returns the graph;
+        None if nothing is loaded. Precondition: `targets` come from `load_targets`."""
         taken = max(len(blocks) * tokens for blocks, tokens in zip(targets, self._sizes, strict=True))
         for tier, tokens in zip(self._tables.tiers, of_first_tokens(lease.by_tier, taken), strict=False):
             tier.counts.hits += tokens // self._block_tokens
@@ -416,9 +416,8 @@ class Promises:
     def resume_prefetch(
         self, request_id: str, keys: Sequence[Keys], start_tokens: int, settings: RequestSettings
     ) -> None:
-        """Begins to fetch the pages that a tier has just reported for a request, unless a lookup has already asked for
-        them.
-        """
+        """Called when a tier has answered a question about a request. If the request is still prefetched, begins to
+        fetch the pages that the tier has."""
         if request_id not in self._tables.requests.prefetched or self._silent or self.load_tries.rests:
             return
         if len(self.line):
@@ -428,7 +427,7 @@ class Promises:
     def _begin_prefetch(
         self, request_id: str, keys: Sequence[Keys], start_tokens: int, settings: RequestSettings
     ) -> int:
-        """Begins to fetch as much for the request as may be prefetched now; returns the number of fetches under way."""
+        """Begins to fetch as many pages of the request as the limits allow; returns the number of fetches in flight."""
         tiers = [tier for tier in self.lookup.behind if self._tables.tiers[tier].in_use]
         ask = Ask(request_id, keys, start_tokens, None, tiers, self.room_for_loads(), settings=settings)
         if settings is not NO_SETTINGS:
@@ -436,11 +435,11 @@ class Promises:
         return self.lookup.prefetch(ask, self._room_for_prefetch(len(keys)))
 
     def _room_for_prefetch(self, groups: int) -> int:
-        """How many pages one more prefetch may bring."""
+        """Returns how many more pages may be prefetched now."""
         owners = self._tables.hub.owners
         slots = len(owners) * min(self._tables.hub.index.up_slots(owner) for owner in owners)
         room = int(PREFETCH_SLOTS * slots) - self._tables.requests.prefetched_pages()
-        # Pages still being fetched for ended requests take slots too.
+        # Pages in prefetches for which no request waits any more occupy slots too.
         room -= self._tables.ops.unawaited_prefetches()
         for tier in self.lookup.behind:
             facts = self._tables.tiers[tier].facts
@@ -451,7 +450,7 @@ class Promises:
         return max(0, room)
 
     def held_slots(self, group: int) -> set[int]:
-        """Host slots kept for requests that wait, without those that a fetch is filling."""
+        """Returns the host slots held for waiting requests, except those that a fetch is still filling."""
         held = [pages for pages in self._tables.requests.held() if pages.group == group]
         slots = {slot for pages in held for slot in pages.slots.tolist()}
         fetches = [op for op in self._tables.ops if isinstance(op, FetchOp) and op.group == group]
@@ -460,7 +459,7 @@ class Promises:
     # --- ends ---
 
     def end_lease(self, request_id: str) -> bool:
-        """Ends the request's lease; returns whether it had one."""
+        """Ends the request's lease, and returns whether it had one."""
         lease = self._tables.requests.pop_lease(request_id)
         if lease is None:
             return False
@@ -468,7 +467,7 @@ class Promises:
         return True
 
     def _end_shares(self, lease: Lease) -> None:
-        """Unpins all pages of a promise."""
+        """Unpins all pages of a lease."""
         for route in self._routes:
             for group in lease.groups:
                 route.release_share(group)
@@ -482,7 +481,7 @@ class Promises:
         if not self._limits.asks_again:
             self.line.forget(request_id)
         for order in self._tables.access_orders.pop_orders(request_id):
-            # Done here and not at each lookup or load, so that a request counts as one hit of a block.
+            # Lookups and loads do not mark blocks as used, so that a request counts as one hit of a block.
             self._tables.hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:
@@ -510,7 +509,7 @@ class Promises:
         return len(expired)
 
     def end_all(self) -> None:
-        """Ends all leases and waits, and clears the queue for room."""
+        """Ends all leases and waits, and empties the queue for host slots."""
         for request_id in self._tables.requests.leased():
             self.end_lease(request_id)
         for request_id in list(self._tables.requests.waits):

@@ -1,5 +1,5 @@
-"""Questions to tiers that must be asked for their pages: each request asks a tier once for blocks and once for a
-tail.
+"""Questions to tiers that must be asked which pages they have. For each request, a tier is asked once about whole
+blocks and once about a tail.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from flexkv.transfer.graph import NO_BLOCKS, NO_PLACES, OpId, OpKind, Priority, 
 
 
 class Questions:
-    """Asks for pages that no tier of this machine has; the request waits for the answers.
+    """Asks tiers about pages that a lookup did not find, and makes the request wait for the answers.
 
     Args:
-        alignment_tokens: every hit is a multiple of it.
+        choice: decides whether pages would arrive sooner than the engine computes them.
+        alignment_tokens: the number of tokens of every hit is a multiple of it.
 
     Attributes:
-        any: whether some tier must be asked.
+        any: whether there is a tier that must be asked.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class Questions:
         self.any = bool(self._probers)
 
     def for_blocks(self, ask: Ask, end_block: int) -> int:
-        """Asks the lookup's tiers for the blocks from `end_block` on, for groups that restore the same blocks together;
-        returns the number of answers to wait for."""
+        """Asks about the blocks from `end_block` on; for units whose groups all restore the same blocks. Returns the
+        number of answers to wait for."""
         blocks = min(map(len, ask.keys))
         if blocks <= end_block:
             return 0
@@ -50,8 +51,9 @@ class Questions:
         return self._ask(ask, asked, (blocks - end_block) * self._tables.specs[0].block_tokens)
 
     def for_boundary(self, ask: Ask, end_tokens: int, found: FoundLengths) -> int:
-        """Asks for groups that need different pages: for the pages of a group of full attention after those found, and
-        for all pages of the others up to `end_tokens`, because any of them may end a hit."""
+        """Asks about pages before `end_tokens`; for units whose groups need different pages. For a FULL group these are
+        the pages after those found. For the other groups these are all pages, because a hit may end at each of them.
+        Returns the number of answers to wait for."""
         if not self._probers or found.cut:
             return 0
         end = end_tokens - end_tokens % self._alignment_tokens
@@ -66,7 +68,8 @@ class Questions:
         return self._ask(ask, asked, end - reached)
 
     def for_tail(self, ask: Ask, tail: Sequence[TailCandidates | None], end_block: int) -> int:
-        """Asks for the tail after the last whole block."""
+        """Asks about the candidates of the tail that begins block `end_block`. Returns the number of answers to wait
+        for."""
         candidates = [each for each in tail if each is not None and each.base_block == end_block]
         if not self._probers or len(candidates) < len(tail):
             return 0
@@ -84,12 +87,14 @@ class Questions:
         saved_tokens: int,
         tail_tokens: NDArray[np.int32] | None = None,
     ) -> int:
-        """Asks each tier that was not asked before about `asked`; returns the number of answers to wait for.
+        """Asks about the keys `asked` each tier that was not asked before for this request. Returns the number of
+        answers to wait for, including those to earlier questions.
 
         Args:
             ask: the lookup that needs the answers.
-            saved_tokens: tokens that the engine need not compute if the tier has all of them.
-            tail_tokens: valid tokens of each asked key if these are candidates of a tail.
+            asked: per group, the keys.
+            saved_tokens: number of tokens that the engine need not compute if the tier has all these pages.
+            tail_tokens: number of valid tokens of each key if the keys are candidates of a tail; None for whole blocks.
         """
         waiting, is_tail = 0, tail_tokens is not None
         requests, ops = self._tables.requests, self._tables.ops
@@ -101,7 +106,7 @@ class Questions:
             if former is not None:
                 probe = ops.awaited(former)
                 if not isinstance(probe, ProbeOp):
-                    continue  # already answered: the lookup has found what the tier has
+                    continue  # The tier has answered, so the lookup has already found the tier's pages.
             else:
                 if not self._choice.ask_worth(tier, sum(map(len, asked)), saved_tokens):
                     continue
@@ -115,7 +120,7 @@ class Questions:
         return waiting
 
     def _enter(self, ask: Ask, tier: TierId, op_id: OpId) -> ProbeOp:
-        """Records as in flight a question that was asked."""
+        """Records as in flight a question that a tier was asked."""
         probe = ProbeOp(
             plan=TransferOp(op_id, OpKind.DISK_READ, 0, Priority.LOAD, NO_BLOCKS, NO_PLACES),
             role=OpRole.PROBE,

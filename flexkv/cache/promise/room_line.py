@@ -1,5 +1,5 @@
-"""The queue of requests that wait for room in host memory: a fetch begins when there are slots for all of its pages,
-and requests take turns.
+"""The queue of requests that wait for host slots. A request's fetches begin when there are free slots for all pages
+that it lacks, and requests get slots in turn.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from flexkv.cache.moves.fetches import Promotions, WantedPages
 from flexkv.cache.tiers.tables import CacheTables
 
 MAX_IN_LINE = 4096
-"""Most requests in line; further ones go on without room."""
+"""Maximum number of requests in the queue; further requests continue without the missing pages."""
 
 MAX_TURN_S = 1.0
-"""Most seconds between two questions that count as waited. An engine that has room for the request asks at every step;
-a longer pause means that it has none."""
+"""Maximum number of seconds between two of the engine's questions about a request that count as waiting. An engine that
+could run the request asks at every step. A longer pause means that it could not."""
 
 
 class Turn(Enum):
-    """Whether a request may fetch now."""
+    """What a request that needs host slots for a fetch has to do now."""
 
     FETCH = "fetch"
-    """Fetch: all missing pages find room."""
+    """The request fetches all missing pages: there are slots for them."""
     FETCH_SOME = "fetch some"
-    """Fetch as much as there is room for, and go on without the rest."""
+    """The request fetches as many missing pages as there are slots for, and continues without the others."""
     WAIT = "wait"
-    """Fetch nothing: room will come, and the engine asks again."""
+    """The request fetches nothing and waits in the queue. The engine asks again."""
     GO_ON = "go on"
-    """Fetch nothing, and go on without the missing pages."""
+    """The request fetches nothing, and continues without the missing pages."""
 
 
 @dataclass(slots=True)
 class Need:
-    """The room that a fetch of all missing pages of a request would take.
+    """The slots, pages and ops that a fetch of all missing pages of a request needs.
 
     Attributes:
-        slots: host slots, by the group that owns them.
-        held: the request's own pages in host memory or under way to it, by the group that
-            owns their slots.
-        pages: pages to fetch, by the tier from which they come.
-        fetches: fetch ops, by the tier from which they read.
+        slots: number of free host slots needed, by the group that owns the slots.
+        held: number of pages that the request has in host memory or in flight to it, by the group that owns their
+            slots.
+        pages: number of pages to fetch, by tier.
+        fetches: number of fetch ops, by tier.
     """
 
     slots: dict[int, int] = field(default_factory=dict)
@@ -59,13 +59,14 @@ class PlaceInLine:
     """One request's place in the queue.
 
     Attributes:
-        need: what the request lacks; its slots include those of pages in host memory that the request no longer leases.
-        wait_s: most seconds that it waits.
-        waited_s: seconds that it has waited so far.
-        before: number of the engine's last question but one about the request; questions are numbered over all
-            requests.
-        asked: number of the last question about the request.
-        asked_s: the clock at that question.
+        need: the slots, pages and ops that the request needs. The slots include those of its pages in host memory that
+            it no longer leases.
+        wait_s: maximum number of seconds that the request waits.
+        before: number of the engine's second-to-last question about the request, 0 for none. All questions about all
+            requests are numbered together.
+        asked: number of the engine's last question about the request.
+        asked_s: clock time of that question.
+        waited_s: number of seconds that the request has waited so far.
     """
 
     need: Need
@@ -77,18 +78,19 @@ class PlaceInLine:
 
 
 class RoomLine:
-    """Gives room for fetches to whole prompts, in the order in which their requests first asked for it.
+    """Gives host slots to requests in the order in which they first asked, to each for all pages that it lacks.
 
-    A request that waits for room holds none: it has no lease and no fetched pages. So all slots that are not available
-    to the request whose turn it is belong to ops, or to requests that have all they need, and become free by
-    themselves. Two requests never wait for each other.
+    A request that waits for slots holds none: it has no lease and no fetched pages. So all slots that are not free
+    belong to ops, or to requests that have all they need, and become free without any other request. Two requests never
+    wait for each other.
 
-    A request for which there is room does not overtake an earlier one, because small prompts would then keep a large
-    one waiting. It overtakes only requests about which the engine has not asked since the last question but one about
-    this request: the engine has no use for them now. The order in which the engine asks within a step does not matter.
+    A request does not overtake an earlier one even if there are enough slots for it, because small prompts would then
+    keep a large one waiting. It overtakes only requests about which the engine has not asked since its second-to-last
+    question about this request: the engine could not run them now. So the order of questions within a step does not
+    matter.
 
     Args:
-        asks_again: see `ManagerLimits.asks_again`. If False, no request waits, and each takes the room that there is.
+        asks_again: see `ManagerLimits.asks_again`. If False, no request waits, and each takes the slots that are free.
     """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, asks_again: bool) -> None:
@@ -97,7 +99,8 @@ class RoomLine:
         self._asks_again = asks_again
         self._places: dict[str, PlaceInLine] = {}
         self._without: set[str] = set()
-        """Requests that went on without some of their pages. They are counted once and never wait in line again."""
+        """Requests that continued without some of their pages. They are counted once, and never wait in the queue
+        again."""
         self._questions = 0
 
     def __len__(self) -> int:
@@ -106,10 +109,10 @@ class RoomLine:
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
-    # --- what a fetch takes ---
+    # --- what a fetch needs ---
 
     def need_of(self, wanted: Sequence[WantedPages], leased: Sequence[GroupLease]) -> Need:
-        """The room that a fetch of `wanted` takes, for a request that also leases `leased`."""
+        """Returns what a fetch of `wanted` needs, for a request that also leases `leased`."""
         need, index = Need(), self._tables.hub.index
         for group, share in enumerate(leased):
             owner = self._tables.hub.owner(group)
@@ -126,7 +129,8 @@ class RoomLine:
                 found = index.find(part.group, keys, ready_only=False)
                 known = found[found != NO_ENTRY]
                 lacking = len(keys) - len(known)
-                # The request has no lease on pages after a gap, which must not be evicted to make room for it.
+                # The request does not lease pages in host memory that follow a gap. They must not be evicted to free
+                # its slots, so they count as needed.
                 unleased = int(np.count_nonzero(index.pins_of(known) == 0)) if len(known) else 0
                 need.slots[owner] = need.slots.get(owner, 0) + lacking + unleased
                 need.pages[run.tier] = need.pages.get(run.tier, 0) + lacking
@@ -137,8 +141,8 @@ class RoomLine:
         return need
 
     def fits_at_once(self, wanted: Sequence[WantedPages]) -> bool:
-        """Whether no request waits and there is room for all of `wanted` even if host memory has none of it. Does not
-        look the pages up.
+        """Whether no request waits and there are slots for all pages of `wanted`, even if none of them is in host
+        memory. Does not look the pages up.
         """
         if self._places:
             return False
@@ -153,7 +157,7 @@ class RoomLine:
         return self._has_room(need)
 
     def _has_room(self, need: Need) -> bool:
-        """Whether there is room for the whole need now."""
+        """Whether everything in `need` is available now."""
         index = self._tables.hub.index
         if any(slots > index.idle_slots(owner) for owner, slots in need.slots.items()):
             return False
@@ -163,7 +167,7 @@ class RoomLine:
         )
 
     def _fits(self, need: Need) -> bool:
-        """Whether there would be room for the whole need if no other request took any."""
+        """Whether everything in `need` would be available if there were no other requests and ops."""
         for owner, slots in need.slots.items():
             if need.held.get(owner, 0) + slots > self._tables.specs[owner].slots:
                 return False
@@ -176,11 +180,11 @@ class RoomLine:
     # --- the queue ---
 
     def take_turn(self, request_id: str, need: Need, wait_s: float) -> Turn:
-        """Decides what a request whose lookup asks for room does now. Gives it a place in the queue if it must wait,
-        and removes it from the queue otherwise.
+        """Decides what a request does now whose lookup needs slots for a fetch. If it must wait, it gets a place in the
+        queue; otherwise it is removed from the queue.
 
         Args:
-            wait_s: most seconds that it waits.
+            wait_s: maximum number of seconds that it waits.
         """
         if not self._asks_again:
             return Turn.FETCH if self._has_room(need) else Turn.FETCH_SOME
@@ -192,12 +196,12 @@ class RoomLine:
         if fits and request_id not in self._without and self._note_question(request_id, place, need, wait_s):
             return Turn.WAIT
         self.leave(request_id)
-        # A prompt that never fits completely leaves the room to requests that wait for it.
+        # If all missing pages of a prompt can never fit, it fetches some of them only if no other request waits.
         return Turn.GO_ON if fits or self._places else Turn.FETCH_SOME
 
     def _note_question(self, request_id: str, place: PlaceInLine | None, need: Need, wait_s: float) -> bool:
-        """Records a question about the request, in a new place if there is one, and returns whether the request has a
-        place and time left.
+        """Records that the engine has asked about the request, which gets a place at the end of the queue if it has
+        none. Returns whether the request has a place and time left to wait.
         """
         if place is None:
             if len(self._places) >= MAX_IN_LINE:
@@ -215,8 +219,8 @@ class RoomLine:
         place.before, place.asked, place.asked_s = place.asked, self._questions, now_s
 
     def _is_first(self, place: PlaceInLine | None) -> bool:
-        """Whether the engine has not asked about any request ahead of this one since its last question but one about
-        this one.
+        """Whether the request may take slots before all others in the queue: there are none ahead of it, or the engine
+        has not asked about those since its second-to-last question about this request.
         """
         if place is None:
             return not self._places
@@ -228,11 +232,10 @@ class RoomLine:
         return True
 
     def still_waits(self, request_id: str, reads: bool) -> bool:
-        """Records that the engine asks for the request again, and returns whether a lookup would find that it must
-        wait. O(1).
+        """Records that the engine asks about the request again, and returns whether the request must still wait. O(1).
 
         Args:
-            reads: the request waits for reads or answers in any case.
+            reads: whether the request waits for fetches or answers.
         """
         place = self._places.get(request_id)
         if place is None:
@@ -243,7 +246,7 @@ class RoomLine:
         return True
 
     def _may_go(self, place: PlaceInLine) -> bool:
-        """Whether a lookup may find room, or would end the request's wait."""
+        """Whether a lookup may find enough slots, or would end the request's wait."""
         if self._is_first(place) and self._has_room(place.need):
             return True
         waited_s = place.waited_s + min(self._tables.clock() - place.asked_s, MAX_TURN_S)
@@ -252,8 +255,8 @@ class RoomLine:
     def note_released(
         self, request_id: str, leased: Sequence[GroupLease], wanted: Sequence[WantedPages]
     ) -> None:
-        """Updates the need of a request that has just ended its leases in order to wait: its pages that no other
-        request holds also need slots.
+        """Updates the need of a request that has just ended its leases in order to wait. Its pages that nothing else
+        has pinned may be evicted meanwhile, so they need slots too.
         """
         index, slots = self._tables.hub.index, dict.fromkeys(self._tables.hub.owners, 0)
         for group, share in enumerate(leased):
@@ -266,7 +269,7 @@ class RoomLine:
         self._places[request_id].need.slots = slots
 
     def leave(self, request_id: str) -> None:
-        """Removes the request from the queue, if it is in it."""
+        """Removes the request from the queue. Does nothing if it is not in the queue."""
         if self._places:
             self._places.pop(request_id, None)
 
@@ -274,10 +277,14 @@ class RoomLine:
         """Removes all requests from the queue."""
         self._places.clear()
 
-    # --- requests that stopped waiting ---
+    # --- requests that continued without pages ---
 
     def note_without(self, request_id: str, pages: Mapping[TierId, int]) -> None:
-        """Counts, once per request, that it continues without these pages, for which there was no room."""
+        """Counts, once per request, that it continues without pages for which there were no slots.
+
+        Args:
+            pages: number of these pages, by tier.
+        """
         if request_id in self._without or not any(pages.values()):
             return
         self._without.add(request_id)
@@ -286,5 +293,6 @@ class RoomLine:
             self._tables.tiers[tier].counts.no_room_pages += count
 
     def forget(self, request_id: str) -> None:
-        """Forgets the request at its end; for engines that do not ask again, at the end of its lookup."""
+        """Allows the request to be counted and to wait again. Called when the request loads or ends; for engines that
+        do not ask again, when it is released."""
         self._without.discard(request_id)

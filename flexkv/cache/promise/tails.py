@@ -1,4 +1,4 @@
-"""Partial tails: the tokens after the last whole block, with one candidate key for each possible number of tokens."""
+"""Lookups of partial tails: the tokens after the last whole block, with one key for each possible number of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ def common_tail(
     end_block: int,
     present: Callable[[int, Keys], NDArray[np.bool_]],
 ) -> int:
-    """Tokens of the longest tail at `end_block` that every group has according to `present`; 0 for none."""
+    """Returns the number of tokens of the longest tail that all groups have; 0 if there is none.
+
+    Args:
+        tail: per group, the candidates.
+        end_block: number of the block that the tail begins.
+        present: returns which keys of a group count as present, bool [keys].
+    """
     lengths: list[set[int]] = []
     for group, candidates in enumerate(tail):
         if candidates is None or candidates.base_block != end_block:
@@ -28,13 +34,14 @@ def common_tail(
 
 
 def tail_key_of(candidates: TailCandidates, tokens: int) -> Keys:
-    """The key of the tail with `tokens` tokens, shape [1, KEY_BYTES]."""
+    """Returns the key of the candidate with `tokens` tokens, shape [1, KEY_BYTES]."""
     at = np.flatnonzero(candidates.tokens == tokens)[:1]
     return np.ascontiguousarray(candidates.keys[at])
 
 
 def lease_tail(hub: Hub, lease: Lease, tail: Sequence[TailCandidates | None], end_block: int) -> None:
-    """Pins the longest tail at `end_block` that every group has in host memory, and adds it to the lease."""
+    """Pins the longest tail that all groups have in host memory, and adds it to the lease. The tail begins block
+    `end_block`."""
     found = common_tail(tail, end_block, hub.there)
     if not found:
         return

@@ -1,4 +1,4 @@
-"""Which requests wait for which fetches, and for how long."""
+"""Begins and ends the waits of requests for fetches and for tiers' answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flexkv.transfer.graph import OpId
 
 
 class FetchWaits:
-    """Begins and ends the waits of requests. A request's time to wait is kept per tier, and begins with its first
-    lookup that waits for that tier."""
+    """Begins and ends the waits of requests. The time to wait is counted separately for each tier. It begins with the
+    request's first lookup that waits for the tier."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -22,11 +22,13 @@ class FetchWaits:
     def join_fetches(
         self, request_id: str, wanted: Sequence[WantedPages], fetched: Fetched, counted: bool = True
     ) -> int:
-        """Makes the request wait for these fetches, and keeps the pages that they bring for it. Returns the number of
-        fetches.
+        """Makes the request wait for fetches, and holds for it the pages that they bring. If there are no fetches in
+        flight, unpins the pages instead. Returns the number of fetches.
 
         Args:
-            counted: count this as a lookup that waits.
+            wanted: the pages that were to be fetched.
+            fetched: the result of planning these fetches.
+            counted: whether to count the request as one that waited for each of the tiers.
         """
         tables = self._tables
         for part, pages in zip(wanted, fetched.pages, strict=True):
@@ -47,12 +49,12 @@ class FetchWaits:
         return len(fetched.ops)
 
     def join_probe(self, request_id: str, probe: ProbeOp, wait_s: float) -> None:
-        """Makes the request wait up to `wait_s` for a tier's answer."""
+        """Makes the request wait for a tier's answer to the question `probe`, for at most `wait_s` seconds."""
         probe.waiters.add(request_id)
         self._tables.requests.wait(request_id, [(probe.op_id, probe.tier, wait_s)], self._tables.clock())
 
     def skip_late(self, request_id: str) -> None:
-        """Ends the request's wait if its time is over: it continues without the tiers for which it waited."""
+        """If the request's time to wait is over, ends its wait: it continues without the tiers for which it waited."""
         wait = self._tables.requests.waits.get(request_id)
         if wait is None or not wait.ops or self._tables.clock() <= wait.ends_s:
             return
@@ -64,12 +66,12 @@ class FetchWaits:
         self._tables.requests.skip(request_id, late, MissReason.LATE)
 
     def end_prefetch(self, request_id: str) -> None:
-        """Ends the prefetch of a request, because a lookup asks for it and decides what it waits for from now on."""
+        """Ends the request's prefetch. Called by its first lookup, which then decides what the request waits for."""
         self._leave(request_id, self._tables.requests.end_prefetch(request_id))
 
     def end_wait(self, request_id: str) -> None:
-        """Ends the request's wait and the holds on its pages. Its fetches continue, because the pages that they bring
-        are useful.
+        """Ends the request's wait, and unpins the pages held for it. Its fetches continue, because other requests may
+        use the pages that they bring.
         """
         if request_id not in self._tables.requests.waits:
             return
