@@ -74,7 +74,7 @@ def show_value(row: SettingRow) -> str:
     if isinstance(row.value, tuple):
         if all(isinstance(item, str) for item in row.value):
             return os.pathsep.join(row.value)
-        return json.dumps(row.value)  # not strings, so lists of token ids
+        return json.dumps(row.value)  # not all are strings: some are lists of token ids
     if row.value == "":
         return '""'
     if isinstance(row.value, bool):

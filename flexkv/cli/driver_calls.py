@@ -1,4 +1,4 @@
-"""Calls `cuda.bindings.driver`, whose functions return tuples that start with an error code."""
+"""Checks the answers of `cuda.bindings.driver`, whose functions return tuples that start with an error code."""
 
 from __future__ import annotations
 

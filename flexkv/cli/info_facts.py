@@ -131,8 +131,8 @@ def copy_ways_facts(settings: TransferConfig) -> Facts:
 def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
     """Returns for each GPU the size of the largest pool of contiguous blocks that can be registered with cuFile.
 
-    `most_bytes` is None if the size of the GPU's BAR1 is unknown. cuFile's own limit is not read, which would open
-    cuFile's driver: when an engine starts, flexkv raises that limit to the GPU's memory.
+    `most_bytes` is None if the size of the GPU's BAR1 is unknown. cuFile's own limit does not count, because flexkv
+    raises it to the GPU's memory when an engine starts. So cuFile's driver is not opened here.
     """
     limits = [
         {

@@ -53,7 +53,7 @@ def checked_output() -> Iterator[None]:
         yield
         checked.flush()
     except OutputError:
-        # The stream's buffer still has text, whose write would fail again when the interpreter exits.
+        # Text left in the stream's buffer would fail again when the interpreter exits, so it goes to /dev/null.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
         raise

@@ -1,4 +1,4 @@
-"""`flexkv peers`: shows which units the user's units on this machine share pages with, how many pages were copied or
+"""`flexkv peers`: shows with which units the user's units on this machine share pages, how many pages they copied or
 missed, and why units do not share."""
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _print(units: list[dict[str, Any]]) -> None:
 
 
 def ask_units(folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Returns each unit's status. If a unit does not answer within `deadline_s` seconds, its entry is its card and an
-    `error`."""
+    """Returns each unit's status. If a unit does not answer within `deadline_s` seconds, its entry has its card and an
+    `error` instead."""
     return [_ask(folder, unit, facts, deadline_s) for unit, facts in read_cards(folder)]
 
 

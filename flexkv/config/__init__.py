@@ -1,8 +1,8 @@
 """flexkv's configuration: typed, validated and frozen.
 
-Its sources are, the weakest first: defaults, the YAML file (FLEXKV_CONFIG), FLEXKV_* environment variables, and the
-engine's extra config. Settings are read once, in one place, and passed on. No other part of flexkv reads settings from
-the environment.
+Its sources, from the weakest to the strongest, are the defaults, the YAML file (FLEXKV_CONFIG), FLEXKV_* environment
+variables, and the engine's extra config. Settings are read once, in one place, and passed on. No other part of flexkv
+reads settings from the environment.
 """
 
 from flexkv.config.blending import BlendConfig

@@ -24,7 +24,7 @@ from flexkv.config.sources import (
 from flexkv.errors import ConfigError
 
 ALTERNATIVES = ("host.bytes", "host.bytes_per_rank")
-"""Two settings of the same size: a source may give only one of them. If a stronger source gives one, both settings of
+"""Two settings for the size of the host tier. A source may give only one of them. If it gives one, both settings of
 weaker sources are dropped."""
 
 NEEDED_BESIDE = {

@@ -22,8 +22,8 @@ class MemoryState:
 
     Attributes:
         total: memory of the machine.
-        usable: memory that this process may take: the smallest of MemAvailable and of what each control group above
-            the process has left.
+        usable: memory that this process may take: the least of MemAvailable and the memory that is left in each control
+            group above the process.
         limited_by: the limit that determines `usable`: `MemAvailable`, or the control group's file.
         huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if the kernel has none.
         huge_pages_free: number of huge pages that are reserved and unused. They are not part of `usable`.

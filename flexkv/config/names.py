@@ -1,4 +1,4 @@
-"""Names of settings: aliases that come from other systems, and what is said about an unknown name."""
+"""Names of settings: aliases that come from other systems, and the messages for unknown names."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
     return MappingProxyType(found)
 
 
-# Computed once, because metrics are recorded at every step of an engine. If a call is not found here, its labels are in
-# a different order, or it fails.
+# Computed once, because metrics are recorded at every step of an engine. If a call's name and labels are not found
+# here, the labels are in a different order, or the call is wrong.
 _COUNTERS = _series_of(MetricKind.COUNTER)
 _GAUGES = _series_of(MetricKind.GAUGE)
 _HISTOGRAMS = _series_of(MetricKind.HISTOGRAM)

@@ -1,4 +1,4 @@
-"""The contracts of plugins: where they run, what their environment has, how they are restarted and ended.
+"""The contracts of plugins: where they run, which variables they get, how they are restarted and ended.
 
 ```
 engine's process                 keeper (one process per place)         plugins

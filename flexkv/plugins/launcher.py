@@ -17,8 +17,8 @@ from flexkv.remote.own_program import own_program
 logger = get_logger(__name__)
 
 LEVELS = {"I": logger.info, "W": logger.warning}
-"""First letter of a keeper's message -> function that logs the message. Lines that begin otherwise come from Python, if
-the keeper failed."""
+"""First letter of a keeper's message -> function that logs the message. Other lines are Python's own messages about a
+keeper that failed."""
 
 LINE_BYTES = 4096
 """Longest line that is read at once. A keeper does not write longer ones."""

@@ -278,7 +278,7 @@ class UnitServer:
         self._go_on(connection)
 
     def _go_on(self, connection: Connection) -> None:
-        """Begins the next call after the last answer was sent. So answers cannot pile up if a plugin reads none."""
+        """Begins the next call if all of the last answer was sent. So answers cannot pile up if a plugin reads none."""
         if connection.socket.fileno() >= 0 and connection.call is None and not connection.unsent:
             self._begin_call(connection)
 

@@ -30,7 +30,7 @@ Key = tuple[int, bytes]
 """Group and block key."""
 
 NO_SLOT = -1
-"""In place of a slot: the page moves between engine and disk without host memory."""
+"""Stands for the slot of a page that moves between engine and disk without host memory."""
 
 ManagerFactory = Callable[..., LocalCacheManager]
 """Makes the manager of a run. Takes the arguments of `LocalCacheManager`."""

@@ -24,7 +24,7 @@ class SimDiskLane:
         left: op id -> positions of the pages that have not moved yet.
         ops: op id -> op in flight.
         failed: op id -> positions of the pages that failed.
-        missing: op id -> positions of a read's pages that their disk slots do not hold.
+        missing: op id -> positions of a read's pages that were not in their disk slots.
         slot_states: group and host slot -> the last read that brought a page to the slot, and whether the page is good.
         rank_ops: op id -> op that the ranks carry out. While it is in flight, no other op may write a disk slot that it
             reads, or use a disk slot that it writes.
@@ -72,8 +72,8 @@ class SimDiskLane:
                 require(not shared, "a disk slot was given away while an op uses it")
 
     def move_page(self, op_id: int, fails: bool) -> bool:
-        """Moves the next page of an op. If `fails`, the destination has garbage, or no page on disk. Returns whether it
-        was the op's last page."""
+        """Moves the next page of an op, and returns whether it was the op's last page. If `fails`, a host slot has
+        garbage afterwards, and a disk slot has no page."""
         op, page = self.ops[op_id], self.left[op_id].pop(0)
         place, identity = int(op.places[page]), identities(op)[page]
         if op.kind in WRITES:

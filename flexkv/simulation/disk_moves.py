@@ -95,7 +95,7 @@ class DiskMoves:
             world.disk_ended[op_id] = op
 
     def deliver(self) -> None:
-        """Hands the manager the result of a finished op. It is chosen at random, so not always the first to finish."""
+        """Hands the manager the result of a finished op, which is chosen at random."""
         world = self.world
         if not self._outbox:
             return

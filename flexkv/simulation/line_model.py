@@ -80,7 +80,7 @@ class LineModel:
             require(not self._fits(wanted, most), "room was given to a part of a prompt")
 
     def check_told_to_wait(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that has to wait: it must not have been the request's turn, or there is no room for
+        """Checks a lookup that has to wait: either it was not the request's turn, or there must be no room for
         `wanted`."""
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
@@ -107,8 +107,8 @@ class LineModel:
         return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)
 
     def _fits(self, wanted: Sequence[Key], most: ReadRoom) -> bool:
-        """Returns whether an empty host memory could hold all wanted pages at once, and the limits on reads allow
-        those to be read that are not in host memory now.
+        """Returns whether an empty host memory could hold all wanted pages at once, and those that are not in host
+        memory now could be read at once.
         """
         lacking = [key for key in wanted if key not in self.model.visible]
         if len(lacking) > most.pages or len({group for group, _ in lacking}) > most.ops:

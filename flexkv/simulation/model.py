@@ -44,7 +44,7 @@ class Model:
         return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
 
     def held_slots(self, group: int) -> set[int]:
-        """Returns the slots that belong to an op or a lease, or whose pages were fetched for a waiting request."""
+        """Returns the slots that an op in flight or a lease uses, or whose pages were fetched for a waiting request."""
         sharing = self.shares(group)
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] in sharing}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
@@ -280,8 +280,8 @@ class Model:
             self.pending.update((key, op_id) for key in op.keys)
 
     def bar(self, request_id: str, first_token: int) -> int:
-        """Applies `discard_from`: revokes the request's stores in flight of pages that reach beyond `first_token`.
-        Returns how many pages it revokes."""
+        """Applies `discard_from`: revokes those pages of the request's stores in flight that reach beyond
+        `first_token`. Returns how many pages it revokes."""
         count = 0
         for op_id, op in self.ops.items():
             if op.request_id == request_id and op.role is OpRole.STORE:
@@ -428,7 +428,7 @@ class Model:
     # --- expiry ---
 
     def note_times(self, expiries: dict[Key, int]) -> None:
-        """Records when pages expire in host memory to which a planned op brings them, in Unix seconds; 0 for never."""
+        """Records when the pages that a planned op brings to host memory expire, in Unix seconds; 0 for never."""
         self.expiry.update(expiries)
 
     def expire(self, now_s: int) -> set[Key]:

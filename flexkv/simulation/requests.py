@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Requests:
-    """Takes actions for requests, most of which are chosen at random."""
+    """Each public method makes an event happen, most of them to a request that is chosen at random."""
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world

@@ -34,7 +34,7 @@ class RoomJudge:
 
     @property
     def _can_tell(self) -> bool:
-        """Whether the judge can tell what a lookup fetches: all wanted pages on disk, if there is room."""
+        """Whether the lookup's reads can be predicted: it reads all wanted pages that are on disk, if there is room."""
         config = self._world.config
         others = config.measured_steps or config.gds_loads or config.tier_places or config.remote
         prefixes = all(spec.rule is Rule.FULL for spec in config.groups)

@@ -42,7 +42,7 @@ class SymbolicStore:
     """Takes the place of a remote tier's lane and its store. Nothing happens until the simulation calls a method.
 
     Attributes:
-        values: key, which stands for the name -> value.
+        values: the values. Each key stands for a value's name.
         questions: questions that are not answered yet.
         down_reason: why the store is not used; empty if it is used.
     """

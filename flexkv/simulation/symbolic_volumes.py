@@ -1,8 +1,8 @@
 """Simulated disks without bytes: each disk slot (`place` in code) has a page's identity and one symbol per rank.
 
-They implement what matters to a manager of the contract `flexkv.storage.base.Volumes`, and check the manager's
-requests. It must not use a disk whose loss it knows, publish a page that was not written, or overwrite a page before it
-has recorded the page's eviction.
+They implement the parts of the contract `flexkv.storage.base.Volumes` that matter to a manager, and check the manager's
+requests. A manager must not use a disk whose loss it knows, publish a page that was not written, or overwrite a page
+before it has recorded the page's eviction.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ class SymbolicVolumes(Volumes):
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """Checks that these pages of an op are still in the durable index, because none failed due to its content."""
+        """Checks that these pages of an op are still in the durable index. None of them failed because of its
+        content."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:

@@ -136,7 +136,7 @@ class TierMoves:
             del self.tier.content[group][random.choice(places)]
 
     def deliver(self) -> None:
-        """Hands the manager the result of a finished op. It is chosen at random, so not always the first to finish."""
+        """Hands the manager the result of a finished op, which is chosen at random."""
         world = self.world
         ended = [each for each in self._moving.values() if each.result is not None]
         if not ended:

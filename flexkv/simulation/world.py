@@ -113,8 +113,8 @@ class World:
         self.disk_ended: dict[int, TransferOp] = {}
         self.live: list[SimRequest] = []
         self.retired: deque[tuple[str, list[list[int]]]] = deque(maxlen=RETIRED)
-        """Request and block table of requests that have lost their blocks. A load into one of the blocks may still
-        fail."""
+        """Request id and block table of each request that has lost its blocks. A load into one of these blocks may
+        still fail."""
         self.ops: dict[int, TransferOp] = {}
         self.report = SimulationReport()
         self.lost_until = 0
@@ -184,8 +184,8 @@ class World:
             self.recorder.expiring |= self.model.expire(self.unix_s)
 
     def expiries_of(self, group: int, keys: Keys, ttl_s: int | None) -> list[int]:
-        """Returns when pages expire that a store brings to host memory now, in Unix seconds: after `ttl_s`, or with
-        their copy on disk if that expires earlier. NEVER if neither expires.
+        """Returns when the pages that a store brings to host memory now will expire, in Unix seconds: after `ttl_s`, or
+        with their copy on disk if that is earlier. NEVER if neither expires.
         """
         ends = self.unix_s + ttl_s if ttl_s else NEVER
         on_disk = self.disk_tier.expiries_there(group, keys) if self.config.disk_places else None

@@ -23,7 +23,7 @@ class ComparisonRow:
         p99_ms: 99th percentile of single copies in milliseconds; None if the method does not time single copies.
         path: what moved the bytes; empty if nothing ran.
         multiprocessors: multiprocessors that the method takes from the engine's kernels.
-        share: the rate, divided by the rate that `note` states; None if there is no rate to compare with.
+        share: ratio of this rate to the rate that `note` describes; None if there is no rate to compare with.
         note: the conditions of the measurement, or why there is none.
     """
 

@@ -240,4 +240,4 @@ def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[
 
 
 def _nothing() -> None:
-    """Called between two repetitions of a work that runs alone, where no copies have to be kept going."""
+    """Passed to `EngineWork.run` as `between` if a work runs alone, without copies."""

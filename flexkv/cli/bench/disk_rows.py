@@ -306,8 +306,8 @@ def _path_of(lane: c_ext.GdsLane, multiprocessors: int) -> tuple[str, int]:
 
 
 def path_of_totals(totals: c_ext.GdsTotals) -> str:
-    """Returns a word for the path. It is "direct" only if every byte of every page went directly between disk and pool,
-    and "not known" if cuFile does not say whether its calls went through another buffer."""
+    """Says how the bytes moved: "direct" only if every byte of every page went directly between disk and pool, "not
+    known" if cuFile does not say whether its calls went through another buffer."""
     if not totals["straight_pages"]:
         return "staged"
     if totals["straight_pages"] < totals["pages"]:

@@ -15,7 +15,7 @@ from flexkv.cli.bench.torch_baseline import SMALL_BYTES, load_torch
 
 STEP, PRODUCT, SMALL_D2H, SMALL_H2D = "decoding step", "large product", "small D2H", "small H2D"
 LAUNCH = "launch calls of a step"
-"""Not a kind of work, but a second time of `STEP`: until its calls return."""
+"""Not a kind of work of its own: the part of a `STEP`'s time until its calls have returned."""
 WORKS = (STEP, PRODUCT, SMALL_D2H, SMALL_H2D)
 STEP_LAYERS = 64
 STEP_ROWS, STEP_WIDTH = 64, 4096

@@ -28,7 +28,7 @@ class EventClock:
             made.callback(lambda: done(driver.cuDevicePrimaryCtxRelease(number), "cuDevicePrimaryCtxRelease"))
             done(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
             made.callback(lambda: done(driver.cuCtxPopCurrent(), "cuCtxPopCurrent"))
-            # Non-blocking, because the default stream and other streams wait for each other.
+            # A non-blocking stream, because any other stream and the default stream wait for each other.
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self.stream = done(driver.cuStreamCreate(flags), "cuStreamCreate")
             made.callback(lambda: done(driver.cuStreamDestroy(self.stream), "cuStreamDestroy"))

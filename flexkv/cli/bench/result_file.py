@@ -70,7 +70,7 @@ class ResultFile:
             "processor": self.processor,
         }
         self._content |= {name: [asdict(row) for row in rows] for name, rows in kinds.items()}
-        # Opens it under the given name, because a link under /proc to a pipe has a target that is not a path.
+        # Opens the path as it was given, because a link under /proc to a pipe has a target that is not a path.
         if self._path.exists() and not self._path.is_file():
             with self._path.open("w") as stream:
                 stream.write(json.dumps(self._content) + "\n")

@@ -117,7 +117,7 @@ def pooled_engine(
     """Yields a transfer engine between a layer-first pool at `base` and a host pool with as many slots as `blocks`.
 
     Also yields whether the GPU has registered, or refused to register, all these slots. Before that, copies may not
-    use the intended path, so this waits for it for at most `WAIT_S`.
+    use the intended path, so this function first waits for it, at most `WAIT_S` seconds.
 
     Args:
         base: address of the pool's memory on `device`, which has `layers` x `blocks` x `run_bytes` bytes.
@@ -254,8 +254,8 @@ class TransferBench:
         """Measures the rate of each direction alone, "H2D" and "D2H"; None if one block has more bytes than are moved.
 
         Raises:
-            ContractError: in `WAIT_S` the GPU did not try to register all of the host pool, whose unregistered memory
-                the kernel cannot copy.
+            ContractError: the GPU had not tried to register all of the host pool after `WAIT_S` seconds. The kernel
+                cannot copy unregistered memory.
         """
         blocks = self._total // (run_bytes * LAYERS)
         if blocks < 1:

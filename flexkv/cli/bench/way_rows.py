@@ -68,7 +68,7 @@ def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
 
 def chosen_ways(rows: Sequence[WayRow]) -> CopyWays:
     """Returns the table. In each direction the kernel copies runs shorter than a limit, and the copy engine all others.
-    The limit is the shortest length from which the copy engine is preferred at every length."""
+    The limit is the shortest length at and above which the copy engine is preferred at every length."""
 
     def below(direction: str) -> int:
         mine = sorted((row for row in rows if row.direction == direction), key=lambda row: -row.run_bytes)

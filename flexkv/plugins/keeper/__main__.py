@@ -23,7 +23,7 @@ PR_SET_NO_NEW_PRIVS = 38
 STDIN, STDOUT = 0, 1
 
 KILL_LOOK_S = 0.01
-"""Seconds between two looks whether the processes that the keeper has killed have ended."""
+"""Seconds between two checks whether the processes that the keeper has killed have ended."""
 
 
 class Keeper:
@@ -69,7 +69,7 @@ class Keeper:
         self._end()
 
     def _wake_s(self, now_s: float) -> float | None:
-        """Returns the seconds until a plugin is to be started or read again; None if neither is to be done."""
+        """Returns the seconds until the next planned start of a plugin or read of its output; None if there is none."""
         due = [run.starts_at_s for run in self._runs if run.starts_at_s is not None]
         due += [run.reads_at_s for run in self._runs if run.reads_at_s]
         return max(0.0, min(due) - now_s) if due else None
