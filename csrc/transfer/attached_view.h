@@ -1,5 +1,5 @@
-// What the transfer engine moves for one KV group: the rank's view of the engine's pool, and the rank's
-// stripe in the host pool's slots.
+// What the ops of one KV group move on one rank: blocks in the rank's view of the inference engine's pool,
+// and the rank's stripe in the slots of the host pool.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,37 +13,39 @@
 
 namespace flexkv {
 
-// The digest offset for slots without room for this rank's run digests: its pages are then not verified.
+// The digest offset of a rank whose slots have no run digests. Its pages are not verified.
 inline constexpr int64_t kNoDigests = -1;
 
-// Immutable. An op keeps a reference to it, and so to the host pool's memory, while the op may touch a byte.
+// An attached view does not change after construction. An op keeps a reference to its view, and so to the
+// host pool's memory, for as long as it may read or write bytes.
 class AttachedView {
  public:
-  // `digest_offset`: where in a slot this rank's run digests lie, 8 bytes for each of view.runs(), or
-  // kNoDigests. Throws GeometryError unless the stripe lies in a slot on a 4 KiB boundary, and the digests on
-  // an 8-byte one outside of it.
+  // `stripe_offset`: offset of the rank's stripe in a slot, a multiple of 4 KiB. `digest_offset`: offset of
+  // the rank's run digests in a slot, a multiple of 8, or kNoDigests; there are 8 bytes for each of
+  // view.runs(). Throws GeometryError if an offset is invalid, stripe or digests do not fit in a slot, or
+  // they overlap.
   AttachedView(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                int64_t stripe_offset, int64_t digest_offset);
 
   int32_t group() const { return group_; }
   const KvView& view() const { return *view_; }
   const HostPool& pool() const { return *pool_; }
-  // Unit: bytes. The size of one page's layers [lo, hi).
+  // Unit: bytes. The size of layers [lo, hi) in the rank's stripe of one page.
   int64_t layer_bytes(int32_t lo, int32_t hi) const;
-  // The first layer of each range of layers in which a page moves, from 0. A range has at most
-  // kSubBatchBytes, or a single layer.
+  // The first layer of each range of layers in which a page is moved, ascending from 0. A range has at most
+  // kSubBatchBytes, or a single layer that is larger.
   const std::vector<int32_t>& ranges() const { return ranges_; }
 
   std::byte* stripe(int32_t slot) const { return pool_->slot_address(slot) + stripe_offset_; }
   bool has_digests() const { return digest_offset_ != kNoDigests; }
-  // The array of run digests: entry i is for run i of view().runs(). Precondition: has_digests().
+  // The array of run digests in a slot: entry i is for run i of view().runs(). Precondition: has_digests().
   uint64_t* digests(int32_t slot) const {
     return reinterpret_cast<uint64_t*>(pool_->slot_address(slot) + digest_offset_);
   }
-  // The numbers of one layer's runs.
+  // The numbers of one layer's runs in view().runs().
   const std::vector<size_t>& runs_of(int32_t layer) const { return layer_runs_[static_cast<size_t>(layer)]; }
-  // The segments that a copy of layers [lo, hi) loops over. They are coalesced if [lo, hi) is all layers, one
-  // of ranges() or a single layer; else they are each layer's own segments, one layer after another.
+  // The segments that a copy of layers [lo, hi) loops over. Adjacent segments are merged if [lo, hi) is all
+  // layers, one of ranges() or a single layer; otherwise they are merged only within each layer.
   std::span<const Segment> segments(int32_t lo, int32_t hi) const;
 
  private:
@@ -52,11 +54,11 @@ class AttachedView {
   std::shared_ptr<HostPool> pool_;
   int64_t stripe_offset_;
   int64_t digest_offset_;
-  std::vector<Segment> by_layer_;    // segments of layer 0, then of layer 1, ...
-  std::vector<size_t> layer_begin_;  // into by_layer_, num_layers + 1 entries
+  std::vector<Segment> by_layer_;    // segments of layer 0, then of layer 1, and so on
+  std::vector<size_t> layer_begin_;  // index of each layer's first segment in by_layer_, then its size
   std::vector<int64_t> layer_bytes_;
   std::vector<int32_t> ranges_;
-  std::vector<std::vector<Segment>> by_range_;  // empty where there is one range
+  std::vector<std::vector<Segment>> by_range_;  // segments of each range; empty if there is only one range
   std::vector<std::vector<size_t>> layer_runs_;
 };
 

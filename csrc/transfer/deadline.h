@@ -1,4 +1,4 @@
-// Converts deadlines that callers state as seconds from now.
+// Conversions of deadlines that callers give in seconds from now.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -7,11 +7,12 @@ namespace flexkv {
 
 using Clock = std::chrono::steady_clock;
 
-// Unit: seconds. Longer waits would overflow the clock's arithmetic; nobody waits 100 days.
+// Unit: seconds. Longer waits are cut to this, about 100 days, because they could overflow the clock's
+// arithmetic.
 inline constexpr double kLongestWaitS = 1e7;
 
 inline std::chrono::nanoseconds to_duration(double seconds) {
-  // Written as `seconds > 0` so that NaN becomes 0.
+  // The condition is `seconds > 0`, so that NaN becomes 0.
   const double bounded = seconds > 0 ? std::min(seconds, kLongestWaitS) : 0.0;
   return std::chrono::nanoseconds(static_cast<int64_t>(bounded * 1e9));
 }

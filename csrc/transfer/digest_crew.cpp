@@ -19,13 +19,13 @@
 namespace flexkv {
 namespace {
 
-// The job of one caller. A thread of the crew looks at it only between two shares.
+// The job of one caller, whose shares the crew's threads take.
 struct Post {
   DigestJob job;
-  bool taken = false;  // a caller uses this job
-  size_t next = 0;     // next share to take
-  size_t shares = 0;
-  int helping = 0;  // threads of the crew that have a share
+  bool taken = false;  // whether a caller uses this object
+  size_t next = 0;     // number of the next share to take
+  size_t shares = 0;   // number of shares
+  int helping = 0;     // number of the crew's threads that are working on a share
   std::condition_variable helped;
 };
 
@@ -40,18 +40,18 @@ struct DigestCrew::Shared {
   void digest(Post& post, size_t share) const;
   std::vector<std::thread> end();
 
-  size_t most = 0;  // threads of the crew
+  size_t most = 0;  // how many threads the crew may have
   OnShare on_share;
 
   std::mutex mutex;  // never held while bytes are digested
   std::condition_variable open;
-  std::array<Post, 2> posts;  // one per DigestWork, so that no job queues
+  std::array<Post, 2> posts;  // one per DigestWork, so that checks and writes do not wait for each other
   std::vector<std::thread> threads;
   bool ending = false;
 };
 
-// Call under the lock. Checks come first, because a load waits for them, and so does the thread that enqueues
-// all copies.
+// Returns a job with shares that no thread has taken, or null. Prefers checks, because loads and the thread
+// that enqueues all copies wait for them. Precondition: the caller holds the lock.
 Post* DigestCrew::Shared::open_post() {
   const auto found =
       std::find_if(posts.begin(), posts.end(), [](const Post& post) { return post.next < post.shares; });
@@ -63,7 +63,7 @@ void DigestCrew::Shared::digest(Post& post, size_t share) const {
   post.job.digest(share);
 }
 
-// A thread of the crew runs this.
+// The body of the crew's threads.
 void DigestCrew::Shared::help() {
   std::unique_lock lock(mutex);
   for (;;) {
@@ -79,8 +79,8 @@ void DigestCrew::Shared::help() {
   }
 }
 
-// Call under the lock. If the system refuses a thread, the next job asks again, so there is at most one
-// failing call per job.
+// Starts the crew's threads that do not run yet. If the system refuses one, this gives up until the next job.
+// Precondition: the caller holds the lock.
 void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
   try {
     while (!shared->ending && shared->threads.size() < shared->most) {
@@ -88,11 +88,11 @@ void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
       pthread_setname_np(shared->threads.back().native_handle(), "flexkv-digest");
     }
   } catch (const std::exception&) {
-    // The threads that did start help, or the caller works alone.
+    // Ignored: the threads that have started help, and without any the caller works alone.
   }
 }
 
-// Returns false if the caller has to work alone; then nothing was done.
+// Does the work with the crew's help. Returns false, with nothing done, if the caller has to work alone.
 bool DigestCrew::Shared::run(const std::shared_ptr<Shared>& shared, DigestWork work, const AttachedView& view,
                              std::span<const int32_t> slots, int32_t lo, int32_t hi,
                              std::span<MoveResult> results) {
@@ -135,7 +135,8 @@ bool DigestCrew::Shared::run(const std::shared_ptr<Shared>& shared, DigestWork w
   return true;
 }
 
-// Call without the lock.
+// Makes the threads return after their current shares, and passes them to the caller, which joins or detaches
+// them. Precondition: the caller does not hold the lock.
 std::vector<std::thread> DigestCrew::Shared::end() {
   const std::lock_guard lock(mutex);
   ending = true;

@@ -1,4 +1,4 @@
-// Threads that help the calling thread to make and check the digests of pages.
+// A crew of threads that help the calling thread to compute and check the digests of pages.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -9,36 +9,39 @@
 
 namespace flexkv {
 
-// Unit: threads. A job has 32 shares at most: with more threads, each would get fewer than two shares.
+// Unit: threads. A job usually has at most 32 shares, so that more threads would get fewer than two shares
+// each.
 inline constexpr int32_t kMostDigestThreads = 16;
 inline constexpr int32_t kUsualDigestThreads = 4;
 
-// The caller digests as well and never depends on the others: if threads are busy or could not be started, it
-// does more of the work itself. The first call with enough work for two starts the threads.
+// The calling thread computes digests, too. If the crew's threads are busy or could not be started, it does
+// more of the work itself. The threads are started by the first call that has enough work for two threads.
 class DigestCrew {
  public:
   using OnShare = std::function<void(DigestWork)>;
-  // `threads`: how many work for one caller, including the caller itself, so the crew has one fewer; with 1
-  // there is no crew. `on_share` is for tests: each thread calls it when it has taken a share, before it
-  // digests; it must not throw. Throws ConfigError unless 1 <= threads <= kMostDigestThreads.
+  // `threads`: how many threads work for one caller. This includes the caller, so the crew has one thread
+  // fewer; with 1 there is no crew. `on_share`: for tests; each thread calls it after it has taken a share
+  // and before it computes digests. It must not throw. Throws ConfigError if `threads` is not in [1,
+  // kMostDigestThreads].
   explicit DigestCrew(int32_t threads = kUsualDigestThreads, OnShare on_share = {});
-  // Joins the threads; call abandon() first if a caller may still be inside.
+  // Joins the threads. If a caller may still be in check() or write(), call abandon() first.
   ~DigestCrew();
   DigestCrew(const DigestCrew&) = delete;
   DigestCrew& operator=(const DigestCrew&) = delete;
 
-  // Both process layers [lo, hi) of the page in each of `slots`. Several threads may call them at once: the
-  // crew serves one checking and one writing caller at a time, checks first; further callers work alone.
-  // Precondition: view.has_digests().
-  // - Does check_digests(), with one result per slot. Throws std::bad_alloc.
+  // check() and write() process layers [lo, hi) of the page in each of `slots`. Several threads may call them
+  // at once. The crew helps one caller of check() and one of write() at a time, and check() first; further
+  // callers work alone. Precondition: view.has_digests().
+  //
+  // Does what check_digests() does, and writes one result per slot. Throws std::bad_alloc.
   void check(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi,
              std::span<MoveResult> results);
-  // - Does write_digests_of_stripe(). Precondition: no slot is named twice.
+  // Does what write_digests_of_stripe() does. Precondition: no slot occurs twice in `slots`.
   void write(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi) noexcept;
 
-  // Ends each thread after its current share, and joins them. Later callers work alone.
+  // Makes the threads return after their current shares, and joins them. Later callers work alone.
   void join();
-  // The same without waiting: the threads own everything they touch.
+  // Makes the threads return after their current shares, without waiting. They own everything they use.
   void abandon();
 
  private:

@@ -10,7 +10,7 @@ namespace flexkv {
 namespace {
 
 constexpr uint64_t kNone = UINT64_MAX;
-// Parts of a run are whole leaves.
+// When a run is cut into parts, each part must consist of complete leaves of the digest.
 static_assert(kDigestShareBytes % kLeafBytes == 0);
 
 }  // namespace
@@ -26,7 +26,8 @@ void DigestJob::plan(DigestWork work, const AttachedView& view, std::span<const 
   for (int32_t layer = lo; layer < hi; ++layer) {
     runs_.insert(runs_.end(), view.runs_of(layer).begin(), view.runs_of(layer).end());
   }
-  // The remainder of a long run joins the portion before it, so that no part of a run is small.
+  // A run is cut only if it has at least two shares. What remains at its end is added to the last portion, so
+  // that no portion is small.
   const auto is_cut = [&](size_t at) { return bytes_of(at) >= 2 * kDigestShareBytes; };
   int64_t page_bytes = 0;
   for (size_t at = 0; at < runs_.size();) {
@@ -49,7 +50,7 @@ void DigestJob::plan(DigestWork work, const AttachedView& view, std::span<const 
     at = portion.end;
   }
   found_.resize(slots.size() * portions_.size());
-  // Several small pages make up one share.
+  // If pages are small, several of them make up one share.
   share_portions_ = 1;
   if (portions_.size() == 1 && page_bytes < kDigestShareBytes) {
     share_portions_ = static_cast<size_t>(kDigestShareBytes / std::max<int64_t>(page_bytes, 1));
@@ -92,8 +93,8 @@ void DigestJob::finish(std::span<MoveResult> results) const {
   }
 }
 
-// Combines the parts of long runs, in the order of the runs, so that the result names the first bad run no
-// matter which thread found one first.
+// Combines the results of all portions of a page. It goes in the order of the runs, so that the result
+// reports the first bad run, whichever thread finished first.
 MoveResult DigestJob::finish_page(int32_t slot, const uint64_t* found) const {
   for (size_t i = 0; i < portions_.size();) {
     const size_t first = portions_[i].first;

@@ -1,5 +1,5 @@
-// The work of digesting some pages' stripes, cut into shares that threads may take in any order. It has
-// neither threads nor locks; those are in digest_crew.h.
+// The work of computing or checking the digests of some pages' stripes. It is cut into shares, which threads
+// may take in any order. The threads and locks are in digest_crew.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,50 +10,51 @@
 
 namespace flexkv {
 
-// Unit: bytes. About the size of a share, which takes some 20 us to digest: long enough that taking a lock
-// twice costs little in comparison, and short enough that a few MiB keep several threads busy to the end.
+// Unit: bytes. The approximate size of a share, whose digests take about 20 us. This is long enough that
+// taking a lock twice costs little in comparison, and short enough that a few MiB keep several threads busy
+// to the end.
 inline constexpr int64_t kDigestShareBytes = int64_t{256} << 10;
 
 enum class DigestWork { kCheck, kWrite };
 
-// One object serves many jobs, so that the memory of its plan is allocated once.
+// An object is used for many jobs one after another, so that the memory of its plan is reused.
 class DigestJob {
  public:
-  // Cuts up layers [lo, hi) of the page in each of `slots`, which must live until finish() has returned.
-  // Precondition: view.has_digests(). Throws std::bad_alloc.
+  // Begins a job: divides layers [lo, hi) of the page in each of `slots` into shares. `view` and `slots` must
+  // stay valid until finish() has returned. Precondition: view.has_digests(). Throws std::bad_alloc.
   void plan(DigestWork work, const AttachedView& view, std::span<const int32_t> slots, int32_t lo,
             int32_t hi);
   DigestWork work() const { return work_; }
   size_t shares() const { return shares_; }
-  // Several threads may call this at once, each with a different share.
+  // Does the work of one share. Several threads may call this at once, each with a different share.
   void digest(size_t share) noexcept;
-  // Call after the last share. For a check, writes check_digests()'s result for each slot. For a write,
-  // completes the digests; `results` is then empty.
+  // Finishes the job after all shares. For a check, writes the result of check_digests() for each slot to
+  // `results`. For a write, writes the digests of long runs; `results` must be empty.
   void finish(std::span<MoveResult> results) const;
 
  private:
-  // Whole runs, or `bytes` of a long one. All pages are cut alike.
+  // A portion of a page: complete runs, or a part of a long run. All pages have the same portions.
   struct Portion {
-    size_t first = 0;  // into runs_
-    size_t end = 0;
-    int64_t offset = 0;
-    int64_t bytes = 0;  // 0: whole runs
+    size_t first = 0;    // index in runs_ of the first run
+    size_t end = 0;      // index in runs_ after the last run
+    int64_t offset = 0;  // start of the part in the run; 0 for complete runs
+    int64_t bytes = 0;   // length of the part; 0 for complete runs
   };
 
   int64_t bytes_of(size_t at) const { return view_->view().runs()[runs_[at]].run_bytes; }
-  // The result for one portion: if it consists of whole runs, the first bad one or kNone; if it is a part of
-  // a run, the sum of its terms.
+  // Processes one portion. If it has complete runs, returns the index in runs_ of the first bad one, or
+  // kNone. If it is a part of a run, returns the sum of the digest's terms for that part.
   uint64_t found_in(int32_t slot, const Portion& portion) const noexcept;
   MoveResult finish_page(int32_t slot, const uint64_t* found) const;
 
   DigestWork work_ = DigestWork::kCheck;
   const AttachedView* view_ = nullptr;
   std::span<const int32_t> slots_;
-  std::vector<size_t> runs_;  // numbers of the runs of layers [lo, hi), in the order of the check
-  std::vector<Portion> portions_;
-  std::vector<uint64_t> found_;  // for the first page's portions, then for the next page's, ...
-  size_t share_portions_ = 1;    // entries of found_ per share
-  size_t shares_ = 0;
+  std::vector<size_t> runs_;       // numbers of the runs of layers [lo, hi), in the order of check_digests()
+  std::vector<Portion> portions_;  // the portions of each page
+  std::vector<uint64_t> found_;    // result of each portion of each page, page by page
+  size_t share_portions_ = 1;      // number of portions per share
+  size_t shares_ = 0;              // number of shares
 };
 
 }  // namespace flexkv

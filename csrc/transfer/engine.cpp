@@ -14,11 +14,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How long a destructor waits for items under way; an item of 8 MiB takes about a millisecond.
+// Unit: seconds. How long the destructor waits for work items in flight. An item of 8 MiB takes about
+// a millisecond.
 constexpr double kDestructorWaitS = 2.0;
-// Unit: threads. More would only contend for memory bandwidth.
+// Unit: threads. More threads would only contend for memory bandwidth.
 constexpr int32_t kMostCopyThreads = 64;
-// Unit: ops. Bounds one (kind, priority) queue's memory at some tens of MiB.
+// Unit: ops. The limit keeps the memory of one (kind, priority) queue at some tens of MiB.
 constexpr int32_t kMostQueueOps = 1 << 20;
 
 EngineOptions checked(const EngineOptions& options) {
@@ -32,7 +33,8 @@ EngineOptions checked(const EngineOptions& options) {
   return options;
 }
 
-// Throws ContractError, and claims none, if one of the lanes already serves an engine.
+// Claims all lanes. Throws ContractError, and claims none, if one of them already belongs to a transfer
+// engine.
 void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   for (size_t i = 0; i < lanes.size(); ++i) {
     if (lanes[i]->claim()) continue;
@@ -42,7 +44,7 @@ void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   }
 }
 
-// Throws ContractError if a stream is missing for a lane with streams, or given to a lane without.
+// Throws ContractError if a lane with streams gets no stream, or a lane without streams gets one.
 void check_stream(const std::string& who, const Lane& lane, const std::optional<StreamId>& stream) {
   if (lane.needs_stream() == stream.has_value()) return;
   throw ContractError(who + ": lane " + lane.name() +
@@ -57,8 +59,8 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
     : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
       op_stuck_s_(options.op_stuck_s),
       home_(getpid()) {
-  // A device's lane replaces the host copies, because the engine's pool is either on a device or in plain
-  // memory.
+  // A lane with streams replaces the lane for host copies, because the inference engine's pool is either on
+  // a device or in ordinary memory.
   const bool on_device =
       std::any_of(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->needs_stream(); });
   if (!on_device) lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
@@ -73,8 +75,8 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
 
 TransferEngine::~TransferEngine() {
   if (forked()) {
-    // Leaks these objects: joining threads that this process does not have, or destroying what they sleep on,
-    // would wait forever.
+    // Leaks these objects. Joining threads that this process does not have, or destroying the condition
+    // variables on which they sleep, would block forever.
     new std::shared_ptr<Scheduler>(scheduler_);
     new std::vector<std::shared_ptr<Lane>>(lanes_);
     new std::thread(std::move(watchdog_));
@@ -83,7 +85,7 @@ TransferEngine::~TransferEngine() {
   }
   if (close(kDestructorWaitS)) return;
   for (const auto& lane : lanes_) lane->abandon();
-  if (watchdog_.joinable()) watchdog_.join();  // these threads never wait for a lane
+  if (watchdog_.joinable()) watchdog_.join();  // does not block: neither of these threads waits for a lane
   if (slot_watch_.joinable()) slot_watch_.join();
 }
 
@@ -166,8 +168,7 @@ LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double de
   if (!answer.in_time || !answer.failed.empty()) return answer;
   for (const auto& [kind, event] : answer.events) {
     if (lane_of(kind)->make_wait(*event, stream).empty()) continue;
-    // The stream cannot wait, so this thread does: work enqueued on the stream after this finds the layer
-    // there.
+    // The stream could not be made to wait, so this thread waits until the layer is in place.
     return scheduler_->wait_layer(ticket, layer, seconds_until(deadline));
   }
   return answer;
@@ -245,7 +246,8 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
 
 bool TransferEngine::forked() const { return getpid() != home_; }
 
-// In a forked child, threads that do not exist there may hold the locks forever.
+// Throws ClosedError in a forked child. Calls cannot work there, because the engine's threads, which do not
+// exist in the child, may have held its locks during the fork.
 void TransferEngine::require_home(const char* what) const {
   if (forked())
     throw ClosedError(std::string(what) + ": the engine stayed in process " + std::to_string(home_));
@@ -258,15 +260,15 @@ Lane* TransferEngine::lane_of(OpKind kind) const {
   return nullptr;
 }
 
-// Records the fence before a lane can see the graph. An engine has one device, so one lane records it for
-// all.
+// Records the graph's fence before any lane can take its pages. A transfer engine has one device, so any lane
+// with streams can record the fence for all of them.
 void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream) const {
   for (size_t i = 0; i < graph.ops.size(); ++i) {
     Lane* lane = lane_of(graph.ops[i].kind);
     if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
     check_stream(name_of(graph.ops[i], i), *lane, stream);
-    // A gated graph's fences come from open_layers(), because the work that writes its layers is not even
-    // enqueued yet.
+    // The fences of a gated graph are recorded by open_layers(), because the work that writes its layers is
+    // not enqueued yet.
     if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }
 }

@@ -1,5 +1,5 @@
-// The data plane: takes transfer graphs, checks them, lets its lanes move the pages, and reports how each op
-// ended.
+// The data plane. The transfer engine checks the transfer graphs that callers submit, passes their pages to
+// the lanes that move them, and reports the result of each op.
 #pragma once
 #include <sys/types.h>
 
@@ -21,84 +21,93 @@
 namespace flexkv {
 
 struct EngineOptions {
-  int32_t queue_ops = 1024;  // entries per (kind, priority); an op holds one until its result is polled
-  int32_t copy_threads = 1;  // shared by both directions of host copies
-  double op_stuck_s = 30.0;  // a work item without progress for longer takes its lane down; <= 0: never
+  int32_t queue_ops = 1024;  // queue entries per (kind, priority); an op has one until its result is polled
+  int32_t copy_threads = 1;  // number of threads for host copies, shared by both directions
+  double op_stuck_s = 30.0;  // a work item without progress for this long takes its lane down; <= 0: never
 };
 
-// All methods may be called from any thread, in the process that made the engine: its threads do not follow a
-// fork. In a forked child they throw ClosedError, except released_views(), closing and destroying, which do
-// nothing there.
+// All methods may be called from any thread of the process that made the engine. A forked child does not have
+// the engine's threads, so the methods throw ClosedError there. Exceptions are released_views(), close() and
+// the destructor, which do nothing in a forked child.
 class TransferEngine {
  public:
-  // Runs `lanes` beside the host copies, or instead of them if one of the lanes is a device's. Throws
-  // ConfigError for options out of range, ContractError when two lanes serve one kind, or one serves another
-  // engine.
+  // Makes an engine with the given lanes. It also gets a lane for host copies through `mover`, unless one of
+  // `lanes` copies to a device. Throws ConfigError if an option is out of range, and ContractError if two
+  // lanes serve the same kind of op or a lane belongs to another engine.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
-  // Closes. Threads whose bytes still move after that keep running, and keep the memory that they use.
+  // Closes the engine and waits a short time. Threads that are still moving bytes then continue without the
+  // engine, and keep the memory that they use alive.
   ~TransferEngine();
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // Attaches `view` to `group`: ops then move the stripe at `stripe_offset` in the slots of `pool`, whose run
-  // digests lie at `digest_offset`. Throws GeometryError if one of them does not fit, or if the view shares
-  // bytes with another group's view other than block i with block i (as hybrid models alias them),
-  // ContractError if the group already has a view, ClosedError for a closed pool.
+  // Attaches `view` to `group`. From now on ops of this group move blocks of the view to and from the stripe
+  // at `stripe_offset` in the slots of `pool`; the stripe's run digests are at `digest_offset`. Throws
+  // GeometryError if the stripe or its digests do not fit in a slot. Throws it also if the view shares bytes
+  // with another group's view, unless only blocks of the same number share bytes, as in hybrid models. Throws
+  // ContractError if the group already has a view, and ClosedError if the pool is closed.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
-  // Ops in flight keep using the view. Returns a number for the detached view, which released_views() will
-  // report. Throws ContractError for an unknown group.
+  // Detaches the group's view, which ops in flight continue to use. Returns a number for the detached view,
+  // which released_views() returns later. Throws ContractError if the group has no view.
   int64_t detach_view(int32_t group);
   // Returns the numbers of detached views that no op uses any more, so that their memory may be freed.
   // Returns each number once.
   std::vector<int64_t> released_views();
 
-  // Queues the whole graph and returns its ticket or, if a queue is full (BUSY), queues none of it and
-  // returns nothing. Never blocks. Throws before anything is queued: BlockRangeError (block or slot),
-  // ContractError (group, kind, edges, lengths, a target that is named twice in one op), ClosedError.
-  // `stream` is the engine's, for lanes that need one (ContractError if it is missing, or given to a lane
-  // without streams). Copies start after the work enqueued on it so far; those of a gated graph start after
-  // the work enqueued on it when open_layers() named the layer.
+  // Queues the complete graph and returns its ticket. If a queue is full (BUSY), queues no op of the graph
+  // and returns nullopt. Never blocks. `stream`: the inference engine's stream, required for lanes with
+  // streams and refused for lanes without. Copies start after the work enqueued on `stream` so far. The
+  // copies of a gated graph instead start after the work that open_layers() finds on its stream.
+  //
+  // Throws before anything is queued: BlockRangeError for an invalid block, slot or place; ContractError for
+  // an invalid group, kind, edge, length or stream, or a target that occurs twice in one op; ClosedError if
+  // the engine or a host pool is closed.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
+  // The following calls up to wait_layer() do what the Scheduler's methods of the same names do.
   std::vector<OpResult> poll(size_t max_results);
   // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const;
   int event_fd() const { return scheduler_->event_fd(); }
   bool wait(int64_t ticket, double deadline_s);
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
-  // Makes `stream` wait for the layer's copies, and returns when these are enqueued, not when they have
-  // ended. If pages failed, it names them and adds no wait. Throws ContractError for a lane without streams,
-  // and for a stream that is captured into a graph.
+  // Makes `stream` wait for the copies of a layer. Returns when the copies are enqueued, which may be before
+  // they have finished. If pages failed, the result lists them, and `stream` does not wait. Throws
+  // ContractError if the engine's lanes have no streams, or if `stream` is being captured into a graph.
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   struct Ordered {
     bool in_time = false;
-    // Whether calling again is pointless until the engine's stream has made progress. Always false with a
-    // deadline of 0; may be true even if in time.
+    // Whether the reads wait behind a forward pass that still runs, so that calling again is pointless until
+    // the inference engine's stream has made progress. Always false with a deadline of 0. May be true even if
+    // `in_time` is.
     bool behind_forward = false;
     explicit operator bool() const { return in_time; }
   };
-  // Makes work that is enqueued on `stream` from now on start after the graph's stores have read the engine's
-  // blocks. Returns when those reads are enqueued, not when they have ended; without a stream (for a lane
-  // that has none), returns when they have ended. Not in time: the deadline passed, and no wait was added. It
-  // returns this at once if a store to disk, which cannot be enqueued, waits behind a forward pass that still
-  // runs. Throws ContractError for a ticket that was never returned and for a stream that is being captured
-  // into a graph, and as submit does for the stream.
+  // Makes work that is enqueued on `stream` from now on start after the graph's stores have read the
+  // inference engine's blocks. Returns when these reads are enqueued, which may be before they have finished.
+  // Without a stream, for lanes that have none, it returns when the reads have finished.
+  //
+  // `in_time` is false if the deadline passed; `stream` then does not wait. It is false at once if a store to
+  // disk waits behind a forward pass that still runs, because the disk's reads cannot be enqueued on a
+  // stream. Throws ContractError if the ticket was never returned, if `stream` is missing or refused as in
+  // submit(), or if it is being captured into a graph.
   Ordered order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream = std::nullopt);
-  // Records a point after all work enqueued on `stream` so far, for the fence of a graph that is submitted
-  // later. Throws ContractError for an engine whose lanes have no streams.
+  // Records a point after all work enqueued on `stream` so far. A graph that is submitted later can have it
+  // as its fence. Throws ContractError if the engine's lanes have no streams.
   std::shared_ptr<StreamEvent> record(StreamId stream);
-  // Lets these gated graphs copy layers [0, layers), after the work enqueued so far on `stream` (for lanes
-  // that need one), which writes them. Idempotent. Throws ContractError for a ticket that was never returned,
-  // BlockRangeError for more layers than a graph has, and as submit does for the stream.
+  // Lets the gated graphs with these tickets copy layers [0, layers). The copies start after the work
+  // enqueued on `stream` so far, which writes these layers. Calling it again for the same layers has no
+  // effect. Throws ContractError if a ticket was never returned, or if `stream` is missing or refused as in
+  // submit(); throws BlockRangeError if a graph has fewer layers.
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    std::optional<StreamId> stream = std::nullopt);
   int64_t cancel(int64_t ticket);
   std::vector<LaneState> lanes() const;
 
-  // Cancels queued pages and waits for those that are moving. True: nothing moves any more, and the threads
-  // have ended. False: some bytes still move, and their memory must stay; call again. Results can be polled
-  // afterwards.
+  // Cancels queued pages and waits for pages in flight. Returns true if nothing moves any more and the
+  // threads have finished. Returns false if some bytes still move at the deadline: their memory must stay
+  // mapped, and the caller must call again. Results can still be polled afterwards.
   bool close(double deadline_s);
 
  private:
@@ -108,15 +117,15 @@ class TransferEngine {
   bool forked() const;
   void require_home(const char* what) const;
 
-  std::shared_ptr<Scheduler> scheduler_;  // shared with threads that may outlive this
+  std::shared_ptr<Scheduler> scheduler_;  // shared with threads that may outlive the engine
   std::vector<std::shared_ptr<Lane>> lanes_;
   KindSet kinds_ = 0;
   const double op_stuck_s_;
-  const pid_t home_;      // the process whose threads these are
-  std::mutex lifecycle_;  // guards started_, both watching threads, ended_: starting and joining threads
+  const pid_t home_;      // the process that made the engine and has its threads
+  std::mutex lifecycle_;  // guards the start and the end of threads: the members from here to `ended_`
   std::vector<bool> started_;
   std::thread watchdog_;
-  std::thread slot_watch_;  // started once a load waits for reads of another transfer engine
+  std::thread slot_watch_;  // started when a load first waits for reads of another transfer engine
   bool ended_ = false;
   mutable std::mutex views_mutex_;
   std::map<int32_t, std::shared_ptr<const AttachedView>> views_;

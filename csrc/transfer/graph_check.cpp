@@ -10,7 +10,7 @@
 namespace flexkv {
 namespace {
 
-// Throws BlockRangeError unless every id lies in [low, high).
+// Throws BlockRangeError if any id is outside [low, high).
 void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, const char* what,
                  const OpSpec& op, size_t position, const std::string& note) {
   const auto bad = std::find_if(ids.begin(), ids.end(), [&](int32_t id) { return id < low || id >= high; });
@@ -20,8 +20,8 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
                         ": allowed are [" + std::to_string(low) + ", " + std::to_string(high) + ")" + note);
 }
 
-// Returns the ids that the pages of an op overwrite. Each may be named only once, because two copies into the
-// same bytes could run on two threads. Null for a number that is not a kind.
+// Returns the ids of the blocks, slots or places that the op overwrites, and the word for such an id. Null if
+// the kind is invalid. No id may occur twice in an op, because two threads could copy to the same bytes.
 std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
   if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
   if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};
@@ -33,7 +33,7 @@ std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
 
 // Throws ContractError if an id occurs twice. Precondition: no id is negative.
 void check_distinct(const std::vector<int32_t>& ids, const char* what, const OpSpec& op, size_t position) {
-  // Most ops name ascending ids and need no table.
+  // In most ops the ids are ascending, so that no table is needed.
   if (std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>()) == ids.end()) return;
   const auto [low, high] = std::minmax_element(ids.begin(), ids.end());
   std::vector<bool> seen(static_cast<size_t>(*high - *low) + 1);

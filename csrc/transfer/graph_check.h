@@ -1,4 +1,5 @@
-// Checks a graph before any of it is queued. A check that fails throws and changes nothing.
+// The checks of a graph before any of its ops is queued. A check that fails throws; no check changes
+// anything.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -9,19 +10,20 @@
 
 namespace flexkv {
 
-// Names an op in an error, by its id and its position in the graph.
+// Returns the text that identifies an op in an error message: its id and its position in the graph.
 std::string name_of(const OpSpec& op, size_t position);
 
-// Checks an op, and returns the sizes of its pages if it has no view. `view`: the view of its group; null if
-// none is attached or the kind has no device side. `lane`: the lane that serves its kind; null if the engine
-// has none. `kinds`: the kinds that the engine's lanes serve. Throws ContractError (kind, priority, group,
-// lengths, a target that is named twice), BlockRangeError (block or slot), ClosedError (the host pool), and
-// what the lane's check() throws.
+// Checks an op. Returns what the lane's check() returns, or default sizes if that is not called because the
+// view gives the sizes. `view`: the view of the op's group; null if no view is attached or the kind has no
+// device side. `lane`: the lane that serves the kind; null if the transfer engine has none. `kinds`: the
+// kinds that the engine's lanes serve. Throws ContractError for an invalid kind, priority, group or length,
+// or if a target occurs twice; BlockRangeError for an invalid block or slot; ClosedError if the host pool is
+// closed; and what the lane's check() throws.
 PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view, const Lane* lane,
                    KindSet kinds);
 
-// Throws ContractError for an edge that does not lead forward, has an unknown kind, or streams between ops
-// with different numbers of pages.
+// Throws ContractError if an edge does not lead forward or has an unknown kind, or if a stream edge connects
+// ops with different numbers of pages.
 void check_edges(const GraphSpec& graph);
 
 // Throws ContractError if a gated graph has an op other than a layerwise D2H.

@@ -9,19 +9,19 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. For a shorter run, aligning and fencing do not pay off: memcpy is as fast.
+// Unit: bytes. Shorter runs are copied with memcpy, which is as fast, because alignment and fence cost too
+// much.
 constexpr size_t kStreamMinBytes = 512;
-// Unit: bytes. Streaming stores fill whole cache lines only if they start on one.
+// Unit: bytes. The size of a cache line. Streaming stores fill complete lines only if they start at a line.
 constexpr size_t kLineBytes = 64;
-// Unit: bytes. stream_pair() copies this many bytes of one run, then of the other: one load of eight vector
-// registers.
+// Unit: bytes. stream_pair() copies this many bytes of one run, then of the other: eight vector registers.
 constexpr size_t kStepBytes = 256;
-// Unit: bytes. How far ahead of the copy to prefetch. Best of 256..4096 on a Zen 3 core with
-// benchmarks/gather.py's buffers; the gain is at the start of runs and of 4 KiB pages, where the hardware
-// prefetcher starts blind.
+// Unit: bytes. How far ahead of the copy to prefetch. This was the best distance of 256 to 4,096 on a Zen 3
+// core with the buffers of benchmarks/gather.py. It helps at the start of runs and of 4 KiB memory pages,
+// where the hardware prefetcher does not yet know the access pattern.
 constexpr size_t kPrefetchBytes = 512;
 
-// A run that is being copied. `next` is the run that will be read after it, or null.
+// The remainder of a run that is being copied. `next`: the run that will be read after it; may be null.
 struct Stream {
   std::byte* dst;
   const std::byte* src;
@@ -35,7 +35,7 @@ void advance(Stream& s, size_t bytes) {
   s.bytes -= bytes;
 }
 
-// Copies the bytes up to the destination's next cache line.
+// Copies bytes until the destination is at the start of a cache line.
 void align(Stream& s) {
   const size_t past_line = reinterpret_cast<uintptr_t>(s.dst) % kLineBytes;
   const size_t head = std::min(s.bytes, (kLineBytes - past_line) % kLineBytes);
@@ -43,11 +43,11 @@ void align(Stream& s) {
   advance(s, head);
 }
 
-// Copies one step with streaming stores, which neither read the destination's lines nor evict lines from the
-// caches.
+// Copies kStepBytes with streaming stores, which neither read the destination's cache lines nor evict other
+// lines from the caches.
 __attribute__((target("avx2"), always_inline)) inline void step(Stream& s) {
   constexpr size_t kRegisters = kStepBytes / sizeof(__m256i);
-  // A prefetch past the end of a run is harmless: it never faults.
+  // A prefetch past the end of the run is harmless, because prefetches never fault.
   const std::byte* ahead = s.src + kPrefetchBytes;
   if (s.bytes <= kPrefetchBytes && s.next) ahead = s.next + (kPrefetchBytes - s.bytes);
   for (size_t at = 0; at < kStepBytes; at += kLineBytes) {
@@ -65,8 +65,9 @@ __attribute__((target("avx2"))) void finish(Stream& s) {
   std::memcpy(s.dst, s.src, s.bytes);
 }
 
-// Copies two runs in alternation: two source streams hide twice the latency of one (4 KiB runs: 13 against 10
-// GB/s; four streams are slower than one, as their stores no longer combine). Returns without a fence.
+// Copies two runs in alternation, because two source streams hide more latency than one: runs of 4 KiB are
+// copied at 13 GB/s instead of 10. Four streams are slower than one, because their stores no longer combine.
+// The caller must issue the fence.
 __attribute__((target("avx2"))) void stream_pair(Stream a, Stream b) {
   align(a);
   align(b);
@@ -78,7 +79,7 @@ __attribute__((target("avx2"))) void stream_pair(Stream a, Stream b) {
   finish(b);
 }
 
-// Splits a run without a partner into two runs.
+// Copies a single run by splitting it into two runs for stream_pair().
 void stream_alone(const Stream& s) {
   const size_t half = s.bytes / 2 / kLineBytes * kLineBytes;
   stream_pair({s.dst, s.src, half, nullptr}, {s.dst + half, s.src + half, s.bytes - half, s.next});

@@ -1,7 +1,7 @@
-// Copies between an engine pool that is plain memory (a host device) and stripes, at memory speed.
+// Copies blocks between an engine's pool in ordinary host memory and stripes, at memory speed.
 //
-// When a function returns, its bytes are visible to threads that synchronise with this one as usual: it
-// fences its non-temporal stores. Block numbers are checked; the caller guarantees that the memory is valid.
+// Each function ends with a fence after its non-temporal stores, so that other threads see the bytes after
+// ordinary synchronisation with the calling thread. The caller guarantees that the memory is valid.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,22 +11,24 @@
 
 namespace flexkv {
 
-// Copies one contiguous run; the ranges must not overlap. No alignment is needed.
+// Copies one contiguous run of any alignment. Precondition: the two ranges do not overlap.
 void copy_run(void* dst, const void* src, size_t bytes);
 
-// Copies pool -> stripe. `dst_stripe` has view.stripe_bytes() bytes. Throws BlockRangeError.
+// Copies a block from the pool to `dst_stripe`, which has view.stripe_bytes() bytes. Throws BlockRangeError
+// if the view has no such block.
 void gather(const KvView& view, int64_t block, std::byte* dst_stripe);
-// Copies stripe -> pool. Throws BlockRangeError.
+// Copies a stripe to the block in the pool. Throws BlockRangeError if the view has no such block.
 void scatter(const KvView& view, int64_t block, const std::byte* src_stripe);
 
-// gather() and scatter() for some segments of a view, such as view.segments_of_layers(lo, hi) (which
-// allocates, so keep its result). Page offsets are still those of the whole stripe. Throws BlockRangeError.
+// gather() and scatter() for some segments of a view, such as those of view.segments_of_layers(lo, hi). (That
+// call allocates memory, so callers should keep its result.) The stripe is still the complete stripe. Both
+// throw BlockRangeError if the view has no such block.
 void gather_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                    std::byte* dst_stripe);
 void scatter_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                     const std::byte* src_stripe);
 
-// gather() and scatter() for any segments, without checks.
+// gather() and scatter() for any segments. The block number is not checked.
 void gather_segments(std::span<const Segment> segments, int64_t block, std::byte* dst);
 void scatter_segments(std::span<const Segment> segments, int64_t block, const std::byte* src);
 

@@ -1,4 +1,5 @@
-// Copies pages of H2D and D2H ops on threads of this process, if the engine's pool is plain memory.
+// The lane for H2D and D2H ops if the inference engine's pool is in ordinary host memory. Threads of this
+// process copy the pages.
 #pragma once
 #include <memory>
 #include <thread>
@@ -10,8 +11,8 @@ namespace flexkv {
 
 class HostLane : public Lane {
  public:
-  // Both directions share `threads`, and loads go first: on few cores, threads per direction would only take
-  // cores from the engine.
+  // `threads`: the number of threads, which both directions share; loads go before stores. Separate threads
+  // for each direction would only take more CPU cores from the inference engine.
   HostLane(std::shared_ptr<PageMover> mover, int32_t threads) : mover_(std::move(mover)), threads_(threads) {}
   ~HostLane() override { abandon(); }
 

@@ -19,7 +19,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a wait on an attached pool checks whether the creator still lives.
+// Unit: seconds. How often a wait on an attached pool checks whether the process that made the pool still
+// runs.
 constexpr double kCreatorLookS = 0.25;
 
 void require_memory(const PoolOptions& options, int64_t bytes, const std::string& what) {
@@ -31,7 +32,7 @@ void require_memory(const PoolOptions& options, int64_t bytes, const std::string
                       " that are kept free");
 }
 
-// Unit: bytes. The part of the memfd before the first slot: the header and the slots' arrivals.
+// Returns how many bytes the header and the slots' arrivals take in the memfd, before the first slot.
 int64_t head_bytes(const PoolGeometry& geometry) {
   return kIoAlignBytes + SlotArrivals::bytes_for(geometry.slots);
 }
@@ -44,10 +45,10 @@ PoolToken random_token() {
   return token;
 }
 
-// Pools of this process by token, so that attach() in the creating process returns the pool itself.
+// The pools that this process made, by token, so that attach() in the same process returns the pool itself.
 std::mutex registry_mutex;
 std::map<PoolToken, std::weak_ptr<HostPool>>& registry() {
-  // Never destroyed, so that it outlives all pools.
+  // The map is never destroyed, so that it outlives all pools.
   static auto* pools = new std::map<PoolToken, std::weak_ptr<HostPool>>();
   return *pools;
 }
@@ -64,7 +65,7 @@ std::shared_ptr<HostPool> HostPool::create(const PoolGeometry& geometry, const P
   const int64_t header_bytes = options.shared ? round_up(head_bytes(geometry), geometry.alignment()) : 0;
   const int64_t bytes = table.total_bytes + header_bytes;
   const bool reserved = options.shared && options.huge_pages && free_hugetlb_bytes() >= bytes;
-  if (!reserved) {  // reserved huge pages are not in MemAvailable
+  if (!reserved) {  // MemAvailable does not include reserved huge pages
     require_memory(options, bytes,
                    "host pool of " + std::to_string(geometry.slots) + " slots of " +
                        std::to_string(geometry.slot_bytes) + " bytes");
@@ -95,13 +96,13 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
       if (auto pool = found->second.lock(); pool && !pool->closed()) return pool;
     }
   }
-  // Opened before the token is compared, so that it watches the pool's creator and not a later process with
-  // the same pid.
+  // The watch begins before the token is compared. If the token then matches, the watched process is the one
+  // that made the pool, and not a later process with the same pid.
   ProcessWatch creator(address.pid);
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   const std::string what = "shared pool at " + path;
-  // Checks what the fd is before opening it: opening a recycled fd number could block on a FIFO or wake a
-  // device.
+  // Checks what the descriptor refers to before opening it. Its number may have been reused, and to open a
+  // FIFO could block, or to open a device could have effects.
   char target[64] = {};
   if (readlink(path.c_str(), target, sizeof(target) - 1) < 0) {
     throw ClosedError(what + ": " + std::strerror(errno));
@@ -173,7 +174,7 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
 HostPool::~HostPool() {
   close();
   if (forked()) {
-    // These threads do not exist in this process, so they cannot be joined.
+    // Leaks the thread objects. The threads do not exist in this process, so they cannot be joined.
     new std::thread(std::move(bring_up_thread_));
     new std::thread(std::move(pin_thread_));
     return;

@@ -1,5 +1,5 @@
-// Host memory for slot images, in extents that a thread brings up in the background. It is private, or shared
-// with the unit's worker processes.
+// The host pool: host memory for slot images. It is divided into extents, whose memory a thread allocates in
+// the background ("brings up"). A pool is private to its process, or shared with the unit's worker processes.
 #pragma once
 #include <sys/types.h>
 
@@ -25,30 +25,32 @@
 
 namespace flexkv {
 
-// Unit: bytes. How much of the available memory a pool leaves free, at creation and throughout bring-up: a
-// cache must not make the OOM killer end the engine that starts meanwhile (page tables, CUDA contexts, file
-// cache).
+// Unit: bytes. How much of the available memory a pool leaves free, at creation and during bring-up.
+// Meanwhile the inference engine starts and needs memory (page tables, CUDA contexts, file cache), and the
+// cache must not cause the OOM killer to end it.
 inline constexpr int64_t kHeadroomBytes = int64_t{256} << 20;
 
 struct PoolOptions {
   bool shared = false;
   bool huge_pages = true;
-  int32_t numa_node = kAnyNode;                                // a preference, not a binding: see numa_node.h
-  std::function<MemoryLimit()> memory = machine_memory_limit;  // called before memory is taken
+  int32_t numa_node = kAnyNode;  // preferred node; memory may come from others: see numa_node.h
+  std::function<MemoryLimit()> memory = machine_memory_limit;  // returns how much memory is available
 };
 
+// What is known about the memory of one extent.
 struct ExtentReport {
   int64_t index = 0;
   int64_t bytes = 0;
-  std::string pages_kind;  // "huge", "mixed", "4k" or "hugetlb"; "pending" until it is up; "attached": only
-                           // the creator knows
-  int64_t huge_bytes = 0;
-  double bring_up_s = 0;
-  bool registered = false;       // whether all of the memory is
-  int32_t numa_node = kAnyNode;  // its first page's
+  // The kind of its memory pages: "huge", "mixed", "4k" or "hugetlb". "pending" until the extent is up.
+  // "attached" in a process that did not make the pool, which does not know the kind.
+  std::string pages_kind;
+  int64_t huge_bytes = 0;        // number of bytes on huge pages
+  double bring_up_s = 0;         // how many seconds bring-up took
+  bool registered = false;       // whether all of the extent is registered with the device
+  int32_t numa_node = kAnyNode;  // node of its first memory page
 };
 
-// Everything another process needs to map a shared pool.
+// What another process needs to map a shared pool.
 struct PoolAddress {
   pid_t pid = 0;
   int fd = -1;
@@ -59,12 +61,13 @@ struct PoolAddress {
 
 class HostPool {
  public:
-  // Throws GeometryError, ConfigError for an impossible node, or CapacityError if the pool and kHeadroomBytes
-  // do not fit into the memory that is available now.
+  // Makes a pool and starts its bring-up. Throws GeometryError for an invalid geometry, ConfigError for an
+  // invalid NUMA node, and CapacityError if the pool and kHeadroomBytes do not fit into the memory that is
+  // available now.
   static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, const PoolOptions& options);
-  // Returns the pool itself in the process that made it, else a mapping of it. Throws ClosedError if the pool
-  // is gone or the address now names something else, GeometryError if its header disagrees, CapacityError if
-  // it cannot be mapped.
+  // Returns the pool itself in the process that made it; in other processes maps it and returns a new object.
+  // Throws ClosedError if the pool is closed or the address now refers to something else, GeometryError if
+  // the pool has a different geometry than the address, and CapacityError if it cannot be mapped.
   static std::shared_ptr<HostPool> attach(const PoolAddress& address);
   ~HostPool();
   HostPool(const HostPool&) = delete;
@@ -72,69 +75,71 @@ class HostPool {
 
   const PoolGeometry& geometry() const { return table_.geometry; }
   const ExtentTable& extents() const { return table_; }
-  // Where slot 0 lies in the file of a shared pool.
+  // Offset of slot 0 in the file of a shared pool; 0 in a private pool.
   int64_t slots_offset() const { return header_->slots_offset; }
   bool shared() const { return mapping_.fd() >= 0; }
   bool attached() const { return attached_; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
-  // Slots [0, ready_slots()) have their memory.
+  // The number of slots that are up: slots [0, ready_slots()) have their memory.
   int64_t ready_slots() const;
-  // Waits until `slots` slots are up, and returns whether they came up within the deadline. Returns false at
-  // once if bring-up has ended with fewer.
+  // Waits until `slots` slots are up. Returns false if the deadline passes first; returns false at once if
+  // bring-up has finished with fewer slots or the pool is closed.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why no more slots will come up: bring-up ended early, or the process that ran it is gone. Empty while
-  // more may come up, and once all are up.
+  // Why no more slots will come up: bring-up has failed, or the process that made the pool has exited or
+  // closed it. Empty while more slots may come up, and when all are up.
   std::string stopped_reason() const;
-  // Whether bring-up has ended, complete or not.
+  // Whether bring-up has finished, with or without success.
   bool settled() const;
-  // Whether the process that made an attached pool has ended or has closed the pool. The memory stays valid.
+  // Whether the process that made an attached pool has exited or has closed the pool. The memory stays valid.
   bool creator_gone() const;
 
-  // Registers the memory through `registrar`, in the background, in pieces of at most kPinPieceBytes (or of
-  // one slot) as their slots come up. Only a process whose device copies needs this. Only the first call per
-  // pool has an effect.
+  // Registers the memory with a device through `registrar`, in the background, as slots come up. It registers
+  // pieces of at most kPinPieceBytes, or of one slot if that is larger. Only a process whose device copies
+  // pages needs this. Only the first call per pool has an effect.
   void pin(std::shared_ptr<Registrar> registrar, const PinRetries& retries = {});
-  // Registration has been tried for slots [0, pinned_slots()); 0 before pin().
+  // The number of slots for which registration was tried, from slot 0 on; 0 before pin().
   int64_t pinned_slots() const { return pinned_slots_.load(std::memory_order_acquire); }
-  // Whether the device knows this slot's memory. Only then may a kernel touch it.
+  // Whether the memory of this slot is registered with the device. Kernels may access only registered slots.
   bool registered(int64_t slot) const { return piece_registered(pieces_.piece_of(slot)); }
-  // Which slots are registered together, as one piece. No copy may span two pieces.
+  // The pieces in which slots are registered. No single copy may cross the border of two pieces.
   const PinPieces& pieces() const { return pieces_; }
-  // Names the first slots that could not be registered with the device in any try, and why: only the copy
-  // engine can use them. Empty if there are none.
+  // Says which slots could not be registered in any try, and why; empty if all could. Kernels cannot access
+  // such slots, but the device's copy engine can.
   std::string registration_error() const;
 
-  // Throws BlockRangeError unless 0 <= slot < ready_slots(), ClosedError when closed or in a forked child.
+  // Returns the address of a slot. Throws BlockRangeError if it is not in [0, ready_slots()), and ClosedError
+  // if the pool is closed or this is a forked child.
   std::byte* slot(int64_t slot) const;
-  // The same without checks, for movers: the engine checked the slot at submit.
+  // slot() without checks, for movers: the transfer engine has checked the slot at submit.
   std::byte* slot_address(int64_t slot) const {
     const int64_t extent = table_.extent_of(slot);
     return slots_base_ + table_.offset_of(extent) +
            (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
-  // The last read of each slot and its state; shared by all processes that map the pool.
+  // For each slot, the last read from disk into it and the read's progress. All processes that map the pool
+  // share this.
   SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;
-  // Throws ContractError for a private pool, which no other process can map.
+  // Returns what another process needs to map the pool. Throws ContractError if the pool is private.
   PoolAddress address() const;
 
-  // Ends bring-up and refuses new use. The memory is freed with the last reference to the pool. In a forked
-  // child this closes only the child's own pool object, and leaves what it shares with its parent unchanged.
+  // Stops bring-up and refuses new use of the pool. The memory is freed with the last reference to the pool.
+  // In a forked child this closes only the child's pool object, and not the pool of the parent process.
   void close();
 
  private:
   HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached, const PoolOptions& options);
-  // pool_bring_up.cpp
+  // The next six are in pool_bring_up.cpp.
   void bring_up();
   void bring_up_extent(int64_t index, int64_t& huge_so_far);
   void require_headroom(int64_t index) const;
   void describe_extent(int64_t index, int64_t huge_bytes, double bring_up_s);
   void publish(int64_t ready);
   static void lower_own_priority();
-  // pool_pinning.cpp
+  // The next six are in pool_pinning.cpp.
   void rest(double seconds) const;
   bool await_slots(int64_t end) const;
   void register_all(PinRetries retries);
@@ -146,7 +151,7 @@ class HostPool {
   }
 
   bool forked() const;
-  // Throws ClosedError in a forked child, where locks may stay held forever.
+  // Throws ClosedError in a forked child, where threads of the parent may have left locks held forever.
   void require_home(const char* what) const;
   std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
 
@@ -154,21 +159,21 @@ class HostPool {
   const PinPieces pieces_;
   PoolMapping mapping_;
   const bool attached_;
-  const pid_t home_;  // the process whose threads and registrations these are
+  const pid_t home_;  // the process that made this object and has its threads and registrations
   bool huge_pages_;
   const int32_t numa_node_;
   const std::function<MemoryLimit()> memory_;
   ProcessWatch creator_;
-  std::unique_ptr<PoolHeader> own_header_;              // of a private pool
-  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;  // the same
+  std::unique_ptr<PoolHeader> own_header_;              // the header of a private pool; null if shared
+  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;  // the arrivals of a private pool; null if shared
   PoolHeader* header_ = nullptr;
   SlotArrivals::Word* arrivals_ = nullptr;
   std::byte* slots_base_ = nullptr;
-  std::unique_ptr<std::atomic<bool>[]> registered_;  // per piece
+  std::unique_ptr<std::atomic<bool>[]> registered_;  // for each piece, whether it is registered
   std::atomic<int64_t> pinned_slots_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members that follow
   std::shared_ptr<Registrar> registrar_;
   std::vector<ExtentReport> reports_;
   std::string stopped_reason_;

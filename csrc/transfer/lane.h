@@ -1,8 +1,9 @@
-// The border between the scheduler, which knows which pages may move, and the lanes, which move them.
+// The interface between the scheduler, which decides which pages may move, and the lanes, which move them.
 //
-// Lanes pull. A lane that copies with threads of its own blocks in take(); one that owns an asynchronous
-// device (a GPU stream, an io_uring) keeps several items under way with try_take() and is woken by wake().
-// Priority, preemption, cancel and deadlines are decided here once, for all of them.
+// Lanes take their work from the scheduler. A lane whose own threads copy bytes blocks in take(). A lane with
+// an asynchronous device (a GPU stream, an io_uring) keeps several work items in flight with try_take(), and
+// the scheduler calls its wake(). The scheduler alone handles priority, preemption, cancellation and
+// deadlines, for all lanes.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,91 +23,97 @@ namespace flexkv {
 class WorkSource {
  public:
   virtual ~WorkSource() = default;
-  // Blocks until there is a work item for lane `lane`. Returns null when the engine is closing; the thread
-  // must then end.
+  // Blocks until there is a work item for lane number `lane`, and returns it. Returns null when the transfer
+  // engine closes; the calling thread must then return.
   virtual std::shared_ptr<WorkItem> take(int32_t lane) = 0;
-  // A work item of one of the kinds in `allowed`, or null. Also null while a more urgent item of another kind
-  // waits, unless the lane's kinds_are_apart(): a store must not overtake a load for which the lane has no
-  // room yet.
+  // Returns a work item of one of the kinds in `allowed`, or null if there is none. Also returns null while a
+  // more urgent item of another kind waits, unless the lane's kinds_are_apart(): a store must not overtake
+  // a load for which the lane has no capacity yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
-  // A work item of an expedited op, or null. For a lane with streams, which enqueues the item however much is
-  // under way, because the work under way may itself wait for the engine.
+  // Returns a work item of an expedited op, or null if there is none. A lane with streams must enqueue this
+  // item even if it has its maximum of work in flight, because that work may wait for the inference engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
-  // For a lane that takes all stages: adds to an item the stages that have become free since it was taken,
-  // because they were opened or arrived in their slots. Otherwise they would be ready only after the item's
-  // bytes have arrived, which may wait for the engine. Returns whether last_stage() has grown. The lane calls
-  // this from one thread, while some page of the item is unfinished.
+  // For a lane that takes all stages: adds to an item the later stages that have been opened, or have arrived
+  // in their slots, since the item was taken. Without this call, these stages would become ready only after
+  // the item's copies have finished, which may have to wait for the inference engine. Returns whether
+  // last_stage() has grown. Only one thread of the lane may call this, while some page of the item is
+  // unfinished.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
-  // The lane calls this when the bytes of the item's stages up to this one, for all its unfinished pages, are
-  // enqueued on a stream. `events` are points after the last of these stages, one for each, in order; the
-  // first one also counts for the stages before. For a cancelled store it may name stages that will never be
-  // enqueued. Optional, and before finish().
+  // The lane calls this when the copies of the item's stages up to `stage` are enqueued on a stream for all
+  // unfinished pages. `events`: points after each of the last stages, in order; the last one is after
+  // `stage`, and the first one also stands for all earlier stages. For a cancelled store, `stage` may include
+  // stages that will never be enqueued. The call is optional, and must come before finish().
   virtual void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                       std::span<const std::shared_ptr<StreamEvent>> events) = 0;
-  // The lane calls this when the bytes of the item's stages up to this one have arrived, for all its
-  // unfinished pages. Optional, for stages before the last.
+  // The lane calls this when the copies of the item's stages up to `stage` have finished for all unfinished
+  // pages. The call is optional, and only for stages before the last.
   virtual void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) = 0;
-  // Ends a work item, after its last byte has stopped moving, with one result per position. Every item taken
-  // must be finished.
+  // Finishes a work item with one result per position. The lane calls this after the item's last byte has
+  // stopped moving. It must finish every item that it has taken.
   virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
-  // Ends some pages of a work item, by their index in positions(), for lanes whose pages end one by one.
-  // Every page must be finished once.
+  // Finishes some pages of a work item, given by their index in positions(). For lanes whose pages finish one
+  // by one. Every page must be finished exactly once.
   virtual void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                             const std::vector<MoveResult>& results) = 0;
 };
 
-// Executes the ops of some kinds. Registered with the engine before the first submit.
+// A part of the transfer engine that executes the ops of some kinds. It is given to the engine's constructor.
 class Lane {
  public:
   virtual ~Lane() = default;
-  // Binds the lane to one transfer engine for its whole life: its threads pull only from that engine's queue.
-  // False if the lane already has an engine.
+  // Binds the lane to a transfer engine, because its threads take work from that engine only. Returns false
+  // if the lane already has an engine.
   bool claim() { return !claimed_.exchange(true); }
   // Undoes claim() for an engine whose construction failed.
   void unclaim() { claimed_ = false; }
   virtual const char* name() const = 0;
   virtual KindSet kinds() const = 0;
-  // How many items can be under way at once: if that many are stuck, no other item of this lane can move
-  // either.
+  // How many work items the lane can have in flight. If this many are stuck, no other item of the lane can
+  // move.
   virtual int32_t concurrency() const = 0;
-  // Unit: bytes. The most that it takes as one item, unless a single page is larger. A lane that takes all
-  // stages takes all ready pages of a layerwise op.
+  // Unit: bytes. The maximum size of a work item, unless a single page is larger. If the lane takes all
+  // stages, an item of a layerwise op has all ready pages, whatever their size.
   virtual int64_t item_bytes() const { return kSubBatchBytes; }
-  // Whether an item has all free stages of its pages, which the lane moves in order, instead of one stage.
+  // Whether a work item has several stages, which the lane moves in order: all that are open and have
+  // arrived. If not, an item has one stage.
   virtual bool takes_all_stages() const { return false; }
-  // Whether its kinds are independent: items of one kind do not wait for more urgent items of another.
+  // Whether the lane's kinds are independent, so that items of one kind do not wait for more urgent items of
+  // another kind.
   virtual bool kinds_are_apart() const { return false; }
-  // For kinds that have places or no device side: checks the op, and returns the size of a page if no view
-  // gives it, and the stages of a layerwise op. Throws what submit throws if the op cannot be run, or names a
-  // group, slot or place that does not exist.
+  // Checks an op of a kind that has places or no device side. Returns the size of its pages, which counts if
+  // the op has no view, and the stages of a layerwise op. Throws the exceptions of TransferEngine::submit if
+  // the lane cannot run the op, or if its group or one of its slots or places does not exist.
   virtual PageSizes check(const OpSpec& op) const;
-  // Whether the lane itself finds hanging items and ends those that it can end: the engine's watchdog then
-  // only names them.
+  // Whether the lane itself detects work items that hang. If so, the transfer engine's watchdog only reports
+  // stuck items and does not take the lane down.
   virtual bool watches_itself() const { return false; }
-  // Called when the first op of these kinds is submitted, and again if it threw: threads are started here,
-  // not before. They must own everything they use (including `source`), because they may outlive the lane
-  // object if a device hangs for ever.
+  // Starts the lane's threads. The transfer engine calls this when the first op of the lane's kinds is
+  // submitted, and again at the next such op if it threw. The threads must own everything they use, `source`
+  // included, because they outlive the lane if a device hangs for ever.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
-  // Called when there may be a work item of this kind for try_take() or try_take_expedited(), or one under
-  // way that can be extended with extend() or was cancelled. Under the scheduler's lock: only signal.
+  // The scheduler calls this when there may be a work item of this kind for try_take() or
+  // try_take_expedited(), or when an item in flight may be extended or was cancelled. It holds its lock, so
+  // this must only signal a thread.
   virtual void wake(OpKind) {}
-  // Called when a page of a kDiskRead has ended, even one that no lane took. Under the scheduler's lock: only
-  // signal.
+  // The scheduler calls this when a page of a kDiskRead has finished, even if no lane took the page. It holds
+  // its lock, so this must not block.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
-  // Called when layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more
-  // layers will follow. Under the scheduler's lock: only signal.
+  // The scheduler calls this when layers [0, layers) of a page of a layerwise kDiskRead are in place and
+  // verified, and more layers will follow. It holds its lock, so this must not block.
   virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
-  // Whether graphs for it must name the engine's stream. Only then are record() and make_wait() called.
+  // Whether the lane copies on streams, so that submit() needs the inference engine's stream for its ops.
+  // record() and make_wait() are called only if this is true.
   virtual bool needs_stream() const { return false; }
-  // A point after all work enqueued on `stream` so far. Throws CapacityError; ContractError while the
-  // stream is captured into a graph.
+  // Returns a point after all work enqueued on `stream` so far. Throws CapacityError if the driver cannot
+  // record it, and ContractError while the stream is being captured into a graph.
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
-  // Makes work that is enqueued on `stream` from now on start after `event`. Empty, or why that failed: the
-  // caller may wait on the host instead. Throws as record() does.
+  // Makes work that is enqueued on `stream` from now on start after `event`. Returns an empty string on
+  // success, otherwise an error; the caller may then wait on the host instead. Throws ContractError as
+  // record() does.
   virtual std::string make_wait(StreamEvent&, StreamId) { return {}; }
-  // Joins the threads, after take() has returned null and no item is under way.
+  // Joins the threads. Precondition: the transfer engine is closing, and no work item is in flight.
   virtual void join() = 0;
-  // Called instead of join() if items are stuck: detaches the threads.
+  // Detaches the threads. Called instead of join() if work items are stuck.
   virtual void abandon() = 0;
 
  private:

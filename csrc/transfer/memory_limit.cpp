@@ -29,10 +29,10 @@ std::optional<int64_t> number(const std::string& path) {
   std::ifstream file(path);
   int64_t value = 0;
   if (file >> value) return value;
-  return std::nullopt;  // absent, or "max"
+  return std::nullopt;  // the file does not exist, or its content is "max"
 }
 
-// Whether the comma-separated list holds `wanted`.
+// Whether the comma-separated list contains `wanted`.
 bool names(const std::string& list, const std::string& wanted) {
   std::istringstream items(list);
   std::string item;
@@ -42,7 +42,8 @@ bool names(const std::string& list, const std::string& wanted) {
   return false;
 }
 
-// Lowers `limit` to the smallest amount that any group from `path` up to the root of its hierarchy has left.
+// Lowers `limit` to the least memory that is left in any control group from `path` up to the root of its
+// hierarchy.
 void apply_groups(MemoryLimit& limit, const std::string& hierarchy, std::string path, const char* max_name,
                   const char* usage_name, const char* reclaimable_name) {
   for (;;) {
@@ -76,7 +77,7 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
       apply_groups(limit, cgroup_root, path, "memory.max", "memory.current", "inactive_file");
-      // Above memory.high, the kernel slows every allocation of the group down to a crawl.
+      // memory.high counts as a limit, because above it the kernel slows every allocation of the group down.
       apply_groups(limit, cgroup_root, path, "memory.high", "memory.current", "inactive_file");
     } else if (names(controllers, "memory")) {
       apply_groups(limit, cgroup_root + "/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes",

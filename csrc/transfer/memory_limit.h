@@ -1,5 +1,5 @@
-// How much memory this process may still take. Call this before taking memory: the OOM killer would end a
-// process that overcommits, and the engine with it.
+// How much memory this process may still allocate. A large allocation must be checked against it, because the
+// OOM killer could otherwise end the process, and the inference engine with it.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,20 +8,20 @@ namespace flexkv {
 
 struct MemoryLimit {
   int64_t available_bytes = 0;
-  std::string source;  // which limit binds, for the error message: "MemAvailable" or the control group's file
+  std::string source;  // where the limit comes from: "MemAvailable" or the path of a control group's file
 };
 
-// Returns the minimum of MemAvailable and what each control group above this process (v1 or v2) has left,
-// counting its inactive page cache as free. The roots are parameters for tests. Throws ContractError when
-// `proc_root`/meminfo cannot be read.
+// Returns the minimum of MemAvailable and of the memory left in each control group (v1 or v2) that contains
+// this process. The inactive page cache of a group counts as free. Tests set the two roots. Throws
+// ContractError if `proc_root`/meminfo cannot be read.
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 
-// available_memory() of this machine.
+// Returns available_memory() with the default roots.
 MemoryLimit machine_memory_limit();
 
-// The free pages of the default huge page size (HugePages_Free less HugePages_Rsvd), in bytes; 0 if that size
-// is not 2 MiB.
+// Unit: bytes. Returns how much memory is free in reserved huge pages (HugePages_Free minus HugePages_Rsvd);
+// 0 if the default size of huge pages is not 2 MiB.
 int64_t free_hugetlb_bytes(const std::string& proc_root = "/proc");
 
 }  // namespace flexkv

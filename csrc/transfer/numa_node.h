@@ -1,4 +1,4 @@
-// Places memory on a NUMA node, with two system calls instead of libnuma.
+// Functions that place memory on a NUMA node, through two system calls instead of libnuma.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,16 +7,16 @@
 namespace flexkv {
 
 inline constexpr int32_t kAnyNode = -1;
-// Unit: nodes. As many as a mask of one word can name; no machine today has more.
+// Unit: nodes. The most nodes that fit into a mask of one word. No machine today has more.
 inline constexpr int32_t kMostNodes = 64;
 
-// Asks the kernel to take [base, base + bytes), which must not have been touched yet, from `node` while that
-// has memory, else from another node. It is only a preference, because a binding would invoke the OOM killer
-// although other nodes have free memory. Returns an error; empty on success.
+// Asks the kernel to allocate [base, base + bytes) on `node`, or on other nodes if `node` has no free memory.
+// The node is not enforced, because the OOM killer would then run although other nodes have free memory.
+// Returns an error message, or an empty string on success. Precondition: the memory has not been touched yet.
 std::string prefer_node(void* base, int64_t bytes, int32_t node);
 
-// The node that holds the page at `address`, which has been touched; kAnyNode if the kernel does not report
-// it.
+// Returns the node of the memory page at `address`; kAnyNode if the kernel does not report it. Precondition:
+// the page has been touched.
 int32_t node_of(const void* address);
 
 }  // namespace flexkv

@@ -1,5 +1,5 @@
-// The graphs that callers submit and the results that they poll. flexkv/transfer/graph.py has the same types,
-// with the same numbers.
+// The graphs that callers submit to the transfer engine, and the results that they poll.
+// flexkv/transfer/graph.py has the same types with the same enum values.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,9 +24,9 @@ enum class OpKind : int32_t {
 inline constexpr int kOpKinds = 7;
 const char* to_string(OpKind kind);
 
-// A set of kinds, one bit each.
+// A set of kinds, with one bit per kind.
 using KindSet = uint32_t;
-// Returns the empty set for a number that is not a kind.
+// Returns the set that contains only `kind`; the empty set if `kind` is not a valid kind.
 constexpr KindSet kind_bit(OpKind kind) {
   const auto bit = static_cast<uint32_t>(kind);
   return bit < kOpKinds ? KindSet{1} << bit : 0;
@@ -40,7 +40,7 @@ constexpr bool has_device_side(OpKind kind) {
   return (device & kind_bit(kind)) != 0;
 }
 
-// Whether ops of this kind name a place and a tag for each page.
+// Whether each page of an op of this kind has a disk slot (its place) and a tag.
 constexpr bool has_places(OpKind kind) {
   constexpr KindSet disk = kind_bit(OpKind::kDiskRead) | kind_bit(OpKind::kDiskWrite) |
                            kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite) |
@@ -48,25 +48,25 @@ constexpr bool has_places(OpKind kind) {
   return (disk & kind_bit(kind)) != 0;
 }
 
-// Whether ops of this kind read or write slots of the host pool. Such an op has as many pages as slots, one
-// of another kind as many as places.
+// Whether ops of this kind read or write slots of the host pool. If so, an op has one slot per page; if not,
+// it has one place per page.
 constexpr bool has_host_side(OpKind kind) {
   constexpr KindSet none =
       kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite) | kind_bit(OpKind::kDiskSeal);
   return (none & kind_bit(kind)) == 0;
 }
 
-// Unit: bytes. The size of a page's tag, which says which page its place holds or will hold. Opaque to the
-// scheduler.
+// Unit: bytes. The size of a tag, which identifies the page that is in a place or will be written to it
+// (PageTag). The scheduler does not interpret tags.
 inline constexpr size_t kTagBytes = 40;
 
-// Lower runs first.
+// Ops with a lower number run first.
 enum class Priority : int32_t { kLoad = 0, kStore = 1 };
 inline constexpr int kPriorities = 2;
 
 enum class EdgeKind : int32_t {
-  kBarrier = 0,  // `after` starts when every page of `before` ended OK
-  kStream = 1,   // page i of `after` may start when page i of `before` ended OK
+  kBarrier = 0,  // `after` starts when all pages of `before` have finished OK
+  kStream = 1,   // page i of `after` may start when page i of `before` has finished OK
 };
 
 struct OpSpec {
@@ -74,19 +74,20 @@ struct OpSpec {
   OpKind kind = OpKind::kH2D;
   int32_t group = 0;
   Priority priority = Priority::kLoad;
-  std::vector<int32_t> blocks;  // one per page, or none for a kind without a device side
-  std::vector<int32_t> slots;   // one per page, or none for a kind without a host side
+  std::vector<int32_t> blocks;  // the engine's block of each page; empty unless has_device_side(kind)
+  std::vector<int32_t> slots;   // host slot of each page; empty unless has_host_side(kind)
   bool layerwise = false;
-  std::vector<int32_t> places = {};    // one per page if has_places(kind), else none
+  std::vector<int32_t> places = {};    // place of each page; empty unless has_places(kind)
   std::vector<uint8_t> tags = {};      // kTagBytes for each place
-  std::vector<uint64_t> digests = {};  // kDiskSeal: for every run of all ranks, page by page
-  // kH2D: for each page the number of the kDiskRead that fills its slot, perhaps on another transfer engine,
-  // or kNoRead if the slot is filled already. Empty: all slots are filled. A layerwise op moves a layer of a
-  // page once that layer is verified.
+  std::vector<uint64_t> digests = {};  // for kDiskSeal only: digests of all ranks' runs, page by page
+  // For kH2D only: for each page the id of the kDiskRead op, perhaps of another transfer engine, that fills
+  // its slot; kNoRead if the slot is already filled. Empty: all slots are filled. A layerwise op moves a
+  // layer of a page when the read has verified that layer.
   std::vector<int64_t> reads = {};
   size_t pages() const { return has_host_side(kind) ? slots.size() : places.size(); }
 };
 
+// A dependency between two ops of a graph, given by their positions in GraphSpec::ops.
 struct EdgeSpec {
   int32_t before = 0;
   int32_t after = 0;
@@ -96,11 +97,11 @@ struct EdgeSpec {
 struct GraphSpec {
   std::vector<OpSpec> ops;
   std::vector<EdgeSpec> edges;
-  // A point after the work that had been enqueued on the engine's stream at submit: a device lane starts
-  // after it.
+  // A point in the engine's stream. Device lanes start the graph's copies after this point. Null: submit()
+  // records a point after the work enqueued so far, if a stream is given.
   std::shared_ptr<StreamEvent> fence = nullptr;
-  // For stores of layers that the engine has yet to write: no byte of a layer is read before open_layers()
-  // names it.
+  // Whether the graph stores layers that the engine has yet to write. No byte of a layer is then read before
+  // open_layers() opens the layer.
   bool gated = false;
 };
 
@@ -109,11 +110,12 @@ struct OpResult {
   int64_t op_id = 0;
   int64_t ticket = 0;
   Status status = Status::kOk;
-  std::vector<int32_t> failed;  // positions of pages that must not be used, ascending
-  std::string reason;
-  std::vector<uint64_t> digests = {};     // kGdsWrite: for this rank's runs, page by page; 0 for failed pages
-  size_t digest_runs = 0;                 // per page
-  std::vector<FailureCause> causes = {};  // one for each page in `failed`
+  std::vector<int32_t> failed;  // positions of the pages that must not be used, ascending
+  std::string reason;           // why pages failed; empty if none did
+  // For kGdsWrite only: digests of this rank's runs, page by page; 0 for pages without digests.
+  std::vector<uint64_t> digests = {};
+  size_t digest_runs = 0;                 // number of digests per page
+  std::vector<FailureCause> causes = {};  // the cause for each page in `failed`
 };
 
 }  // namespace flexkv

@@ -87,7 +87,8 @@ void PageProgress::make_ready(int32_t page) {
 int32_t PageProgress::next_stage() {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   if (layerwise_) return lowest_ready_;
-  int32_t stage = stages() - 1;  // ops that wait for whole pages can then start while others still move
+  // Prefers pages at the highest stage, so that they finish early and ops that wait for them can start.
+  int32_t stage = stages() - 1;
   while (ready_[static_cast<size_t>(stage)].empty()) --stage;
   return stage;
 }
@@ -150,7 +151,7 @@ void PageProgress::end_page(int32_t page, PageState end) {
   if (states_[at] == PageState::kMoving) --moving_pages_;
   if (states_[at] == PageState::kReady) {
     std::vector<int32_t>& list = ready_[static_cast<size_t>(stage)].pages;
-    // Ops are cancelled back to front, so search from the end.
+    // Pages of an op are cancelled from the last to the first, so the search starts at the end.
     const auto found = std::find(list.rbegin(), list.rend(), page);
     list.erase(std::next(found).base());
     --ready_pages_;

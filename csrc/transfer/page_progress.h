@@ -1,9 +1,9 @@
-// Progress of the pages of one op. No lock, no threads: the scheduler's lock guards it.
+// The progress of the pages of one op. The class has no lock of its own; the scheduler's lock guards it.
 //
-// A page goes through stages: ranges of layers. Those of a layerwise op are one layer each, unless its lane
-// names others; those of other copies between a view and a slot are the view's ranges(); any other op has a
-// single stage of all layers. A layerwise op moves the lowest stage of all its pages first; any other op
-// finishes pages that it has begun before it begins more.
+// A page passes through stages, which are ranges of layers. A layerwise op has one stage per layer, unless
+// its lane gives other stages. Other copies between a view and a slot have the view's ranges() as stages. Any
+// other op has a single stage with all layers. A layerwise op moves the lowest stage of all its pages first.
+// Other ops finish pages that they have begun before they begin more.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,9 +13,9 @@
 namespace flexkv {
 
 enum class PageState : uint8_t {
-  kWaiting,  // for predecessors, for its slot to be filled, or for its stage to be opened
-  kReady,    // to be taken by a lane, at its current stage
-  kMoving,   // its bytes may be moving
+  kWaiting,  // waits for earlier ops, for a read that fills its slot, or for its stage to be opened
+  kReady,    // a lane may take the page at its current stage
+  kMoving,   // a lane has taken the page, and its bytes may be moving
   kOk,
   kFailed,
   kCancelled,
@@ -24,26 +24,27 @@ enum class PageState : uint8_t {
 };
 constexpr bool is_open(PageState state) { return state <= PageState::kMoving; }
 
-// State of one page, over all ranks and layers.
+// What a lane says about the pages of an op. The first two count only if the op has no view.
 struct PageSizes {
-  int64_t bytes = 1;
-  int32_t layers = 1;
-  // The first layer of each stage of a layerwise op, from 0. Empty: one stage per layer.
+  int64_t bytes = 1;   // size of a page over all ranks and layers
+  int32_t layers = 1;  // number of layers of a page
+  // For a layerwise op, the first layer of each stage, ascending from 0. Empty: one stage per layer.
   std::vector<int32_t> stages = {};
 };
 
-// The layers of one page, and what the functions below say of them:
+// The figure shows the layers of one page, and which functions set or return the bounds between them:
 //
 //   0                                                                              layers()
 //   |  passed           |  issued            |  may be taken       |  not yet        |
 //   '- layers_done() ---'                    |                     |
-//   '- mark_issued(): on their way ----------'                     |
+//   '- mark_issued(): copy enqueued ---------'                     |
 //   '- open(), and arrive() for a page that a read brings ---------'
 //
-// Each bound is the end of a stage, but for arrive(): a stage may be taken once all its layers have arrived.
+// Each bound is the end of a stage, except that arrive() may set one within a stage. A lane may take a stage
+// when all its layers have arrived.
 class PageProgress {
  public:
-  // `starts`: the first layer of each stage, from 0.
+  // `starts`: the first layer of each stage, ascending from 0.
   PageProgress(int32_t pages, int32_t layers, std::vector<int32_t> starts, bool layerwise);
 
   int32_t pages() const { return static_cast<int32_t>(states_.size()); }
@@ -51,56 +52,59 @@ class PageProgress {
   int32_t layers() const { return layers_; }
   // The layers of one stage, [lo, hi).
   std::pair<int32_t, int32_t> layers_of(int32_t stage) const;
-  // The stage that moves this layer; the last one for a layer that the op does not have.
+  // The stage that contains this layer; the last stage if the op has fewer layers.
   int32_t stage_of(int32_t layer) const;
 
   PageState state(int32_t page) const { return states_[static_cast<size_t>(page)]; }
   bool has_ready() const { return ready_pages_ > 0; }
   int32_t moving_pages() const { return moving_pages_; }
   bool all_settled() const { return open_pages_ == 0; }
-  // Whether any page was ever taken.
+  // Whether a lane ever took a page of the op.
   bool issued() const { return issued_; }
-  // Whether every page has passed (or will never pass) this stage.
+  // Whether every page has passed this stage or has failed.
   bool stage_done(int32_t stage) const { return left_[static_cast<size_t>(stage)] == 0; }
-  // Whether the bytes of every page at this stage are on their way, in place, or will never come.
+  // Whether the copies of this stage are enqueued for every page that has neither passed it nor failed.
   bool stage_issued(int32_t stage) const { return unissued_[static_cast<size_t>(stage)] == 0; }
   bool all_issued() const { return unissued_.back() == 0; }
-  // Whether the bytes that the page's current stage moves are in its slot.
+  // Whether the bytes of the page's current stage are in its slot.
   bool has_arrived(int32_t page) const;
-  // Layers of the page that have passed their stage: [0, layers_done).
+  // How many layers of the page have passed their stage: layers [0, layers_done()).
   int32_t layers_done(int32_t page) const;
   std::vector<int32_t> failed_pages() const;
-  // The highest stage, from `last` on, up to which all stages are open and have arrived for all these pages.
+  // Returns the highest stage such that all stages after `last` up to this one are open and have arrived for
+  // all these pages; `last` if the next stage is not open or has not arrived.
   int32_t last_free(const std::vector<int32_t>& pages, int32_t last) const;
 
-  // Makes the page wait for a read elsewhere, which brings its layers. Call before any page is ready.
+  // Makes the page wait for a read, perhaps of another transfer engine, that fills its slot. Call before any
+  // page is ready.
   void expect(int32_t page);
-  // Records that layers [0, layers) of an expected page are in its slot. Returns whether there are more than
-  // before.
+  // Records that layers [0, layers) of a page with expect() are in its slot. Returns whether these are more
+  // layers than before.
   bool arrive(int32_t page, int32_t layers);
 
-  // kWaiting -> kReady, at once or when the page's stage is opened. Precondition: has_arrived().
+  // Changes a waiting page to kReady, at once or when its stage is opened. Precondition: has_arrived().
   void make_ready(int32_t page);
-  // Records that a moving page has passed its stages up to this one; it may have passed them before. Returns
-  // whether that was the last page to pass one of them.
+  // Records that a moving page has passed its stages up to `stage`; it may already have passed some of them.
+  // Returns whether it was the last page to pass one of these stages.
   bool pass(int32_t page, int32_t stage);
-  // Like pass(), and then kMoving -> kReady for its next stage, kWaiting if that has not arrived or is not
-  // open, kOk after the last.
+  // Like pass(), and changes the state of the page: to kOk after the last stage, to kWaiting if the next
+  // stage has not arrived or is not open, otherwise to kReady.
   bool advance(int32_t page, int32_t stage);
-  // Records that the bytes of a page's stages up to this one are on their way: only the device decides when
-  // they arrive.
+  // Records that the copies of a page's stages up to `stage` are enqueued. From then on only the device
+  // decides when they finish.
   void mark_issued(int32_t page, int32_t stage);
 
  protected:
-  // From now on only open stages are moved, and none is open before open_to(). Call before any page is ready.
+  // Closes all stages: a stage is moved only after open_to() has opened it. Call before any page is ready.
   void close_stages();
-  // Opens the stages of layers [0, layers). Returns them, [lo, hi).
+  // Opens the stages whose layers are all in [0, layers). Returns the stages opened by this call as [lo, hi).
   std::pair<int32_t, int32_t> open_to(int32_t layers);
-  // The stage that take_at() must take from. Precondition: has_ready().
+  // Returns the stage from which take_at() must take pages. Precondition: has_ready().
   int32_t next_stage();
-  // kReady -> kMoving for up to `most` pages of a stage, in the order in which they became ready.
+  // Changes up to `most` ready pages at a stage to kMoving, in the order in which they became ready. Returns
+  // them.
   std::vector<int32_t> take_at(int32_t stage, size_t most);
-  // Any open state -> `end`, one of the bad ones.
+  // Changes a page in any open state to `end`, which must be one of the failure states.
   void end_page(int32_t page, PageState end);
 
  private:
@@ -116,15 +120,16 @@ class PageProgress {
   const bool layerwise_;
   const std::vector<int32_t> starts_;
   std::vector<PageState> states_;
-  std::vector<int32_t> stage_;                 // per page, only if there are several stages
-  std::vector<int32_t> arrived_;               // per page: layers in its slot; empty if none is expected
-  std::vector<ReadyList> ready_;               // per stage
-  std::vector<int32_t> left_;                  // per stage: pages that have not passed it
-  std::vector<int32_t> unissued_;              // per stage: pages that are not on their way through it
-  std::vector<int32_t> issued_stages_;         // per page: how many stages are on their way, or passed
-  int32_t open_stages_;                        // stages below this one may move
-  std::vector<std::vector<int32_t>> at_gate_;  // per stage, once closed: pages that wait for it to be opened
-  int32_t lowest_ready_ = 0;                   // no stage below has a ready page
+  std::vector<int32_t> stage_;          // per page: its current stage; empty if there is only one stage
+  std::vector<int32_t> arrived_;        // per page: number of layers in its slot; empty without expect()
+  std::vector<ReadyList> ready_;        // per stage: the ready pages
+  std::vector<int32_t> left_;           // per stage: number of pages that have neither passed it nor failed
+  std::vector<int32_t> unissued_;       // per stage: number of pages whose copies are not enqueued
+  std::vector<int32_t> issued_stages_;  // per page: number of stages whose copies are enqueued or done
+  int32_t open_stages_;                 // number of open stages; only these may move
+  // Per stage: pages that wait for the stage to be opened. Empty without close_stages().
+  std::vector<std::vector<int32_t>> at_gate_;
+  int32_t lowest_ready_ = 0;  // no stage below this one has a ready page
   int32_t ready_pages_ = 0;
   int32_t moving_pages_ = 0;
   int32_t open_pages_;

@@ -1,4 +1,4 @@
-// The work of a host pool's first thread, which gives the pool its memory.
+// The bring-up thread of a host pool, which allocates the pool's memory.
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,19 +13,20 @@
 namespace flexkv {
 namespace {
 
-// Unit: nice levels. Touching memory competes with the engine's start, and is not urgent.
+// Unit: nice levels. Bring-up has a lower priority, because it is not urgent and competes with the start of
+// the inference engine.
 constexpr int kBringUpNice = 10;
-// Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs, so the
-// steps are small.
+// Unit: bytes. How much memory is allocated at a time. Each step holds the process's mmap lock, which every
+// page fault of the inference engine needs, so the steps are small.
 constexpr int64_t kPopulateStepBytes = kHugePageBytes;
-// Unit: bytes. How much is touched between two checks of the available memory: a check takes 20 us of reading
-// /proc, the touching 10-300 ms, and the amount is far less than kHeadroomBytes.
+// Unit: bytes. How much memory is allocated between two checks of the available memory. A check reads /proc
+// for 20 us, and the allocation takes 10 to 300 ms. The amount is much smaller than kHeadroomBytes.
 constexpr int64_t kMemoryLookBytes = int64_t{64} << 20;
 
 }  // namespace
 
 void HostPool::lower_own_priority() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // best effort
+  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // ignores a failure
 }
 
 void HostPool::publish(int64_t ready) {
@@ -34,7 +35,7 @@ void HostPool::publish(int64_t ready) {
 }
 
 void HostPool::require_headroom(int64_t index) const {
-  if (mapping_.source() == PageSource::kHugetlb) return;  // reserved huge pages are not in MemAvailable
+  if (mapping_.source() == PageSource::kHugetlb) return;  // MemAvailable does not include reserved huge pages
   const MemoryLimit limit = memory_();
   if (limit.available_bytes >= kHeadroomBytes + kMemoryLookBytes) return;
   throw CapacityError("extent " + std::to_string(index) +
@@ -76,8 +77,8 @@ void HostPool::bring_up_extent(int64_t index, int64_t& huge_so_far) {
     const int64_t step = std::min(kPopulateStepBytes, bytes - done);
     mapping_.populate(offset + done, step);
     if (huge_pages_ && mapping_.source() == PageSource::kMemfd && step == kHugePageBytes) {
-      // EINVAL: this kernel does not support it. Any other error may be temporary, such as a lack of free
-      // huge pages.
+      // EINVAL means that this kernel cannot collapse such memory. Other errors may be temporary, such as a
+      // lack of free huge pages, so later steps try again.
       if (mapping_.collapse(offset + done) == EINVAL) huge_pages_ = false;
     }
     done += step;

@@ -1,4 +1,4 @@
-// The sizes of a host pool and where its extents lie.
+// The sizes of a host pool, and the positions of its extents.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Unit: bytes. io_uring refuses a registered buffer above 1 GiB (EFAULT), so no extent is larger.
+// Unit: bytes. The largest extent. io_uring does not register buffers of more than 1 GiB (EFAULT).
 inline constexpr int64_t kMaxExtentBytes = int64_t{1} << 30;
 
 struct PoolGeometry {
@@ -17,21 +17,21 @@ struct PoolGeometry {
 
   bool operator==(const PoolGeometry&) const = default;
 
-  // Throws GeometryError.
+  // Throws GeometryError if a size is invalid.
   void check() const;
-  // Unit: bytes. Where extents start: huge pages, unless the pool is smaller than one.
+  // Unit: bytes. The alignment of extents: that of huge pages, unless an extent is smaller than one.
   int64_t alignment() const;
 };
 
-// The extents of a geometry that check() accepts. Sizes are in bytes.
+// The positions of the extents in a pool. Precondition: check() accepts the geometry. Sizes are in bytes.
 struct ExtentTable {
   explicit ExtentTable(const PoolGeometry& geometry);
 
   int64_t slots_per_extent;
-  int64_t stride;       // from one extent to the next
-  int64_t count;        // of extents
-  int64_t total_bytes;  // of all
-  int64_t unit;         // sizes are rounded up to multiples of this
+  int64_t stride;       // distance from the start of one extent to the start of the next
+  int64_t count;        // number of extents
+  int64_t total_bytes;  // size of all extents together
+  int64_t unit;         // sizes of extents are rounded up to multiples of this
   PoolGeometry geometry;
 
   int64_t slots_of(int64_t extent) const;

@@ -11,7 +11,8 @@
 namespace flexkv {
 namespace {
 
-// Not FUTEX_PRIVATE, because waiters may be in another process; std::atomic::wait would be private.
+// Calls futex without FUTEX_PRIVATE_FLAG, because waiters may be in another process. (std::atomic::wait would
+// use a private futex.)
 long shared_futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
@@ -27,7 +28,7 @@ void await_change(PoolHeader& header, uint32_t seen, double timeout_s) {
   if (timeout_s <= 0) return;
   const double whole = std::floor(timeout_s);
   const timespec timeout{static_cast<time_t>(whole), static_cast<long>((timeout_s - whole) * 1e9)};
-  // EAGAIN (changed already), EINTR and ETIMEDOUT all mean that the caller checks again.
+  // The result is ignored: after EAGAIN (already changed), EINTR and ETIMEDOUT alike the caller checks again.
   shared_futex(header.generation, FUTEX_WAIT, seen, &timeout);
 }
 

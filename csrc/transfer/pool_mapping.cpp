@@ -45,9 +45,9 @@ int sealed_memfd(int64_t bytes, unsigned flags) {
 }  // namespace
 
 PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
-  // Reserves more than needed, places the mapping on a 2 MiB boundary inside, and unmaps the rest: mmap
-  // itself guarantees only 4 KiB, and for a huge page the address and the file offset must have the same
-  // alignment.
+  // Reserves more address space than needed, places the mapping on a 2 MiB boundary in it, and unmaps the
+  // rest. This is necessary because mmap guarantees only 4 KiB alignment, and huge pages need an address that
+  // is aligned like the file offset.
   const size_t reserved = static_cast<size_t>(bytes + kHugePageBytes);
   void* space = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) {
@@ -76,13 +76,14 @@ PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
 
 PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   PoolMapping mapping = map(bytes, -1, PageSource::kAnonymous);
-  // An old kernel, or one built without huge pages, refuses the advice. What was achieved is read back later
-  // anyway.
+  // Ignores a refusal by an old kernel, or by one built without huge pages: huge_bytes() later shows how many
+  // huge pages there are.
   if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
               huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
-  // A forked child does not need the pool. If it mapped the pool, fork() would copy pages that a device has
-  // pinned, and every later write here would first copy a huge page. Best effort.
+  // Keeps the mapping out of forked children, which do not need the pool. Otherwise fork() would copy pages
+  // that a device has pinned, and the first write to each huge page afterwards would copy it. A failure is
+  // ignored.
   madvise(mapping.base_, static_cast<size_t>(mapping.bytes_), MADV_DONTFORK);
   return mapping;
 }
@@ -94,7 +95,8 @@ PoolMapping PoolMapping::memfd(int64_t bytes, bool huge_pages) {
       try {
         return map(round_up(bytes, kHugePageBytes), fd, PageSource::kHugetlb);
       } catch (const CapacityError&) {
-        // Another process has taken the huge pages meanwhile, so use shared memory instead.
+        // Another process has taken the reserved huge pages meanwhile, so the code below uses ordinary shared
+        // memory.
       }
     }
   }
@@ -134,7 +136,8 @@ PoolMapping::~PoolMapping() {
 void PoolMapping::populate(int64_t offset, int64_t bytes) {
   if (madvise(base_ + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
   int error = errno;
-  // Before Linux 5.14, a file must be given its blocks first, or the write below could raise SIGBUS.
+  // Linux before 5.14 does not have MADV_POPULATE_WRITE. The code below then touches each page. In a file it
+  // first allocates the blocks, because otherwise the write could raise SIGBUS.
   if (error == EINVAL) {
     error = fd_ >= 0 && fallocate(fd_, 0, offset, bytes) != 0 ? errno : 0;
     if (error == 0) {
@@ -153,7 +156,7 @@ int PoolMapping::collapse(int64_t offset) {
   for (int attempt = 0;; ++attempt) {
     if (madvise(base_ + offset, static_cast<size_t>(kHugePageBytes), MADV_COLLAPSE) == 0) return 0;
     const int error = errno;
-    if (error != EAGAIN || attempt == 1) return error;  // EAGAIN: a page was busy for a moment
+    if (error != EAGAIN || attempt == 1) return error;  // tries again after EAGAIN: a page was busy
   }
 }
 
@@ -170,7 +173,7 @@ int64_t PoolMapping::huge_bytes() const {
     char name[32] = {};
     long kib = 0;
     if (std::sscanf(line.c_str(), "%lx-%lx ", &start, &end) == 2) {
-      if (start >= high) break;  // the list ascends, so all further mappings lie above the pool
+      if (start >= high) break;  // addresses ascend, so all further mappings are above the pool
       ours = start < high && end > low;
     } else if (ours && std::sscanf(line.c_str(), "%31[^:]: %ld kB", name, &kib) == 2) {
       const std::string field(name);

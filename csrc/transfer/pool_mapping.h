@@ -1,4 +1,5 @@
-// The address range of a host pool: anonymous memory of this process, or a sealed memfd that others can map.
+// The memory of a host pool: anonymous memory of this process, or a sealed memfd that other processes can
+// map.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,21 +11,23 @@ namespace flexkv {
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
 enum class PageSource {
-  kAnonymous,  // private; transparent huge pages by MADV_HUGEPAGE
-  kMemfd,      // shared; huge pages by touching, then MADV_COLLAPSE
-  kHugetlb,    // shared; reserved huge pages
+  kAnonymous,  // private memory; it gets transparent huge pages through MADV_HUGEPAGE
+  kMemfd,      // shared memory; after it is allocated, MADV_COLLAPSE turns it into huge pages
+  kHugetlb,    // shared memory on reserved huge pages
 };
 
 class PoolMapping {
  public:
-  // `bytes` of anonymous memory on a 2 MiB boundary, not mapped in forked children. Throws CapacityError.
+  // Maps `bytes` of anonymous memory on a 2 MiB boundary. Forked children do not have the mapping. Throws
+  // CapacityError if there is no address space.
   static PoolMapping anonymous(int64_t bytes, bool huge_pages);
-  // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS). It
-  // uses reserved huge pages if `huge_pages` is set and enough of them are free, else shared memory. Throws
-  // CapacityError.
+  // Makes and maps a memfd of `bytes`. The memfd is sealed against resizing, because accesses beyond a shrunk
+  // file would raise SIGBUS. It uses reserved huge pages if `huge_pages` is set and enough are free,
+  // otherwise ordinary shared memory. Throws CapacityError if the memfd cannot be made or mapped.
   static PoolMapping memfd(int64_t bytes, bool huge_pages);
-  // Maps `fd`, which must be such a memfd of exactly `bytes`; takes ownership of the fd, even if it throws.
-  // Throws ClosedError when it is another file, CapacityError when it cannot be mapped.
+  // Maps `fd`, a memfd of exactly `bytes` that memfd() made. Takes ownership of `fd`, even if it throws.
+  // Throws ClosedError if `fd` is a different file, and CapacityError if it cannot be mapped. `what`: what
+  // the caller is mapping, for error messages.
   static PoolMapping of_fd(int fd, int64_t bytes, const std::string& what);
 
   PoolMapping(PoolMapping&& other) noexcept;
@@ -36,13 +39,13 @@ class PoolMapping {
   int fd() const { return fd_; }
   PageSource source() const { return source_; }
 
-  // Allocates the memory of [offset, offset + bytes) now. If there is none, throws CapacityError instead of
-  // letting a later access raise SIGBUS.
+  // Allocates the memory of [offset, offset + bytes) now. Throws CapacityError if there is none; without this
+  // call, a later access would raise SIGBUS.
   void populate(int64_t offset, int64_t bytes);
-  // Asks the kernel to turn the 2 MiB at `offset`, which have been touched, into one huge page. Returns 0 or
-  // an errno.
+  // Asks the kernel to turn the 2 MiB at `offset` into one huge page. Returns 0, or an errno after an error.
+  // Precondition: the memory is populated.
   int collapse(int64_t offset);
-  // How many bytes of the mapping are on huge pages in this process, as the kernel reports it.
+  // Returns how many bytes of the mapping are on huge pages in this process, according to the kernel.
   int64_t huge_bytes() const;
 
  private:

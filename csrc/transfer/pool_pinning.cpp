@@ -1,4 +1,4 @@
-// The work of a host pool's second thread, which registers the pool's memory with a device.
+// The pin thread of a host pool, which registers the pool's memory with a device.
 #include <pthread.h>
 
 #include <algorithm>
@@ -11,10 +11,11 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a thread that waits for extents checks whether their creator still lives.
+// Unit: seconds. How often a thread that waits for slots checks whether the process that made the pool still
+// runs.
 constexpr double kFollowerWaitS = 0.25;
-// Unit: seconds. After each piece the thread rests for as long as the registration took, so that the engine's
-// calls get the driver's locks half of the time. After a registration that hung, it rests for only this long.
+// Unit: seconds. After each piece the thread rests for as long as the registration took, but for at most this
+// long. So the driver's locks are free for the inference engine's calls half of the time.
 constexpr double kMostRestS = 0.1;
 
 }  // namespace
@@ -39,11 +40,12 @@ void HostPool::rest(double seconds) const {
   }
 }
 
-// Waits for slots [0, end). Returns false if they will not come up, or the pool is closing.
+// Waits until slots [0, end) are up. Returns false if they will not come up or the pool is closing.
 bool HostPool::await_slots(int64_t end) const {
   for (;;) {
     const uint32_t seen = header_->generation.load(std::memory_order_acquire);
-    // Read before the slots are: bring-up may end, with these slots up, between the two reads.
+    // settled() is called before the number of slots is read: bring-up might bring up these slots and finish
+    // between the two, and they must not be missed.
     const bool over = settled();
     if (stopping_) return false;
     if (header_->ready_slots.load(std::memory_order_acquire) >= end) return true;
@@ -52,7 +54,8 @@ bool HostPool::await_slots(int64_t end) const {
   }
 }
 
-// The pin thread runs this. Its errors go to registration_error() and must not end the process.
+// The body of the pin thread. Exceptions must not leave it, because they would end the process;
+// registration_error() returns their text.
 void HostPool::register_all(PinRetries retries) {
   try {
     try_to_register_all(retries);
@@ -65,7 +68,7 @@ void HostPool::register_all(PinRetries retries) {
 void HostPool::try_to_register_all(const PinRetries& retries) {
   lower_own_priority();
   std::vector<int64_t> refused;
-  std::string why;  // why the first of them was refused
+  std::string why;  // why the first refused piece was refused
   const auto attempt = [&](int64_t piece, std::vector<int64_t>& left) {
     const auto start = Clock::now();
     const std::string reason = register_piece(piece);
@@ -101,7 +104,7 @@ void HostPool::try_to_register_all(const PinRetries& retries) {
                         " tries): " + why;
 }
 
-// Returns why the device refused the piece; empty on success.
+// Registers a piece. Returns why the device refused it, or an empty string on success.
 std::string HostPool::register_piece(int64_t piece) {
   std::string reason = registrar_->add(slot_address(pieces_.first_slot(piece)), pieces_.bytes_of(piece));
   registered_[static_cast<size_t>(piece)].store(reason.empty(), std::memory_order_release);
@@ -116,7 +119,7 @@ std::string HostPool::register_piece(int64_t piece) {
   return {};
 }
 
-// Goes piece by piece, too, so that the driver's locks are held only briefly each time.
+// Unregisters piece by piece, so that the driver's locks are held only briefly each time.
 void HostPool::unregister_all() {
   for (int64_t piece = 0; piece < pieces_.count; ++piece) {
     if (piece_registered(piece)) registrar_->remove(slot_address(pieces_.first_slot(piece)));

@@ -1,6 +1,6 @@
-// Detects that another process has ended; with pidfd even if its pid has been reused since. An attached
-// host pool watches the process that made it. RankOp in flexkv/cache/ledger/ops.py says what becomes of
-// the slots of a rank that died.
+// Detects that another process has exited. With pidfd this works even if the pid has been reused since. An
+// attached host pool watches the process that made the pool. What happens to the slots of a rank whose
+// process died is described at RankOp in flexkv/cache/ledger/ops.py.
 #pragma once
 #include <sys/types.h>
 
@@ -8,21 +8,21 @@ namespace flexkv {
 
 class ProcessWatch {
  public:
-  // Watches nothing: ended() is false.
+  // Watches no process; ended() is always false.
   ProcessWatch() = default;
   explicit ProcessWatch(pid_t pid);
   ProcessWatch(ProcessWatch&& other) noexcept;
   ProcessWatch& operator=(ProcessWatch&& other) noexcept;
   ~ProcessWatch();
 
-  // Whether the process has ended, reaped or not. On kernels without pidfd (before Linux 5.3): whether no
-  // process has that pid any more.
+  // Whether the process has exited, even if its parent has not reaped it yet. On kernels without pidfd
+  // (before Linux 5.3), whether no process has the pid any more.
   bool ended() const;
 
  private:
   pid_t pid_ = 0;
   int fd_ = -1;
-  bool gone_ = false;  // it had ended before it could be watched
+  bool gone_ = false;  // whether the process had exited before the watch began
 };
 
 }  // namespace flexkv

@@ -1,4 +1,5 @@
-// Registers pool memory with a device, piece by piece (cuMemHostRegister for a GPU).
+// The interface through which a host pool registers its memory with a device, piece by piece. For a GPU this
+// is cuMemHostRegister.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,17 +10,17 @@ namespace flexkv {
 class Registrar {
  public:
   virtual ~Registrar() = default;
-  // Returns an error; empty on success. A piece without registration still works, but slower.
+  // Registers a piece. Returns an error message, or an empty string on success. Copies to and from a piece
+  // that is not registered still work, but are slower.
   virtual std::string add(void* base, int64_t bytes) = 0;
   virtual void remove(void* base) = 0;
 };
 
-// How often refused pieces are tried again, and the pause before the first retry, which doubles each time.
-// The default retries for a minute: temporary causes (locked memory of a process that is ending, a driver
-// that is starting) are over by then.
+// How often the registration of refused pieces is tried again. The default values retry for a minute, after
+// which temporary causes are gone: locked memory of a process that is exiting, or a driver that is starting.
 struct PinRetries {
-  int32_t tries = 6;
-  double first_pause_s = 1;
+  int32_t tries = 6;         // number of retries
+  double first_pause_s = 1;  // seconds before the first retry; the pause doubles before each further one
 };
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// Computes and checks the run digests that a slot keeps beside its stripe.
+// Functions that compute and check the run digests in a slot of the host pool.
 #pragma once
 #include "transfer/page_mover.h"
 
@@ -6,15 +6,16 @@ namespace flexkv {
 
 // Preconditions of all functions: view.has_digests() and 0 <= lo < hi <= layers.
 
-// Writes the digests of layers [lo, hi) of the engine's block, which is plain memory, into the slot.
+// Computes the digests of layers [lo, hi) from the inference engine's block and writes them into the slot.
+// Precondition: the engine's pool is in ordinary host memory.
 void write_digests_of_block(const AttachedView& view, int64_t block, int32_t slot, int32_t lo, int32_t hi);
-// Writes the digests of layers [lo, hi) of the stripe into the slot, for callers that cannot read the
-// engine's memory.
+// Computes the digests of layers [lo, hi) from the stripe in the slot and writes them into the slot. For
+// callers that cannot read the inference engine's memory.
 void write_digests_of_stripe(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
-// Returns OK, or a failure that names the first run of layers [lo, hi) whose bytes in the slot do not match
-// its digest.
+// Checks the runs of layers [lo, hi) in the slot. Returns OK, or a failure that reports the first run whose
+// bytes do not match its digest.
 MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
-// Returns the failure of a page whose run number `run` does not match its digest.
+// Returns the failure of a page in whose slot run number `run` does not match its digest.
 MoveResult digest_mismatch(const AttachedView& view, size_t run, int32_t slot);
 
 }  // namespace flexkv

@@ -1,4 +1,5 @@
-// The callers' side of the scheduler: submitting graphs, polling results, waiting.
+// The part of the scheduler that callers of the transfer engine use: they submit graphs, poll results, wait,
+// cancel and close.
 #include "transfer/scheduler.h"
 
 #include <sys/eventfd.h>
@@ -16,11 +17,11 @@
 namespace flexkv {
 namespace {
 
-// The kinds that read the engine's blocks.
+// The kinds of op that read the inference engine's blocks.
 constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
 
-// Unit: seconds. How long an event may take to be reached: one that was just recorded on an idle stream takes
-// some microseconds.
+// Unit: seconds. An event that is not reached after this time counts as waiting behind other work. An event
+// that was just recorded on an idle stream is reached after some microseconds.
 constexpr double kIdleStreamS = 0.001;
 
 bool is_reached(StreamEvent& event) {
@@ -105,14 +106,14 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     if (!coming.pages.empty()) coming_.push_back(std::move(coming));
   }
-  // An op for which a load waits is as urgent as the load. Edges point forward, so a backward pass visits
-  // each op after its successors.
+  // If a load waits for an op, the op is as urgent as the load. Edges point forward, so a backward pass
+  // visits each op after its successors.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
     for (const auto& [after, kind] : (*op)->successors) {
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
     }
   }
-  // A copy, because an op that ends at once may end the graph.
+  // This loop uses a copy of the list, because ops that finish at once may finish the graph.
   const std::vector<std::shared_ptr<OpState>> ops = graph.ops;
   for (const auto& op : ops) {
     const KindQueue& queue = queue_of(*op);
@@ -126,7 +127,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
   }
   if (ops.empty()) remember(ticket, forgotten);
   if (!coming_.empty()) {
-    look_for_arrivals();  // some may have arrived already
+    look_for_arrivals();  // some slots may already be filled
     arrivals_.notify_one();
   }
   return ticket;
@@ -149,8 +150,8 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
   has_results_ = !results_.empty();
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
-    // This fails only if a caller has read the fd, against the contract. The counter is then 0, as it
-    // should be, so the failure is no reason to lose `taken`.
+    // The read fails only if a caller has read the descriptor, against the contract. The counter is then 0,
+    // as it should be, so the failure is ignored and `taken` is returned.
     [[maybe_unused]] const auto bytes = read(event_fd_, &count, sizeof(count));
   }
   return taken;
@@ -179,7 +180,7 @@ bool Scheduler::wait(int64_t ticket, double deadline_s) {
 }
 
 LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued) {
-  std::vector<std::shared_ptr<OpState>> loads;  // kept alive: the graph may be forgotten while this waits
+  std::vector<std::shared_ptr<OpState>> loads;  // shared, because the graph may be forgotten during the wait
   std::unique_lock lock(mutex_);
   require_given(ticket, "wait_layer");
   const auto found = graphs_.find(ticket);
@@ -193,7 +194,7 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
     }
   };
   find_loads(kind_bit(OpKind::kH2D) | kind_bit(OpKind::kGdsRead));
-  // If the graph ends in host memory, a layer is ready when it has arrived there.
+  // If the graph only reads from disk to host memory, a layer is in place when the read has brought it.
   if (loads.empty()) find_loads(kind_bit(OpKind::kDiskRead));
   int32_t layers = loads.empty() ? INT32_MAX : 0;
   for (const auto& op : loads) layers = std::max(layers, op->layers());
@@ -220,8 +221,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   return answer;
 }
 
-// Returns the op's own fence and those of the items that its lane has taken, which may have to end before the
-// op does. Leaves out fences of older ops that are still queued.
+// Returns the op's own fence and the fences of the work items that its lane has in flight, because these
+// items may have to finish before the op does. Fences of older ops that are still queued are not included.
 std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState& op) const {
   std::vector<std::shared_ptr<StreamEvent>> fences;
   if (op.fence) fences.push_back(op.fence);
@@ -234,12 +235,12 @@ std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState
 }
 
 Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bool on_streams) {
-  std::vector<std::shared_ptr<OpState>> stores;  // kept alive: the graph may be forgotten while this waits
+  std::vector<std::shared_ptr<OpState>> stores;  // shared, because the graph may be forgotten during the wait
   std::vector<std::shared_ptr<StreamEvent>> fences;
   std::unique_lock lock(mutex_);
   require_given(ticket, "order_after");
   const auto found = graphs_.find(ticket);
-  if (found == graphs_.end()) return {true, {}};  // it ended long ago
+  if (found == graphs_.end()) return {true, {}};  // the graph finished long ago
   for (const auto& op : found->second.ops) {
     if ((kStoreKinds & kind_bit(op->spec().kind)) != 0 && !op->ended) stores.push_back(op);
   }
@@ -261,7 +262,7 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     lock.lock();
     if (answer.behind_forward) deadline_s = 0;
   }
-  // On a lane without streams, no page of an op counts as issued before the op has ended.
+  // On a lane without streams, all_issued() is true only when all pages have finished.
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
     return std::all_of(stores.begin(), stores.end(),
                        [](const auto& op) { return op->ended || op->all_issued(); });
@@ -306,7 +307,7 @@ int64_t Scheduler::cancel(int64_t ticket) {
   if (found == graphs_.end()) return 0;
   int64_t dropped = 0;
   const std::vector<std::shared_ptr<OpState>> ops = found->second.ops;
-  // Successors first, so that they end as cancelled and not as skipped.
+  // Cancels successors first, so that their pages count as cancelled and not as skipped.
   for (auto op = ops.rbegin(); op != ops.rend(); ++op) {
     if ((*op)->ended) continue;
     (*op)->cancelled = (*op)->unwanted = true;

@@ -1,5 +1,5 @@
-// Decides which page may move next, and records how each op ended. One lock guards all of this state; no byte
-// moves while it is held.
+// The scheduler of a transfer engine. It decides which page may move next, and records the result of each op.
+// One lock guards all of its state; no bytes are copied while a thread holds the lock.
 #pragma once
 #include <array>
 #include <atomic>
@@ -20,104 +20,115 @@
 
 namespace flexkv {
 
-// Unit: items. When this many items of loads in a row have overtaken a waiting store, one item of the store
-// runs: under endless loads, stores still get 1/17 of the lane, which costs a load at most 6 %.
+// Unit: work items. When this many consecutive items of loads have overtaken a waiting store, one item of the
+// store runs. So stores get 1/17 of a lane even if loads never stop, and slow loads down by 6 % at most.
 inline constexpr int32_t kPiecesBeforeAged = 16;
-// Unit: graphs. How many ended and polled graphs wait_layer() still knows.
+// Unit: graphs. How many graphs wait_layer() still accepts after they have finished and were polled.
 inline constexpr size_t kRememberedGraphs = 256;
 
-// Unit: checks. The watchdog checks this many times per `op_stuck_s`; a work item that made no progress in
-// that many checks is stuck. It counts checks, not seconds, because a process that was stopped (SIGSTOP, a
+// Unit: checks. The watchdog checks this many times per `op_stuck_s`. A work item without progress in this
+// many checks is stuck. Checks are counted instead of seconds because a process that was stopped (SIGSTOP, a
 // frozen container, a suspended machine) resumes with all its copies late but none of them hung.
 inline constexpr int32_t kLooksUntilStuck = 4;
 
-// Unit: seconds. The pause between two checks of whether another transfer engine's reads have filled the
-// slots that loads wait for. A check costs one memory access per page, 10 us for 10,000 pages; during the
-// pause a disk reads 1.5 MB, a fraction of what a lane takes at once. Notifications would instead cost each
-// disk one system call per page.
+// Unit: seconds. The pause between two checks of slots that loads wait for while another transfer engine's
+// reads fill them. A check costs one memory access per page, 10 us for 10,000 pages. During the pause a disk
+// reads 1.5 MB, a fraction of one work item. Notifications would cost each disk one system call per page.
 inline constexpr double kSlotLookS = 0.0005;
 
+// The result of waiting for a layer.
 struct LayerWait {
-  bool in_time = false;  // false: the deadline passed, and the ops go on
-  // (op id, positions) of each op with failed pages.
+  bool in_time = false;  // false: the deadline passed; the ops continue
+  // For each op with failed pages, its id and the positions of these pages.
   std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;
-  // With `issued`: the layer is in place after all of these events. Each has the kind of its op.
+  // Filled if wait_layer() was called with `issued`: the layer is in place after all of these events. Each
+  // has the kind of its op.
   std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
 };
 
+// The state of a lane for one kind of op. After the kind was taken down because of a stuck work item, it
+// comes up again when no item of this kind is stuck any more.
 struct LaneState {
   OpKind kind = OpKind::kH2D;
-  std::string lane;
+  std::string lane;  // name of the lane
   bool up = true;
-  std::string reason;          // why it is down
-  int64_t open_ops = 0;        // ops that have not ended
-  int64_t held_places = 0;     // queue entries of ops that have not ended, or have ended but were not polled
-  std::vector<int64_t> stuck;  // ids of ops whose bytes may still move although the lane is down
-  int64_t times_down = 0;      // since the engine was made; a lane comes up again once no item is stuck
+  std::string reason;          // why the kind is down; empty if it is up
+  int64_t open_ops = 0;        // number of ops without a result
+  int64_t held_places = 0;     // number of queue entries in use: ops without a result or not yet polled
+  std::vector<int64_t> stuck;  // ids of ops whose work items are stuck, so that their bytes may still move
+  int64_t times_down = 0;      // how often the kind was taken down since the engine was made
 };
 
 class Scheduler : public WorkSource {
  public:
-  // `queue_ops` queue entries for each (kind, priority). `op_stuck_s` <= 0: no item ever counts as stuck.
+  // `queue_ops`: the number of queue entries for each (kind, priority). `op_stuck_s`: see EngineOptions.
   Scheduler(int32_t queue_ops, double op_stuck_s);
   ~Scheduler() override;
 
-  // Adds a lane; its number is the count of lanes added before. Call before the first submit.
+  // Adds a lane. Lanes are numbered from 0 in the order of these calls. Call before the first submit. Throws
+  // ContractError if another lane serves one of its kinds.
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Takes a graph that the engine has checked. `views[i]` is the view of op i; if it is null, `sizes[i]`
-  // gives the size of a page of the op. Returns a ticket, or nothing if too few queue entries are free.
-  // Throws ClosedError, or ContractError if an op id is in flight already.
+  // Queues a graph that the engine has checked. `views[i]`: the view of op i; null if the kind needs none.
+  // `sizes[i]`: what Lane::check returned for op i. Returns a ticket, or nullopt if too few queue entries are
+  // free. Throws ClosedError after begin_close(), and ContractError if an op id is already in use or the
+  // graph could never fit in the queues.
   std::optional<int64_t> submit(GraphSpec graph,
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,
                                 const std::vector<PageSizes>& sizes);
+  // Returns up to `max_results` results of finished ops, and frees the ops' queue entries.
   std::vector<OpResult> poll(size_t max_results);
   // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const { return has_results_; }
-  // Both throw ContractError for a ticket that was never returned; wait_layer() also for one that was
-  // forgotten.
+  // Waits until all ops of the graph have finished. Returns false if the deadline passes first. Throws
+  // ContractError if the ticket was never returned.
   bool wait(int64_t ticket, double deadline_s);
-  // `issued`: the layer need not be in place; it is enough that its copies are enqueued, with an event behind
-  // them.
+  // Waits until a layer of all pages that the graph loads is in place. `issued`: waits only until the layer's
+  // copies are enqueued, and returns the events behind them. Throws ContractError if the ticket was never
+  // returned or its graph is no longer remembered, and BlockRangeError if there is no such layer.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
-    bool in_time = false;  // false: the deadline passed, and the ops go on
-    // Whether a store to disk, which cannot be enqueued, waits behind work that the engine still runs. Always
-    // false with a deadline of 0; may be true even if in time.
+    bool in_time = false;  // false: the deadline passed; the ops continue
+    // Whether a store to disk, which cannot be enqueued on a stream, waits behind work that the inference
+    // engine still runs. Always false with a deadline of 0. May be true even if `in_time` is.
     bool behind_forward = false;
-    // After all of these events no byte of the engine's blocks is read any more. Each has the kind of its op.
+    // After all of these events, the stores have read the inference engine's blocks. Each event has the kind
+    // of its op.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
-  // Waits until the graph's stores have read the engine's blocks or, with `on_streams`, until the lanes'
-  // threads have enqueued those reads, which they do at once. A store to disk cannot be enqueued; if one
-  // waits behind a forward pass that still runs, this returns without waiting for it. Throws ContractError
-  // for a ticket that was never returned.
+  // Waits until the graph's stores have read the inference engine's blocks or, with `on_streams`, until the
+  // lanes have enqueued these reads, which they then do without delay. A store to disk cannot be enqueued: if
+  // one waits behind a forward pass that still runs, this does not wait for it. Throws ContractError if the
+  // ticket was never returned.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
-  // Lets these gated graphs copy layers [0, layers), after `fence` if there is one. Ignores graphs that have
-  // ended and layers that are open already. Opens nothing, and throws, if a graph has fewer layers
-  // (BlockRangeError) or a ticket was never returned (ContractError).
+  // Lets the gated graphs with these tickets copy layers [0, layers), after `fence` if it is not null.
+  // Ignores graphs that have finished and layers that are already open. Throws, and opens no layer, if a
+  // graph has fewer layers (BlockRangeError) or a ticket was never returned (ContractError).
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    const std::shared_ptr<StreamEvent>& fence);
-  // Cancels the pages that no lane has taken. Returns how many there were.
+  // Cancels the graph's pages that no lane has taken. Returns the number of cancelled pages. Throws
+  // ContractError if the ticket was never returned.
   int64_t cancel(int64_t ticket);
 
-  // Readable if and only if results wait to be polled.
+  // A file descriptor that is readable if and only if poll() would return a result. Callers must not read it.
   int event_fd() const { return event_fd_; }
+  // Returns the state of each kind that a lane serves.
   std::vector<LaneState> lanes() const;
 
-  // Refuses submits, cancels queued pages, makes the lanes' take() return null. Idempotent.
+  // Refuses further submits, cancels queued pages, and makes take() return null to the lanes. May be called
+  // again.
   void begin_close();
-  // Waits until no item is under way; returns false if the deadline passes first.
+  // Waits until no work item is in flight. Returns false if the deadline passes first.
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
-  // Runs until close, on the watchdog thread: takes down lanes whose items have made no progress for
-  // `op_stuck_s`. Sleeps while nothing moves.
+  // The body of the watchdog thread, which runs until close. Takes down the lanes of work items that have
+  // made no progress for `op_stuck_s`. Sleeps while no item is in flight.
   void watch();
 
-  // Runs until close, on a separate thread: starts pages whose slots another transfer engine's reads have
-  // filled, and ends those whose read failed. Sleeps while no load waits for slots.
+  // The body of another thread, which runs until close. Starts pages after another transfer engine's reads
+  // have filled their slots, and fails pages whose read failed. Sleeps while no load waits for slots.
   void watch_slots();
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
@@ -134,27 +145,27 @@ class Scheduler : public WorkSource {
  private:
   struct Graph {
     std::vector<std::shared_ptr<OpState>> ops;
-    size_t open = 0;
-    size_t unpolled = 0;
+    size_t open = 0;      // number of ops that have not finished
+    size_t unpolled = 0;  // number of ops whose results were not polled
   };
   struct KindQueue {
-    int32_t lane = -1;
-    std::array<std::map<uint64_t, OpState*>, kPriorities> runnable;  // ops with a ready page, by age
-    std::array<int32_t, kPriorities> places{};
-    std::map<uint64_t, OpState*> open;  // not ended
+    int32_t lane = -1;  // number of the kind's lane; -1: no lane serves the kind
+    std::array<std::map<uint64_t, OpState*>, kPriorities> runnable;  // ops with a ready page, oldest first
+    std::array<int32_t, kPriorities> places{};                       // number of queue entries in use
+    std::map<uint64_t, OpState*> open;                               // ops that have not finished
     bool up = true;
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // The effect of an ended op or page on those that wait for it. Kept in a list rather than on the stack,
-  // because a chain of ops may be as long as the queues.
+  // What the end of an op or page means for an op or page that waits for it. Consequences are kept in a list
+  // and not handled recursively, because a chain of ops may be as long as the queues.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;
     int32_t page = -1;
     std::string reason = {};
   };
-  // Pages whose slots another transfer engine's reads have not filled completely.
+  // The pages of an op whose slots another transfer engine's reads have not yet filled completely.
   struct Coming {
     std::shared_ptr<OpState> op;
     std::vector<int32_t> pages;
@@ -162,21 +173,22 @@ class Scheduler : public WorkSource {
   struct LaneEntry {
     std::shared_ptr<Lane> lane;
     std::condition_variable work;
-    int32_t idle = 0;   // threads asleep in take()
-    int32_t woken = 0;  // how many of these have been notified but have not run yet
-    // One per kind if the lane's kinds are apart, else only the first is used.
+    int32_t idle = 0;   // number of threads that sleep in take()
+    int32_t woken = 0;  // number of these threads that were notified but have not run yet
+    // Number of consecutive work items that overtook a less urgent op. One counter per kind if the lane's
+    // kinds are apart; otherwise only the first counter is used.
     std::array<int32_t, kOpKinds> urgent_streaks{};
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
   Lane& lane_of(const OpState& op) { return *lanes_[static_cast<size_t>(queue_of(op).lane)]->lane; }
-  // Wakes the lane on behalf of the op's items under way, which have no ready page that would wake it.
+  // Wakes the op's lane if it has work items of the op in flight. Their pages are not in `runnable`, so
+  // nothing else would wake the lane for them.
   void wake_lane_of_moving(OpState& op) {
     if (op.moving_pages() > 0) lane_of(op).wake(op.spec().kind);
   }
-  // Keeps an ended graph for wait_layer(), and moves the oldest one kept to `forgotten` when there are too
-  // many. The caller destroys `forgotten` without the lock: dropping the last reference to an event calls the
-  // driver.
+  // Remembers a finished graph for wait_layer(). If too many are remembered, moves the oldest to `forgotten`,
+  // which the caller destroys after it has released the lock, because destroying an event calls the driver.
   void remember(int64_t ticket, std::vector<Graph>& forgotten);
   std::vector<std::shared_ptr<StreamEvent>> fences_before(const OpState& op) const;
   void require_given(int64_t ticket, const char* what) const;
@@ -205,20 +217,20 @@ class Scheduler : public WorkSource {
   const double op_stuck_s_;
   const int event_fd_;
   mutable std::mutex mutex_;
-  std::condition_variable progress_;  // an op ended, a layer was done, a work item was finished
-  std::condition_variable watchdog_;  // a first work item is under way, or closing
-  std::condition_variable arrivals_;  // a first load waits for slots, or closing
+  std::condition_variable progress_;  // notified when an op finishes, a layer is done or no item is in flight
+  std::condition_variable watchdog_;  // notified when the first work item is taken, and at close
+  std::condition_variable arrivals_;  // notified when a load waits for slots, and at close
   std::vector<std::unique_ptr<LaneEntry>> lanes_;
   std::array<KindQueue, kOpKinds> queues_;
   std::map<int64_t, Graph> graphs_;
-  std::deque<int64_t> remembered_;  // tickets of graphs ended and polled, oldest first
+  std::deque<int64_t> remembered_;  // tickets of graphs that have finished and were polled, oldest first
   std::unordered_set<int64_t> op_ids_;
   std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
-  std::atomic<bool> has_results_{false};  // changes with results_, before event_fd_ does
-  std::set<std::shared_ptr<WorkItem>> moving_;
-  std::deque<Consequence> consequences_;  // empty whenever the lock is free
+  std::atomic<bool> has_results_{false};        // whether results_ has any; changes before event_fd_ does
+  std::set<std::shared_ptr<WorkItem>> moving_;  // work items in flight
+  std::deque<Consequence> consequences_;        // empty whenever no thread holds the lock
   std::list<Coming> coming_;
-  std::vector<std::shared_ptr<OpState>> expedited_;  // not ended
+  std::vector<std::shared_ptr<OpState>> expedited_;  // expedited ops that have not finished
   int64_t next_ticket_ = 1;
   uint64_t next_sequence_ = 1;
   bool watchdog_idle_ = false;

@@ -1,4 +1,4 @@
-// The lanes' side of the scheduler: hands out items and takes their results.
+// The part of the scheduler that lanes use: they take work items and report their results.
 #include <algorithm>
 #include <bit>
 #include <numeric>
@@ -47,12 +47,13 @@ KindSet Scheduler::kinds() const {
   return all;
 }
 
-// Returns the op that a lane runs next: the oldest of the most urgent ones, unless it is a less urgent one's
-// turn. Null if there is none, or while all of the most urgent ops are of kinds that are not `allowed`,
-// unless the lane's kinds are apart.
+// Returns the op from which a lane takes its next work item: the oldest op of the most urgent priority. After
+// kPiecesBeforeAged such items in a row, it is the oldest of the less urgent ops once. Only ops of the kinds
+// `allowed` are returned. If the most urgent runnable ops are all of other kinds, returns null so that less
+// urgent ops do not overtake them, unless the lane's kinds are apart.
 OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   OpState* urgent = nullptr;
-  OpState* patient = nullptr;  // the oldest that is less urgent
+  OpState* patient = nullptr;  // the oldest of the less urgent ops
   bool urgent_found = false;
   bool patient_found = false;
   const bool apart = entry.lane->kinds_are_apart();
@@ -156,8 +157,8 @@ bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
 
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                        std::span<const std::shared_ptr<StreamEvent>> events) {
-  // The events that these replace. They are destroyed after the lock is released, because dropping the last
-  // reference calls the driver.
+  // The events that the new events replace. They are destroyed after the lock is released, because destroying
+  // an event calls the driver.
   std::vector<std::shared_ptr<StreamEvent>> replaced;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
@@ -201,7 +202,8 @@ void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::v
   OpState& op = *item->op_;
   if (item->unfinished_ == 0) {
     moving_.erase(item);
-    // Must come before the result is visible: a caller that sees it may detach the view and free its memory.
+    // This must happen before the result is visible, because a caller that sees the result may detach the
+    // view and free its memory.
     item->view_.reset();
     if (item->stuck_) revive();
   }

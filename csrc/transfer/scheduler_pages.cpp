@@ -1,4 +1,5 @@
-// Decides what follows from the end of a page: which pages may start, which are skipped, and which ops end.
+// The part of the scheduler that decides what follows when a page or op has finished: which pages may start,
+// which pages are skipped, and which ops are finished.
 #include <unistd.h>
 
 #include <utility>
@@ -14,10 +15,11 @@ void Scheduler::start_if_free(OpState& op) {
     make_ready(op, page);
   }
   update_runnable(op);
-  settle(op);  // an op without pages is done
+  settle(op);  // finishes an op without pages
 }
 
-// Makes a waiting page ready if nothing holds it back.
+// Makes a waiting page ready if it need not wait for a barrier, a stream edge or a read. Returns whether it
+// did.
 bool Scheduler::make_ready(OpState& op, int32_t page) {
   if (op.state(page) != PageState::kWaiting || op.waiting_barriers > 0) return false;
   if (!op.waiting_streams.empty() && op.waiting_streams[static_cast<size_t>(page)] > 0) return false;
@@ -26,7 +28,8 @@ bool Scheduler::make_ready(OpState& op, int32_t page) {
   return true;
 }
 
-// Adds the op to `runnable` if it has ready pages, else removes it; wakes the lane.
+// Adds the op to `runnable` and wakes its lane if the op has ready pages; otherwise removes it from
+// `runnable`.
 void Scheduler::update_runnable(OpState& op) {
   KindQueue& queue = queue_of(op);
   auto& runnable = queue.runnable[static_cast<size_t>(op.effective_priority)];
@@ -47,10 +50,11 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   op.fail(page, end, reason, cause);
   tell_read_ended(op, page, false);
   update_runnable(op);
-  progress_.notify_all();  // this may complete a layer
+  progress_.notify_all();  // a failed page may be the last one that wait_layer() waited for
   for (const auto& [after, kind] : op.successors) {
     if (kind != EdgeKind::kStream || after->state(page) != PageState::kWaiting) continue;
-    // Along a chain, every skipped page keeps the first reason, which would otherwise grow with every link.
+    // A page skipped because of a skipped page gets the same reason. Otherwise the reason would grow with
+    // every op of a chain.
     const std::string why = end == PageState::kSkipped
                                 ? reason
                                 : "page " + std::to_string(page) + " of op " +
@@ -59,7 +63,8 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   }
 }
 
-// Tells the lane that the read of a page has ended, because loads of other transfer engines may wait for it.
+// Tells the lane that the read of a page has finished, because loads of other transfer engines may wait for
+// it.
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
@@ -73,7 +78,8 @@ void Scheduler::tell_layers_read(OpState& op, int32_t page) {
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_advanced(op.spec(), page, layers);
 }
 
-// Carries out the consequences of ended ops and pages until none is left. Every change ends with this.
+// Handles the consequences of finished ops and pages until none is left. Every call that may finish an op or
+// a page calls this before it releases the lock.
 void Scheduler::carry_on() {
   while (!consequences_.empty()) {
     const Consequence next = std::move(consequences_.front());
@@ -97,11 +103,12 @@ void Scheduler::carry_on() {
   }
 }
 
-// Ends the pages that no lane has taken; pages under way end with their item.
+// Ends the pages of an op that no lane has taken. Pages in flight finish with their work item.
 void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& reason) {
   if (op.ended) return;
   if (op.pages() == 0) op.fail_empty(end, reason);
-  for (int32_t page = op.pages() - 1; page >= 0; --page) {  // backwards: see OpState::fail
+  // Goes backwards, because PageProgress::end_page() searches the ready pages backwards.
+  for (int32_t page = op.pages() - 1; page >= 0; --page) {
     const PageState state = op.state(page);
     if (state == PageState::kWaiting || state == PageState::kReady) end_page(op, page, end, reason);
   }
@@ -109,7 +116,7 @@ void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& rea
   settle(op);
 }
 
-// Called when a page has ended OK: pages of other ops that waited for it may start.
+// Called when a page has finished OK. Starts pages of other ops that waited only for this page.
 void Scheduler::page_arrived(OpState& op, int32_t page) {
   tell_read_ended(op, page, true);
   for (const auto& [after, kind] : op.successors) {
@@ -119,7 +126,8 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
   }
 }
 
-// Ends an op whose pages have all ended, and queues the consequences for the ops behind its barriers.
+// If all pages of an op have finished, finishes the op and queues the consequences for the ops behind its
+// barriers.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;
@@ -137,7 +145,7 @@ void Scheduler::settle(OpState& op) {
   has_results_ = true;
   if (results_.size() == 1) {
     const uint64_t one = 1;
-    // The counter is 0 or 1, so this cannot block or fail.
+    // The counter is 0 before, so the write can neither block nor fail.
     if (write(event_fd_, &one, sizeof(one)) != sizeof(one)) throw ContractError("eventfd write");
   }
   progress_.notify_all();

@@ -1,5 +1,5 @@
-// The scheduler's periodic checks: for items that hang, and for slots that other transfer engines' reads
-// fill.
+// The scheduler's periodic checks. One looks for work items that hang, the other for slots that other
+// transfer engines' reads have filled.
 #include <utility>
 
 #include "transfer/scheduler.h"
@@ -12,7 +12,7 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   queue.up = false;
   queue.down_reason = reason;
   ++queue.times_down;
-  const std::map<uint64_t, OpState*> open = queue.open;  // a copy: ops end meanwhile
+  const std::map<uint64_t, OpState*> open = queue.open;  // a copy, because the loop removes ops from the map
   for (const auto& [sequence, op] : open) {
     if (queue.open.count(sequence) == 0) continue;
     end_all_pages(*op, PageState::kLaneDown, reason);
@@ -20,7 +20,8 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   }
 }
 
-// Takes down the kinds of stuck items, and all kinds of a lane if stuck items use up its concurrency.
+// Takes down the kinds of op whose work items are stuck. If a lane has as many stuck items as it can have in
+// flight, takes down all its kinds. Kinds of a lane that watches itself are never taken down.
 void Scheduler::look_for_stuck() {
   std::map<int32_t, int32_t> stuck_of_lane;
   bool moved_again = false;
@@ -33,7 +34,7 @@ void Scheduler::look_for_stuck() {
     moved_again |= was_stuck && !item->stuck_;
     if (item->stuck_) ++stuck_of_lane[item->lane_];
   }
-  // Ending pages below changes no item under way, so `moving_` stays as it is.
+  // The loop ends pages but finishes no work item, so `moving_` does not change.
   for (const auto& item : moving_) {
     if (!item->stuck_) continue;
     const LaneEntry& entry = *lanes_[static_cast<size_t>(item->lane_)];
@@ -43,7 +44,7 @@ void Scheduler::look_for_stuck() {
                                std::to_string(op_stuck_s_) + " s";
     take_down(item->kind_, reason);
     if (stuck_of_lane[item->lane_] < entry.lane->concurrency()) continue;
-    // No other item of this lane can move either.
+    // Stuck items occupy the lane completely, so that no other item can move.
     for (int kind = 0; kind < kOpKinds; ++kind) {
       const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
       if (shares) take_down(static_cast<OpKind>(kind), reason);
@@ -52,7 +53,8 @@ void Scheduler::look_for_stuck() {
   if (moved_again) revive();
 }
 
-// Brings up the kinds that have no stuck item any more. Items that have ended are not in `moving_`.
+// Brings up the kinds that have no stuck work item any more, if their lane can move other items again.
+// Finished items are not in `moving_`.
 void Scheduler::revive() {
   for (int kind = 0; kind < kOpKinds; ++kind) {
     KindQueue& queue = queues_[static_cast<size_t>(kind)];
@@ -71,7 +73,8 @@ void Scheduler::revive() {
   }
 }
 
-// Starts the pages that have arrived, and ends those whose read failed. Returns whether any still wait.
+// Starts the pages whose slots were filled, and skips those whose read failed. Returns whether any pages
+// still wait.
 bool Scheduler::look_for_arrivals(Coming& coming) {
   OpState& op = *coming.op;
   if (op.ended) return false;
@@ -79,7 +82,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
   std::vector<int32_t> waiting;
   bool advanced = false;
   for (const int32_t page : coming.pages) {
-    if (!is_open(op.state(page))) continue;  // cancelled, or its copy failed
+    if (!is_open(op.state(page))) continue;  // the page was cancelled, or its copy failed
     const auto at = static_cast<size_t>(page);
     const int64_t read = op.spec().reads[at];
     const SlotArrival arrival = arrivals.look(op.spec().slots[at], read);
@@ -88,7 +91,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
       make_ready(op, page);
       if (arrival.layers < op.layers()) waiting.push_back(page);
     } else if (op.state(page) == PageState::kMoving) {
-      waiting.push_back(page);  // one of its verified layers is being copied, so it ends after that
+      waiting.push_back(page);  // an earlier layer is being copied; after that the page is skipped
     } else {
       end_page(
           op, page, PageState::kSkipped,

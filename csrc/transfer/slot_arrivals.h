@@ -1,27 +1,29 @@
-// Which read from disk last filled a slot, and how much of the page is verified. A load in another process,
-// or on another transfer engine of this process, uses it to wait for pages that are still being read.
+// Records for each slot of a host pool which read from disk last filled it, and how many layers of the page
+// are verified. A load in another process, or in another transfer engine of this process, uses these records
+// to wait for pages that are still being read.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace flexkv {
 
-// The number of a read that no load waits for.
+// The number in OpSpec::reads for a page that need not wait for a read.
 inline constexpr int64_t kNoRead = 0;
-// How many bits of a word lie below the read's number.
+// The number of low bits of a word that hold the number of layers. The bits above hold the number of the
+// read.
 inline constexpr int kArrivalBits = 16;
 inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);
-// The value of `layers` for a page that is verified as a whole.
+// The value of `layers` for a page that is completely verified.
 inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 
 // What a read has brought into a slot so far.
 struct SlotArrival {
-  bool failed = false;  // the page could not be read, or a later read has filled the slot
-  int32_t layers = 0;   // [0, layers) are verified; a thread that sees this number also sees their bytes
+  bool failed = false;  // whether the page could not be read, or a later read has filled the slot
+  int32_t layers = 0;   // layers [0, layers) are verified; who reads this number also sees their bytes
 };
 
-// One word per slot, in memory that every process of the unit maps; all zero at first. Read numbers increase
-// over the pool's life, and at most one read at a time fills a slot.
+// The words are in the memory of the pool, which every process of the unit maps; there is one per slot, 0 at
+// first. Later reads have higher numbers, and at most one read at a time fills a slot.
 class SlotArrivals {
  public:
   using Word = std::atomic<uint64_t>;
@@ -31,15 +33,16 @@ class SlotArrivals {
 
   explicit SlotArrivals(Word* words) : words_(words) {}
 
-  // Records that `read` has ended its page for `slot`. Call after the page's last byte, and before another
-  // page may get the slot.
+  // Records that `read` has finished its page in `slot`, with or without success. Call after the last byte of
+  // the page has moved, and before another page may get the slot.
   void settle(int64_t slot, int64_t read, bool verified) const {
     put(slot, read, verified ? kAllLayers : kFailed);
   }
-  // Records that layers [0, layers) of the page are verified and will not be written any more, and that
-  // further layers follow. `layers` is in [1, kAllLayers).
+  // Records that layers [0, layers) of the page are verified and will not be written again, while more layers
+  // will follow. Precondition: `layers` is in [1, kAllLayers).
   void advance(int64_t slot, int64_t read, int32_t layers) const { put(slot, read, layers); }
 
+  // Returns the progress of `read` in `slot`.
   SlotArrival look(int64_t slot, int64_t read) const {
     const uint64_t word = words_[slot].load(std::memory_order_acquire);
     const auto last = static_cast<int64_t>(word >> kArrivalBits);

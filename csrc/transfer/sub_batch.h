@@ -1,12 +1,12 @@
-// How many bytes of an op move as one unit.
+// The number of bytes of an op that move as one unit.
 #pragma once
 #include <cstdint>
 
 namespace flexkv {
 
-// Unit: bytes. How much a lane takes at once, and enqueues on a GPU's stream as one unit: a waiting load
-// starts after at most this much of a store (~0.5 ms of host copy, 0.2 ms over PCIe 5), while a take (~1 us)
-// stays below 1 % of a work item.
+// Unit: bytes. The most that a lane takes at once, and that it enqueues on a GPU's stream as one unit. The
+// size is small enough that a load never waits long behind a store: at most ~0.5 ms of host copy, or 0.2 ms
+// over PCIe 5. It is large enough that taking a work item (~1 us) costs less than 1 % of moving it.
 inline constexpr int64_t kSubBatchBytes = int64_t{8} << 20;
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// What a lane has under way: some pages of one op, at one stage or at several.
+// A work item: some pages of one op that a lane moves together, through one stage or several.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -12,32 +12,32 @@
 
 namespace flexkv {
 
-// Pages of one op on their way through one stage, or through several if the lane takes all stages: extend()
-// then raises the last one and changes nothing else. The lane calls touch() whenever a page is done. The op's
-// memory stays mapped until finish(). See the figure at OpState.
+// An item has several stages if its lane takes all stages; WorkSource::extend() can then raise the last
+// stage, and changes nothing else. The lane calls touch() whenever a page has made progress, so that the
+// watchdog does not count the item as stuck. The memory of the pages stays mapped until finish(). See the
+// figure at OpState.
 class WorkItem {
  public:
   OpKind kind() const { return kind_; }
   const std::vector<int32_t>& positions() const { return positions_; }
   int32_t first_stage() const { return first_stage_; }
   int32_t last_stage() const { return last_stage_; }
-  // The op's number of stages; this item has some of them.
+  // The number of stages of the op, which may be more than those of this item.
   int32_t stages() const { return op_->stages(); }
   int32_t layer_lo() const { return op_->layers_of(first_stage_).first; }
   int32_t layer_hi() const { return op_->layers_of(last_stage_).second; }
   std::pair<int32_t, int32_t> layers_of(int32_t stage) const { return op_->layers_of(stage); }
   bool layerwise() const { return op_->spec().layerwise; }
   PageMove page(size_t index) const;
-  // A point after the work that was enqueued on the engine's stream before submit, or before the stage of a
-  // gated graph was opened; null if there is no fence.
+  // The point in the inference engine's stream after which copies of this stage may start; null if they may
+  // start at once. In a gated graph the point was recorded when the stage was opened.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const { return op_->fence_of(stage); }
   const std::shared_ptr<StreamEvent>& fence() const { return fence_of(last_stage_); }
-  // Whether the engine's stream will be ordered behind the op, so that all of the op must be enqueued at
-  // once.
+  // Whether all of the op must be enqueued at once, because the inference engine's stream will wait for it.
   bool expedited() const { return op_->expedited(); }
-  // Whether no more of the op need be enqueued.
+  // Whether the op was cancelled, so that no more of it need be enqueued.
   bool cancelled() const { return op_->cancelled; }
-  // Whether copies of it that are under way may end early, too.
+  // Whether a caller cancelled the op, so that even its copies in flight may end early.
   bool unwanted() const { return op_->unwanted; }
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
@@ -50,14 +50,14 @@ class WorkItem {
   int32_t first_stage_ = 0;
   int32_t last_stage_ = 0;
   std::vector<int32_t> positions_;
-  // Guarded by the scheduler's lock.
-  size_t unfinished_ = 0;
-  int32_t issued_stages_ = 0;
-  bool advanced_ = false;  // one of its pages has moved on and may be in another item
-  std::atomic<Clock::rep> last_moved_{0};
-  // The watchdog's, guarded by the scheduler's lock.
-  Clock::rep seen_moved_ = 0;
-  int32_t quiet_looks_ = 0;
+  // The scheduler's lock guards the next three.
+  size_t unfinished_ = 0;                  // number of pages that have not finished
+  int32_t issued_stages_ = 0;              // number of stages whose copies are enqueued
+  bool advanced_ = false;                  // whether a page has passed its stages and may be in another item
+  std::atomic<Clock::rep> last_moved_{0};  // time of the last touch()
+  // The watchdog uses the rest, under the scheduler's lock.
+  Clock::rep seen_moved_ = 0;  // `last_moved_` at the last check
+  int32_t quiet_looks_ = 0;    // number of checks since `last_moved_` last changed
   bool stuck_ = false;
 };
 
