@@ -1,4 +1,4 @@
-// Counts what a mover does, by kind.
+// A mover that counts the calls and bytes of another mover, for each kind of op.
 #pragma once
 #include <array>
 #include <atomic>
@@ -9,10 +9,10 @@
 namespace flexkv {
 
 struct MoveCount {
-  int64_t moves = 0;   // calls that ended OK; a layerwise page takes one call per layer
-  int64_t failed = 0;  // calls that did not
-  int64_t bytes = 0;   // moved by calls that ended OK
-  double busy_s = 0;   // summed over threads
+  int64_t moves = 0;   // number of calls that returned OK; a layerwise page takes one call per layer
+  int64_t failed = 0;  // number of calls that did not return OK
+  int64_t bytes = 0;   // number of bytes moved by calls that returned OK
+  double busy_s = 0;   // seconds spent in calls, summed over threads
 };
 
 class CountingMover : public PageMover {

@@ -52,7 +52,8 @@ IoOutcome FaultyFileIo::transfer(const IoCall& call) {
   return outcome;
 }
 
-// If no rule matches any of the calls, passes them all to the inner I/O at once.
+// If no rule matches any of the calls, they all go to the inner FileIo in one call; otherwise they are
+// handled one by one.
 void FaultyFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
   std::vector<std::optional<FileFaultRule>> rules;
   bool any = false;

@@ -1,4 +1,5 @@
-// Injects faults into file I/O: calls that fail, fall short, end late or never, and bytes that are damaged.
+// A decorator that injects faults into file I/O: calls that fail, that move too few bytes, that finish late
+// or hang, and calls that damage a byte.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -13,23 +14,24 @@
 namespace flexkv {
 
 enum class IoFault : int32_t {
-  kFail,     // nothing moves; `reason` is the error
-  kShort,    // half of the bytes move, without an error
-  kDelay,    // moves `delay_s` later
-  kStall,    // moves after release()
-  kCorrupt,  // moves all bytes, the middle one of them damaged
+  kFail,     // no byte is moved; the call fails with `reason`
+  kShort,    // half of the bytes are moved, and no error is reported
+  kDelay,    // the bytes are moved after `delay_s` seconds
+  kStall,    // the bytes are moved after release()
+  kCorrupt,  // all bytes are moved, but the one in the middle is damaged
 };
 
-// Every condition that is set must hold; the first rule that matches a call acts.
+// A fault, and conditions on the calls that have it. A rule matches a call if all conditions that are set
+// hold. If several rules match, only the first one acts.
 struct FileFaultRule {
   IoFault fault = IoFault::kFail;
-  std::optional<bool> write = {};
-  std::optional<int64_t> offset = {};  // calls whose range holds this byte of the file
+  std::optional<bool> write = {};      // whether the call writes
+  std::optional<int64_t> offset = {};  // a byte of the file that the call reads or writes
   std::optional<int32_t> device = {};
   std::string reason = "Input/output error";
   double delay_s = 0;
   int64_t times = -1;      // how often the rule acts; -1: always
-  bool of_memory = false;  // kFail: the error is the memory's, not the disk's
+  bool of_memory = false;  // for kFail: whether the memory is the cause of the error, and not the disk
 };
 
 class FaultyFileIo : public FileIo {
@@ -48,9 +50,9 @@ class FaultyFileIo : public FileIo {
   std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }
 
-  // Lets stalled calls go on, and later ones pass without stalling.
+  // Lets stalled calls continue. Later calls do not stall any more.
   void release() { stalls_.release(); }
-  // Waits until `count` calls are stalled at once; false if the deadline passes first.
+  // Waits until at least `count` calls are stalled at once. Returns false if the deadline passes first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
   int64_t in_flight() const;
   int64_t acted() const;

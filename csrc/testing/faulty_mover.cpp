@@ -8,9 +8,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: ops. More than any queue holds at once, so that an op in flight keeps its ordinal.
+// Unit: ops. More ops than a transfer engine's queues hold at their default size, so that an op in flight
+// keeps its number.
 constexpr size_t kRememberedOps = 16384;
-// What a byte that is to be damaged is combined with.
+// Bytes are damaged by an exclusive OR with this.
 constexpr std::byte kDamage{0x5A};
 
 template <typename T, typename U>

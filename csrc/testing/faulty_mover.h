@@ -1,4 +1,4 @@
-// Injects faults into a mover: pages that fail, come late, hang, or arrive damaged.
+// A decorator that injects faults into a mover: pages that fail, finish late, hang, or are damaged.
 #pragma once
 #include <map>
 #include <memory>
@@ -13,24 +13,26 @@
 namespace flexkv {
 
 enum class FaultAction : int32_t {
-  kFail,     // nothing moves; the page fails with `reason`
-  kDelay,    // moves `delay_s` later
-  kStall,    // moves after release()
-  kCorrupt,  // moves, then damages what arrived, and reports OK
+  kFail,     // no byte is moved; the page fails with `reason`
+  kDelay,    // the page is moved after `delay_s` seconds
+  kStall,    // the page is moved after release()
+  kCorrupt,  // the page is moved, then its bytes at the target are damaged; the call returns OK
 };
 
-// Every condition that is set must hold. The first rule that matches a call acts.
+// A fault, and conditions on the calls that have it. A rule matches a call if all conditions that are set
+// hold. If several rules match, only the first one acts.
 struct FaultRule {
   FaultAction action = FaultAction::kFail;
   std::optional<OpKind> kind = {};
-  std::optional<int64_t> nth_op = {};  // the n-th op (from 0) that this mover sees, of `kind` if set
-  std::optional<int32_t> page = {};    // position in the op
-  std::optional<int32_t> layer = {};   // any call whose layer range contains it
+  // Number of the op, counted from 0 over the ops that reach the mover; only those of `kind` if that is set.
+  std::optional<int64_t> nth_op = {};
+  std::optional<int32_t> page = {};   // position of the page in the op
+  std::optional<int32_t> layer = {};  // a layer that the call moves
   std::optional<int32_t> block = {};
   std::optional<int32_t> slot = {};
   std::string reason = "injected fault";
   double delay_s = 0;
-  int64_t corrupt_bytes = 0;  // how many bytes to damage from the first one moved; 0: all of them
+  int64_t corrupt_bytes = 0;  // number of bytes to damage, from the first one moved; 0: all
   int64_t times = -1;         // how often the rule acts; -1: always
 };
 
@@ -40,12 +42,12 @@ class FaultyMover : public PageMover {
   MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;
   int32_t depth() const override { return inner_->depth() + 1; }
 
-  // Lets stalled calls go on, and later ones pass without stalling.
+  // Lets stalled calls continue. Later calls do not stall any more.
   void release() { stalls_.release(); }
-  int64_t calls() const;                              // of move(), all kinds
-  int64_t stalled() const { return stalls_.held(); }  // calls that are stalled now
-  int64_t acted() const;                              // calls in which a rule acted
-  // Waits until at least `count` calls are stalled at once; false if the deadline passes first.
+  int64_t calls() const;                              // number of calls of move(), over all kinds
+  int64_t stalled() const { return stalls_.held(); }  // number of calls that are stalled now
+  int64_t acted() const;                              // number of calls in which a rule acted
+  // Waits until at least `count` calls are stalled at once. Returns false if the deadline passes first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
 
  private:
@@ -55,7 +57,8 @@ class FaultyMover : public PageMover {
   std::shared_ptr<PageMover> inner_;
   mutable std::mutex mutex_;
   std::vector<FaultRule> rules_;
-  // Ordinals by op id: (over all kinds, within its kind). Only the latest ops are remembered.
+  // For each op id, the number of the op, counted over all kinds and over its own kind. Only the ops with the
+  // highest ids are remembered.
   std::map<int64_t, std::pair<int64_t, int64_t>> ordinals_;
   int64_t ops_seen_ = 0;
   std::map<OpKind, int64_t> ops_seen_of_;

@@ -107,7 +107,8 @@ void FaultyQueue::submit(const IoRequest& request) {
     }
     case IoFaultAction::kCorrupt:
       marked_.push_back({request, *rule});
-      // Damages a write in its buffer while it moves, because there is no other place to do so.
+      // A write is damaged in its buffer until it has finished, because the bytes cannot be changed anywhere
+      // else.
       if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
       inner_->submit(request);
   }
@@ -131,13 +132,13 @@ void FaultyQueue::spoil(IoDone& done) {
                                   [&](const Marked& m) { return m.request.cookie == done.cookie; });
   if (found == marked_.end()) return;
   found->request.buffer[found->rule.bytes] ^=
-      std::byte{1};  // damages bytes that were read; repairs the buffer of a write
+      std::byte{1};  // damages the bytes of a read, and repairs the buffer of a write
   marked_.erase(found);
 }
 
 void FaultyQueue::wait(std::vector<IoDone>& done) {
   if (!ready_.empty()) {
-    inner_->wake();  // so that the wait below collects the I/Os that have ended, if any, and returns
+    inner_->wake();  // makes the wait below return at once, with the I/Os that have finished, if any
   }
   let_go();
   const size_t before = done.size();
@@ -152,8 +153,8 @@ void FaultyQueue::take(std::vector<IoDone>& done) {
   hand_over(done, before);
 }
 
-// Damages the I/Os that the inner queue appended to `done` from `before` on, and appends those that never
-// reached it.
+// Handles marked I/Os among those that the inner queue has appended to `done` from index `before` on. Then
+// appends the I/Os that never reached the inner queue.
 void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
   done.insert(done.end(), ready_.begin(), ready_.end());

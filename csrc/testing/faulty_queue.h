@@ -1,4 +1,4 @@
-// Injects faults into a queue: errors, short I/Os, damaged bytes, and I/Os that hang.
+// A decorator that injects faults into an I/O queue: errors, short I/Os, damaged bytes, and I/Os that hang.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -11,40 +11,42 @@
 namespace flexkv {
 
 enum class IoFaultAction : int32_t {
-  kFail,     // nothing moves; ends with -`error`
-  kShort,    // moves only the first `bytes`
-  kCorrupt,  // moves, then flips a bit of the byte at `bytes`; reports OK
-  kStall,    // ends after release()
+  kFail,     // no byte is moved; the I/O fails with errno `error`
+  kShort,    // only the first `bytes` bytes are moved
+  kCorrupt,  // all bytes are moved, with one bit of the byte at offset `bytes` flipped; no error is reported
+  kStall,    // the I/O begins only after release()
 };
 
-// Every condition that is set must hold. The first rule that matches acts.
+// A fault, and conditions on the I/Os that have it. A rule matches an I/O if all conditions that are set
+// hold. If several rules match, only the first one acts.
 struct IoFaultRule {
   IoFaultAction action = IoFaultAction::kFail;
-  std::optional<bool> write = {};
+  std::optional<bool> write = {};  // whether the I/O writes
   std::optional<int32_t> disk = {};
-  std::optional<int64_t> nth = {};     // the n-th I/O (from 0) that meets the other conditions
-  std::optional<int64_t> offset = {};  // the I/O covers this byte of the file
-  int32_t error = 5;                   // EIO
-  int64_t bytes = 0;
-  int64_t times = -1;  // how often the rule acts; -1: always
-  int64_t seen = 0;    // how many I/Os have met the conditions
+  // Number of the I/O, counted from 0 over those that meet the other conditions.
+  std::optional<int64_t> nth = {};
+  std::optional<int64_t> offset = {};  // a byte of the file that the I/O reads or writes
+  int32_t error = 5;                   // errno for kFail; 5 is EIO
+  int64_t bytes = 0;                   // for kShort and kCorrupt
+  int64_t times = -1;                  // how often the rule acts; -1: always
+  int64_t seen = 0;                    // number of I/Os that have met all conditions except `nth`
 };
 
-// Shared by the queues of all disks. Thread-safe.
+// The fault rules that the queues of all disks use. Thread-safe.
 class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaults> {
  public:
   explicit IoFaults(std::vector<IoFaultRule> rules) : rules_(std::move(rules)) {}
   std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) override;
   std::optional<IoFaultRule> match(const IoRequest& request, int32_t disk);
   void add(const IoFaultRule& rule);
-  // Removes all rules and lets stalled I/Os end.
+  // Removes all rules and lets stalled I/Os continue.
   void release();
   bool released_since(int64_t generation) const;
   int64_t generation() const;
   int64_t acted() const;
   void count_stalled(int64_t change);
   bool wait_stalled(int64_t count, double deadline_s);
-  // From now on each release() wakes this queue, whichever thread calls it.
+  // From now on each release() wakes this queue, until forget().
   void on_release(IoQueue* queue);
   void forget(IoQueue* queue);
 
@@ -86,9 +88,9 @@ class FaultyQueue : public IoQueue {
   std::unique_ptr<IoQueue> inner_;
   std::shared_ptr<IoFaults> faults_;
   int32_t disk_;
-  std::vector<IoDone> ready_;   // I/Os that ended without moving
-  std::vector<Held> held_;      // I/Os that hang
-  std::vector<Marked> marked_;  // I/Os to be damaged when they end
+  std::vector<IoDone> ready_;   // finished I/Os that moved no byte
+  std::vector<Held> held_;      // stalled I/Os
+  std::vector<Marked> marked_;  // I/Os in flight with kCorrupt
 };
 
 }  // namespace flexkv

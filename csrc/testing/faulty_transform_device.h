@@ -1,4 +1,4 @@
-// Injects a device's errors into transforms, as a transfer would see CUDA errors.
+// A decorator that injects the errors of a GPU into a transform device, with the texts of CUDA errors.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -12,9 +12,9 @@ class FaultyTransformDevice : public TransformDeviceAround {
  public:
   using TransformDeviceAround::TransformDeviceAround;
 
-  // The next `count` batches end with an error, after their bytes have moved.
+  // Makes the next `count` batches fail after their bytes have moved.
   void fail_batches(int64_t count) { failing_batches_ = count; }
-  // Threads that start from now on cannot reach the device.
+  // Whether bind_thread() fails from now on, as for threads that cannot use the device.
   void fail_threads(bool fail) { failing_threads_ = fail; }
   void fail_allocation(bool fail) { failing_allocation_ = fail; }
   int64_t allocated() const { return allocated_; }

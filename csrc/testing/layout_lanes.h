@@ -1,5 +1,6 @@
-// Runs the per-thread work of a warp on the CPU, lane by lane in any order. This proves that the GPU's
-// arithmetic moves and digests the same bytes as the host's, and is the reference for its kernels.
+// Functions that do the work of a GPU's warp on the CPU, one lane after another. Tests use them to show that
+// the GPU's arithmetic copies the same bytes and computes the same digests as the CPU's, and as a reference
+// for the kernels.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -10,12 +11,12 @@ namespace flexkv {
 
 inline constexpr int kWarpLanes = 32;
 
-// Pool -> stripe over `segments`, lane by lane.
+// Copies a block from the pool to `stripe`, lane by lane.
 void gather_lane_by_lane(std::span<const Segment> segments, int64_t block, unsigned char* stripe);
-// Stripe -> pool.
+// Copies `stripe` to a block in the pool, lane by lane.
 void scatter_lane_by_lane(std::span<const Segment> segments, int64_t block, const unsigned char* stripe);
-// Computes run_digest() as warps would: one warp per leaf, leaves from last to first, lanes from last to
-// first.
+// Computes run_digest() as the GPU would, with one warp per leaf. Goes through leaves and lanes from the last
+// to the first, because the result must not depend on their order.
 uint64_t run_digest_lane_by_lane(const unsigned char* data, int64_t bytes);
 
 }  // namespace flexkv

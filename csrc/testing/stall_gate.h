@@ -1,4 +1,4 @@
-// Blocks calls on behalf of injected faults, as a device that hangs would, until a test releases them.
+// A gate that blocks calls until a test releases them, as a device that hangs would. Injected faults use it.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace flexkv {
 
 class StallGate {
  public:
-  // Blocks until release(). This is the only wait without a deadline.
+  // Blocks until release(), without a deadline.
   void hold() {
     std::unique_lock lock(mutex_);
     ++held_;
@@ -18,7 +18,7 @@ class StallGate {
     changed_.wait(lock, [this] { return released_; });
     --held_;
   }
-  // Releases all held calls, and lets all later ones pass.
+  // Lets all held calls continue. Later calls do not block any more.
   void release() {
     const std::lock_guard lock(mutex_);
     released_ = true;
@@ -28,12 +28,12 @@ class StallGate {
     const std::lock_guard lock(mutex_);
     return released_;
   }
-  // Calls that are held now.
+  // The number of calls that are held now.
   int64_t held() const {
     const std::lock_guard lock(mutex_);
     return held_;
   }
-  // Waits until at least `count` calls are held at once; false if the deadline passes first.
+  // Waits until at least `count` calls are held at once. Returns false if the deadline passes first.
   bool wait_held(int64_t count, double deadline_s) const {
     std::unique_lock lock(mutex_);
     return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return held_ >= count; });

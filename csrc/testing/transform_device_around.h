@@ -1,4 +1,5 @@
-// The base of decorators around a transform device: forwards every call that a decorator does not override.
+// The base class of decorators around a transform device. It forwards every call that a decorator does not
+// override.
 #pragma once
 #include <memory>
 #include <string>

@@ -1,5 +1,5 @@
-// Runs the transform's own functions on the CPU as a GPU would, to verify the kernel's arithmetic as far as a
-// CPU can.
+// Transform devices that run the kernel's own functions on the CPU, in the way a GPU would. Tests use them to
+// verify the kernel's arithmetic as far as that is possible without a GPU.
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,15 +10,15 @@
 
 namespace flexkv {
 
-// Runs one warp per leaf, leaves from last to first, and lanes from last to first.
+// Runs a batch with one warp per leaf. Goes through pages, leaves and lanes from the last to the first.
 void transform_lane_by_lane(const TransformBatch& batch);
 
-// A device on plain memory, like host_transform_device(); launch() calls `run` for each batch and returns
-// when `run` has returned.
+// Returns a device in host memory, like host_transform_device(), whose launch() calls `run` for each batch
+// and returns when `run` has returned.
 std::shared_ptr<TransformDevice> transform_device_of(std::string name,
                                                      std::function<void(const TransformBatch&)> run);
 
-// Such a device whose transforms run lane by lane.
+// Returns transform_device_of() whose batches are run by transform_lane_by_lane().
 std::shared_ptr<TransformDevice> lane_transform_device();
 
 }  // namespace flexkv

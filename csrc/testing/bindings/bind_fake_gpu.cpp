@@ -1,5 +1,5 @@
-// Binds a GPU's lane over the fake driver, and the engine's stream: host memory stands in for the GPU's
-// memory, and a thread for each stream.
+// Binds a fake GPU: a lane for a GPU on the fake driver, and the inference engine's stream. Host memory takes
+// the place of the GPU's memory, and each stream is a thread.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,12 +20,12 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// Only one may exist at a time, because the process has a single fake driver.
+// At most one object may exist at a time, because the process has a single fake driver.
 class FakeGpu {
  public:
   FakeGpu(std::optional<int64_t> load_kernel_below, std::optional<int64_t> store_kernel_below) {
     fake_cuda::reset();
-    // Python may free an earlier test's lane late.
+    // Discards a violation of an earlier test, because Python may have freed that test's lane late.
     fake_cuda::take_violation("of an earlier test");
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
@@ -43,16 +43,17 @@ class FakeGpu {
   cuda::Identity identity() const {
     return cuda::identify(0, cuda::find_functions(fake_cuda::finder()).driver);
   }
-  // Holds or releases every stream except the engine's.
+  // Holds (`held`) or releases every stream except the inference engine's.
   void hold_copies(bool held) {
     fake_cuda::hold_all(held);
     fake_cuda::release_stream(stream_);
   }
   void drain() { fake_cuda::drain(stream_); }
 
-  // Runs `work` on the engine's stream. Precondition: the GIL is held.
+  // Enqueues `work` on the inference engine's stream. Precondition: the caller holds the GIL.
   void enqueue(py::function work) {
-    // The stream's thread deletes it while it holds the GIL; a std::function may be copied without the GIL.
+    // Uses a pointer, which the stream's thread deletes while it holds the GIL. A py::function captured by
+    // value would be copied with the std::function, possibly without the GIL.
     auto* held = new py::function(std::move(work));
     const py::gil_scoped_release release;
     fake_cuda::enqueue(stream_, [held] {

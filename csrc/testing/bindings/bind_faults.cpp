@@ -1,4 +1,4 @@
-// Binds movers and I/O queues with faults.
+// Binds the movers and I/O queues that count calls or inject faults.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

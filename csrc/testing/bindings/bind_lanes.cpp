@@ -1,4 +1,4 @@
-// Binds functions that run a GPU's threads on the CPU, one after another.
+// Binds functions that do the work of a GPU's threads on the CPU, one thread after another.
 #include <pybind11/pybind11.h>
 
 #include "bindings/rotation_arguments.h"

@@ -1,5 +1,5 @@
-// Reports the offsets of fields in our structures for the CUDA driver and cuFile, to compare them with
-// NVIDIA's own bindings.
+// Binds functions that return field offsets and constants from flexkv's declarations for the CUDA driver and
+// cuFile. Tests compare them with NVIDIA's own bindings.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -12,7 +12,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Field -> (offset, size) in bytes; the whole structure under the empty name.
+// Adds a field to `layout`, which maps a field's name to its offset and size in bytes. The empty name stands
+// for the complete structure.
 #define FLEXKV_FIELD(type, field) layout[#field] = py::make_tuple(offsetof(type, field), sizeof(type::field))
 
 py::dict whole(size_t bytes) {
@@ -48,7 +49,7 @@ py::dict cuda_layouts() {
   return all;
 }
 
-// The constants, under their names in cuda.h.
+// Returns the constants by their names in cuda.h.
 py::dict cuda_constants() {
   py::dict all;
   all["CU_STREAM_NON_BLOCKING"] = cuda::kStreamNonBlocking;

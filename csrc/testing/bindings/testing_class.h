@@ -1,5 +1,5 @@
-// Names this module's classes for bindings/native_class.h. Include it before code that binds one or takes one
-// as an argument.
+// Declares this module's classes to bindings/native_class.h. Include this before code that binds one of them
+// or takes one as an argument.
 #pragma once
 #include "bindings/native_class.h"
 
