@@ -28,7 +28,7 @@ namespace {
 // and then counts as 0.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
-// Unit: tokens. With longer requests, products could overflow.
+// Unit: tokens. The length of the longest request; for a longer one, products could overflow.
 constexpr int64_t kMostRequestTokens = int64_t{1} << 40;
 
 RuleKind rule_kind(const std::string& name) {

@@ -7,11 +7,11 @@
 namespace flexkv {
 namespace {
 
-// CUfileOpError: a different user in this process has already opened the driver. It can then be used as well.
+// CUfileOpError: a different user in this process has already opened the driver, so flexkv can use it, too.
 constexpr int32_t kDriverAlreadyOpen = 5026;
 // All bits of status_flags, for local disks and network file systems.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
-// A bit of feature_flags, since cuFile 1.16.
+// The bit of feature_flags that reports PCI P2PDMA, since cuFile 1.16.
 constexpr uint32_t kP2pSupported = 1u << 4;
 // How many kinds of file systems cuFile may know: the numbers of CUfileDriverStatusFlags are below this.
 constexpr int32_t kFileSystems = 16;

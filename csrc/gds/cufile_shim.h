@@ -42,7 +42,7 @@ struct CufileProperties {
   uint32_t max_device_pinned_kib;
   uint32_t max_batch_entries;
   uint32_t max_batch_timeout_ms;
-  uint64_t reserved[32];  // newer libraries may write more than is declared here
+  uint64_t reserved[32];  // space for further fields that newer libraries may write
 };
 
 // One pointer per function of cuFile; tests use functions of their own. A comment with a version means that

@@ -7,8 +7,7 @@
 
 namespace flexkv {
 
-// Unit: threads. cuFile was seen to hang with 256 or more requests in flight, and every thread has one in
-// flight.
+// Unit: threads. cuFile was seen to hang with 256 or more requests in flight. Each thread has one in flight.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {

@@ -33,10 +33,10 @@ struct IoOutcome {
   std::optional<IoRoute> route = {};  // the observed route; if unset, the call took the one of route()
 };
 
-// What memory needs for calls to go directly between it and a disk.
+// What a FileIo requires so that calls move bytes directly between memory and a disk.
 struct Registering {
-  bool needed = false;                // whether calls reach only added memory directly; if false, any memory
-  bool seen_direct = false;           // whether a file's last observed calls were direct, to added memory
+  bool needed = false;                // whether memory must be added first, with add_memory()
+  bool seen_direct = false;           // whether some file's last observed calls were direct
   std::string refusal;                // why adding memory would not help; empty if it may help
   std::optional<int64_t> most_bytes;  // how many more bytes can be added; unset if that is not known
 };

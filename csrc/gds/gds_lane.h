@@ -1,4 +1,4 @@
-// The lane of one rank's GDS_READ and GDS_WRITE ops. They move blocks between the engine's pool and the
+// The lane of one rank's GDS_READ and GDS_WRITE ops. These ops move blocks between the engine's pool and the
 // rank's stripe of pages in slabs, without a page in the host pool.
 //
 // A read verifies pages as the disk lane does. If a page is staged, the lane checks its trailer before any

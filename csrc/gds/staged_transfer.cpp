@@ -216,8 +216,8 @@ class Transfer {
     }
   }
 
-  // Returns whether the transfer must end although its I/O has not finished. Then fails the remaining pages.
-  // Their I/O keeps the staging memory alive and does not touch the engine's memory.
+  // Records the remaining pages as failed and returns true if the transfer must end although its I/O has not
+  // finished. That I/O keeps the staging memory alive and does not touch the engine's memory.
   bool give_up() {
     if (!staging_ || staging_->lent() || map_.in_place() || io_.in_flight() == 0 || !batches_.empty() ||
         seconds_since(last_moved_) < control_.stuck_s()) {

@@ -54,9 +54,9 @@ struct PageFailure {
 class PageGate {
  public:
   virtual ~PageGate() = default;
-  // Called when the I/O of a page that is read has finished. Returns why the page must not go into the pool,
-  // or an empty string if it may. A page that was read directly is already in the pool; if the gate refuses
-  // it, it counts as failed.
+  // Called when the I/O that reads a page has finished. Returns why the page must not go into the pool, or an
+  // empty string if it may. A page that was read directly is already in the pool; if the gate refuses such a
+  // page, it counts as failed.
   virtual std::string arrived(int32_t position, const std::byte* trailer) = 0;
   // Called when the digests of a page to be written are in its slot. Returns why the page must not be
   // written, or an empty string if it may.

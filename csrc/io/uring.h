@@ -23,7 +23,7 @@ class Uring {
   int enter(uint32_t min_complete);
   // Makes a table of `count` empty places for registered buffers. Returns 0 or -errno.
   int reserve_buffers(uint32_t count);
-  // Registers memory in place `place` of that table, which pins its pages. Returns 0 or -errno.
+  // Registers memory at a place of that table, which pins the memory's pages. Returns 0 or -errno.
   int register_buffer(uint32_t place, void* base, size_t bytes);
   // Returns the oldest completion that seen() has not released, or null if there is none.
   const io_uring_cqe* peek_cqe() const;

@@ -24,7 +24,7 @@ struct alignas(4) Vector4 {
 // warp that waited for each one would move only 0.5 GB/s.
 inline constexpr int kLoadsInFlight = 4;
 
-// Whether both ends are aligned for accesses of `width` bytes (a power of two).
+// Whether both addresses are aligned for accesses of `width` bytes (a power of two).
 FLEXKV_HD inline bool aligned_for(const void* a, const void* b, uintptr_t width) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (width - 1)) == 0;
 }

@@ -55,8 +55,8 @@ std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
 // Checks areas that all have one stride S. The byte at address x lies at residue x mod S of row x / S, and
 // block i of an area lies i rows after block 0. So two areas share a byte if and only if their residues
 // overlap and their rows differ by less than their numbers of blocks. A sweep over the residues keeps the
-// areas under the sweep line sorted by row. Areas of one view do not overlap there, so it compares only
-// neighbours.
+// areas under the sweep line sorted by row. Areas of one view do not overlap there, so the sweep compares
+// each area only with its neighbours in that order.
 class SameStride {
  public:
   SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}

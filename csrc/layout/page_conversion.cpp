@@ -49,8 +49,9 @@ void require_steps(const RowCounts& counts, const RowOrder& order, int64_t strip
   require("the start of V", order.v_offset, 1);
 }
 
-// Throws GeometryError unless the elements fill the stripe without gap or overlap. It marks the place of each
-// element. The stripe has as many places as there are elements, so if no place is marked twice, none is left.
+// Throws GeometryError unless the elements fill the stripe without gap or overlap. Marks the place of each
+// element. The stripe has as many places as there are elements, so if no place is marked twice, all are
+// marked.
 void require_dense(const RowCounts& counts, int64_t element_bytes, int64_t stripe_bytes,
                    const RowOrder& order) {
   require_steps(counts, order, stripe_bytes);

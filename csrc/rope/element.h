@@ -1,5 +1,6 @@
-// The element types of keys that can be rotated. Conversions to float are exact; conversions back to the
-// element type round. g++ and nvcc both compile them. They have no branches, so that g++ can vectorise them.
+// The element types of keys that can be rotated, and their conversions. Conversions to float are exact;
+// conversions from float round. g++ and nvcc both compile this file. The conversions have no branches, so
+// that g++ can vectorise them.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -71,10 +71,10 @@ struct PeerPlace {
 inline constexpr size_t kPeerEnds = 5;
 using PeerCounts = std::array<uint64_t, kPeerEnds>;  // number of copies, indexed by their PeerEnd
 
-// Unit: pages. If news of nearly this many pages is pending, `follow` reads no rows until the unit takes
-// some.
+// Unit: pages. If news about nearly this many pages is pending, `follow` reads no rows until the unit has
+// taken some of the news.
 inline constexpr size_t kMostNews = size_t{1} << 17;
-// From how many peers that have a page `bring` tries to copy it.
+// The largest number of peers from which `bring` tries to copy one page.
 inline constexpr size_t kMostHolders = 8;
 
 class PeerDirectory {
@@ -89,8 +89,8 @@ class PeerDirectory {
 
   // Reads the rows that have changed on the boards of all peers. Returns how many rows it read.
   size_t follow();
-  // Both calls do what those of `PendingNews` do. They never wait until another thread has followed or
-  // dropped a peer.
+  // Call the functions of the same names of `PendingNews`. They do not wait for a thread that follows or
+  // drops a peer.
   size_t take(size_t most, std::vector<PeerNews>& out) { return news_.take(most, out); }
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out) {
     return news_.take_of(keys, group, out);
@@ -106,7 +106,8 @@ class PeerDirectory {
   // Returns where the page lies now or was last seen, in the peer that was added first if several have it.
   // Ignores the peers in `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
-  // Does the same for several keys. Releases the lock now and then, so that other threads can acquire it.
+  // Does the same for each of `keys`, and sets `places` to the results. Releases the lock now and then, so
+  // that other threads can acquire it.
   void find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
             std::vector<PeerPlace>& places) const;
 
@@ -119,7 +120,7 @@ class PeerDirectory {
     }
   }
 
-  // Whether the peer was dropped, or has other weights now than those that its card states.
+  // Whether the peer was dropped, or no longer has the weights that its card states.
   bool retired(int32_t peer) const;
   PeerCounts counts(int32_t peer) const;
   size_t pages(int32_t peer) const;

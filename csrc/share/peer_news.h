@@ -24,7 +24,8 @@ struct NameHash {
   size_t operator()(const PageName& name) const { return name.key.low ^ name.group; }
 };
 
-// One page that a peer now has (`there`) and none had before, or that no peer has any more.
+// News about one page: either a peer has it now and no peer had it before (`there`), or no peer has it any
+// more.
 struct PeerNews {
   BlockKey key;
   uint32_t group;

@@ -19,8 +19,8 @@ namespace flexkv {
 // before and after its copy, it has copied that page.
 struct alignas(64) BoardRow {
   std::atomic<uint64_t> version;
-  std::atomic<uint64_t> low;  // the key's two halves
-  std::atomic<uint64_t> high;
+  std::atomic<uint64_t> low;         // the lower half of the page's key
+  std::atomic<uint64_t> high;        // the upper half of the page's key
   std::atomic<uint64_t> about;       // group << 32 | number of valid tokens
   std::atomic<uint64_t> generation;  // generation of the page on disk; 0 for a page in host memory
   std::atomic<uint64_t> expiry;      // Unix seconds; 0 if the page never expires
@@ -35,10 +35,10 @@ struct BoardHeader {
   std::atomic<uint64_t> slots;
   std::atomic<uint64_t> ring;     // number of places in the ring, a power of two
   std::atomic<uint64_t> head;     // number of changes so far; change n is at place n % ring
-  std::atomic<uint64_t> retired;  // 1 if the unit has other weights now than those that its card states
+  std::atomic<uint64_t> retired;  // 1 if the unit no longer has the weights that its card states
 };
 
-// What a row said at one time.
+// A copy of a row's content.
 struct RowFacts {
   BlockKey key{};
   uint32_t group = 0;
@@ -68,7 +68,7 @@ BoardParts board_parts(std::byte* base);
 // Sets `version` to the row's version before the read.
 std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version);
 
-// A board as its owner writes it. Not thread-safe.
+// The owner's side of a board. Not thread-safe.
 class SlotBoard : public SlotListener {
  public:
   // Makes a board on which no slot shows a page. Throws CapacityError if its memory cannot be allocated.

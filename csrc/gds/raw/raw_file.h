@@ -8,7 +8,7 @@ namespace flexkv {
 struct BlockPlace {
   int32_t device = 0;
   int64_t file = 0;           // number of the file on its device
-  int64_t block_in_file = 0;  // multiplied by the file's block stride, the block's offset in the file
+  int64_t block_in_file = 0;  // number of the block in its file; the offset is this times the block stride
 };
 
 class RawFileRule {

@@ -100,8 +100,8 @@ class HostTransformDevice : public TransformDevice {
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
-    // Refuses what exceeds the available memory: if memory is overcommitted, the first touch could invoke the
-    // OOM killer.
+    // Refuses to allocate more than the available memory: if memory is overcommitted, the first touch could
+    // invoke the OOM killer.
     const MemoryLimit limit = machine_memory_limit();
     if (bytes > limit.available_bytes) {
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging: " +
