@@ -38,8 +38,8 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
   return copy_of(py::reinterpret_borrow<IdArray>(object));
 }
 
-// Returns an array of an op. Throws ContractError unless it has this dtype and number of dimensions and is
-// contiguous; pybind11's casters would convert such an array instead.
+// Returns an op's array. Throws ContractError unless it is contiguous and has elements of type T and
+// `dimensions` dimensions. pybind11's casters would convert or copy any other array instead.
 template <typename T>
 py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
                                             int dimensions, const std::string& needed) {

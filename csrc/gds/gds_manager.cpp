@@ -13,7 +13,7 @@ namespace {
 
 // Unit: pages per thread. While a thread moves one page, the thread's next page is queued.
 constexpr int32_t kDirectPagesPerThread = 2;
-// Unit: seconds. How long a disk may take to answer one probing read, and after what time no further probing
+// Unit: seconds. How long a disk may take to answer one probing read. After this time, no further probing
 // reads are started.
 constexpr double kFileLookS = 10;
 // Unit: bytes. Enough for every probing read; see FileIo::looks().

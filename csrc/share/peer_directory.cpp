@@ -11,7 +11,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows (or keys in a search). How many are processed before the lock is released, after some 100 us.
+// Unit: rows, or keys in a search. How many are processed while the lock is held once, which takes some 100
+// us.
 constexpr size_t kRowsAtOnce = 1024;
 
 // Whether the pool's file is large enough for all slots. No product in this function exceeds the file's size
