@@ -1,6 +1,7 @@
-"""Position-independent reuse: rotates the keys of cached text to the text's position in another prompt.
+"""Position-independent reuse ("blending"): rotates the cached keys of a text to the text's position in a different
+prompt.
 
-`prefill`, `precompute` and `segment_cache` work on Hugging Face transformers models; using them imports transformers.
+`prefill`, `precompute` and `segment_cache` work on models of Hugging Face transformers; their use imports transformers.
 """
 
 from __future__ import annotations

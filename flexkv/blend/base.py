@@ -1,9 +1,10 @@
-"""The contract of blending: a prompt's segments, the shape of their cached KV, and a lookup's hits.
+"""The basic types of blending: a prompt's segments, the shape of their cached KV, and a lookup's hits.
 
-The keys and values of a segment are computed from only the segment and kept as if it began at position 0: the content
-under a segment's key depends only on its tokens and the namespace. A hit's keys are rotated to the segment's position
-in the prompt. The hit's rows do not depend on the text before them, so some are computed again (`BlendPlan`). If a
-promised page does not arrive, the load names it, and the prompt is computed without it.
+The keys and values of a segment are computed from the segment alone, and cached as if it began at position 0. So what
+is cached for a segment depends only on its tokens and the namespace. When a prompt contains the segment, the cached
+keys are rotated to the segment's position in the prompt. The cached rows do not reflect the text before the segment, so
+some of them are computed again (`BlendPlan`). If a promised page does not arrive, the load reports the segment, and the
+prompt is computed without the cached rows of that segment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tokens = NDArray[np.int64]
 """Token ids, int64 [tokens], each in [0, 2**32)."""
 
 PLANES = 2
-"""Keys and values."""
+"""Number of planes of rows: keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ class Segment:
 
     Attributes:
         tokens: int64 [tokens].
-        reusable: whether the segment may be cached and reused; separators may not, and are computed in every prompt.
+        reusable: whether the segment may be cached and reused. Separators may not; they are computed in every prompt.
     """
 
     tokens: Tokens
@@ -44,7 +45,10 @@ class KvShape:
     """Shape of one token's keys (or values) in all layers.
 
     Attributes:
-        dtype: float32, bfloat16 or float16.
+        layers: number of layers.
+        heads: number of KV heads.
+        head_dim: elements of one head.
+        dtype: name of the dtype: float32, bfloat16 or float16.
     """
 
     layers: int
@@ -59,7 +63,7 @@ class KvShape:
             raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
 
     def __str__(self) -> str:
-        """A text that differs for rows of different shape or dtype, even if their size is equal."""
+        """A text that differs for rows of different shape or dtype, even if the rows have equal sizes."""
         return f"{self.dtype}.l{self.layers}.h{self.heads}.d{self.head_dim}"
 
     @property
@@ -68,7 +72,8 @@ class KvShape:
 
     @property
     def carrier(self) -> np.dtype:
-        """The NumPy dtype whose elements carry the bits; NumPy has no bfloat16."""
+        """The unsigned NumPy dtype of the same size, in whose arrays the elements' bits are kept, because NumPy has no
+        bfloat16."""
         return np.dtype(f"u{self.element_bytes}")
 
     @property
@@ -78,13 +83,15 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """The leading `tokens` of a segment, which are being loaded into the staging pool.
+    """The cached leading tokens of a segment, which are being loaded into the staging pool.
 
     Attributes:
         segment: number of the segment in the lookup.
+        tokens: number of tokens.
         blocks: blocks of the staging pool, int32 [blocks], in the order of the tokens.
-        tickets: one for the whole blocks, and one for the tokens after them.
-        requests: the manager's requests, one per ticket.
+        tickets: one ticket for the full blocks, and one for the tokens after the last full block; each only if there
+            are any.
+        requests: ids of the manager's requests, one per ticket.
         streamed: whether pages were still being read from disk when the load began.
     """
 

@@ -1,4 +1,4 @@
-"""The cache of segments: pages in flexkv's host pool and optionally on disk, indexed and moved by flexkv."""
+"""The cache of segments: their pages are in flexkv's host pool and optionally on disk."""
 
 from __future__ import annotations
 
@@ -24,27 +24,30 @@ from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
 
 DISK_SHARE = 0.5
-"""This share of a close's time is the disks', whatever hangs before."""
+"""Share of the time for `close` that is reserved for the disks, even if closing the transfer engine takes long."""
 
 
 class SegmentCache:
-    """Keys and values of segments, each computed by itself and kept as if it began at position 0.
+    """Caches the keys and values of segments. Each segment is computed alone, and cached as if it began at position 0.
 
     Not thread-safe. Must be closed.
 
     Args:
-        shape: shape of the model's cache.
+        shape: shape of the model's KV.
         namespace: everything that separates callers: model, weights, LoRA, salt. `shape` is added.
-        slots: pages of `block_tokens` tokens that the host pool holds; the least recently used are evicted first.
-        staging_tokens: tokens (in whole blocks) that may be moving at once, which limits the longest prompt.
-        deadline_s: seconds that each wait lasts at most.
+        slots: number of pages of `block_tokens` tokens that the host pool holds; the least recently used pages are
+            evicted first.
+        staging_tokens: most tokens that may be loaded or stored at the same time, rounded up to full blocks. This
+            limits the cached tokens of one prompt.
+        block_tokens: tokens per block.
+        deadline_s: most seconds that each wait lasts.
         prefetch_layers: see `LoadPipeline`.
-        folders: folders in which pages outlive host memory and the process.
+        folders: folders that keep pages after they have left host memory, and after the process has exited.
 
     Raises:
         CapacityError: the pool does not fit into the available memory.
         FolderLockedError: another cache with this namespace uses a folder.
-        FlexKVError: a folder cannot be used; the message says which and why.
+        FlexKVError: a folder cannot be used. The message says which one and why.
     """
 
     def __init__(
@@ -94,25 +97,27 @@ class SegmentCache:
     # --- lookups ---
 
     def begin_load(self, segments: Sequence[Tokens | None], caller: str = "") -> SegmentLoad:
-        """Begins to load the cached leading part of each segment; None stands for a segment to skip.
+        """Begins to load the cached leading part of each segment.
 
-        A segment for which the staging pool has no room is a miss. Whole blocks on disk are loaded layer by layer while
-        they are being read; for the tokens after them this waits up to `disk.wait_s`. After an error, only the blocks
-        of transfers that already move stay in use, until these have ended.
+        A segment is a miss if the staging pool has too few free blocks for it. Full blocks on disk are loaded layer by
+        layer while they are being read. For the tokens after the last full block, this method waits up to
+        `disk.wait_s`. If it raises, only staging blocks of copies in flight stay in use, until the copies have
+        finished.
 
         Args:
-            caller: only segments stored for the same caller are found.
+            segments: tokens of each segment; None for a segment to skip.
+            caller: name of the caller; only segments that were stored for the same caller are found.
         """
         self._moves.free_late()
         hits = self._lookup.begin(segments, self.deadline_s, caller)
         return SegmentLoad(self._moves, hits, self.deadline_s)
 
     def load_staged(self, tokens: int) -> SegmentLoad:
-        """A load of `tokens` tokens whose rows the caller itself writes to the staging pool, to the blocks of the
-        load's only hit.
+        """Makes a load of `tokens` tokens whose rows the caller itself writes to the staging pool. The load's only hit
+        has the blocks to write to.
 
         Raises:
-            CapacityError: the staging pool has no room.
+            CapacityError: the staging pool has too few free blocks.
         """
         blocks = self.staging.take(-(-tokens // self.block_tokens))
         if blocks is None:
@@ -120,12 +125,13 @@ class SegmentCache:
         return SegmentLoad(self._moves, [Hit(0, tokens, blocks, (), ())], self.deadline_s)
 
     def begin_fetch(self, segments: Sequence[Tokens], caller: str = "") -> SegmentFetch:
-        """Begins to bring the cached leading part of each segment to host memory, from which it is then loaded. Never
-        waits: the caller queries the result repeatedly, and calls `poll` in between.
+        """Begins to read the cached leading part of each segment into host memory, from which it is then loaded. Never
+        waits: the caller calls the result's `begin_load` repeatedly, and `poll` in between.
 
-        Precondition: `SegmentFolders.asks_again`, if there are folders.
+        Precondition: if there are folders, `SegmentFolders.asks_again` is set.
 
         Args:
+            segments: tokens of each segment.
             caller: see `begin_load`.
         """
         self._moves.free_late()
@@ -133,13 +139,13 @@ class SegmentCache:
         return SegmentFetch(self._lookup, self._moves, segments, self.deadline_s, caller, reads_s)
 
     def poll(self) -> None:
-        """Continues reads and writes of the disks. Never waits."""
+        """Advances reads and writes of the disks. Never waits."""
         if self.unit.live.has_tiers:
             self._moves.free_late()
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has reads or writes to continue, or a `begin_forget`."""
+        """Whether `poll` has to be called again, because reads, writes or a `begin_forget` have not finished."""
         return self.unit.live.busy
 
     # --- stores ---
@@ -152,18 +158,21 @@ class SegmentCache:
         first_position: int = 0,
         caller: str = "",
     ) -> int:
-        """Stores a segment, with its keys rotated to positions from 0 on. Returns how many of its tokens are cached
-        now, so that lookups find them.
+        """Stores a segment, with its keys rotated to positions from 0 on, and waits until it is stored. Returns the
+        number of the segment's leading tokens that lookups can find now.
 
         Args:
-            layers: gives a layer's keys and values [heads, tokens, head_dim], contiguous, of any library, in host
-                memory.
+            tokens: the segment's tokens.
+            layers: returns a layer's keys and values, each [heads, tokens, head_dim], contiguous, in host memory, as
+                arrays or tensors of any library.
+            rotation: the rotation of the model's keys.
             first_position: position at which the first key was computed.
-            caller: loads for another caller do not find the segment.
+            caller: name of the caller; loads for a different caller do not find the segment.
 
         Raises:
-            CapacityError: the segment is longer than the staging pool.
-            TransferError: the pages still move at the deadline. Their staging blocks are freed once they have stopped.
+            CapacityError: the staging pool has too few free blocks for the segment.
+            TransferError: copies are still in flight at the deadline. Their staging blocks are freed after they have
+                finished.
         """
         store = self.begin_store(tokens, layers, rotation, first_position, caller)
         if not store.advance(wait=True):
@@ -179,11 +188,11 @@ class SegmentCache:
         first_position: int = 0,
         caller: str = "",
     ) -> SegmentStore:
-        """Begins to store a segment, for a caller that must not wait: its rows are in the staging pool when this
-        returns. The arguments are those of `store`.
+        """Begins to store a segment, for a caller that must not wait. The segment's rows have been copied to the
+        staging pool when this returns. The arguments are those of `store`.
 
         Raises:
-            CapacityError: the staging pool has no room for the segment.
+            CapacityError: the staging pool has too few free blocks for the segment.
         """
         self._moves.free_late()
         keys = self.scheme.keys(tokens, caller)
@@ -231,25 +240,25 @@ class SegmentCache:
                 rotation.apply(rows, source, self.staging.rows[layer], target, table)
 
     def cached_tokens(self, tokens: Tokens) -> int:
-        """How many leading tokens of a segment are cached, in host memory or on disk. Reads nothing."""
+        """Number of leading tokens of a segment that are cached in host memory or on disk. Asks only the index."""
         return self.cached_of(self.scheme.keys(tokens))
 
     def cached_of(self, keys: SegmentKeys) -> int:
-        """See `cached_tokens`; `keys` are the segment's."""
+        """See `cached_tokens`; the segment is given by its keys."""
         pages, whole = self._lookup.pages(keys), len(keys.whole)
         tail_tokens = int(keys.tail.tokens[0]) if keys.tail is not None and pages > whole else 0
         return min(pages, whole) * self.block_tokens + tail_tokens
 
     def forget(self) -> None:
-        """Permanently makes everything cached a miss, because the model's weights change. Waits until no crash can
-        bring it back; disks that do not confirm this in time are taken out of use.
+        """Permanently forgets everything that is cached. For a caller that is about to change the model's weights.
+        Waits until this would survive a crash; disks that do not confirm it in time are taken out of use.
         """
         self._moves.free_late()
         self.manager.reset()
 
     def begin_forget(self) -> None:
-        """Does what `forget` does, for a caller that must not wait: everything cached is a miss from now on, and `poll`
-        continues the work that makes this permanent.
+        """Does what `forget` does, for a caller that must not wait. Nothing that is cached now is found any more when
+        this returns; later calls of `poll` make this permanent.
         """
         self._moves.free_late()
         self.manager.begin_reset()
@@ -258,12 +267,13 @@ class SegmentCache:
         """Makes all cached pages durable on disk, within the deadline. Returns whether all of them would survive a
         crash.
 
-        Also returns False if there is no disk, it is lost or full, a page could not be written, or pages still move.
+        Returns False if there is no disk, the disk is lost or full, a page could not be written, or copies are still in
+        flight at the deadline.
         """
         if not self.unit.live.has_tiers:
             return False
         ends_s = time.monotonic() + self.deadline_s
-        while self.manager.inflight_ops():  # loads lease pages, which are then not written
+        while self.manager.inflight_ops():  # pages that a load leases would not be written
             self._moves.free_late()
             self._moves.take_results()
             if not self.manager.inflight_ops():
@@ -274,21 +284,23 @@ class SegmentCache:
         return self.unit.flush(max(0.0, ends_s - time.monotonic()))
 
     def close(self, close_s: float | None = None) -> bool:
-        """Closes the cache. With a disk, writes what only host memory has and makes it durable.
+        """Closes the cache. If there is a disk, first writes the pages that only host memory has, and makes them
+        durable.
 
         Args:
-            close_s: how long all of this may take; None for the time that the folders say.
+            close_s: most seconds that all of this may take; None for `SegmentFolders.close_s` or, without that,
+                `deadline_s`.
 
         Returns:
-            The same as `flush`: whether all cached pages survive. False if there is no disk.
+            Whether all cached pages survive; False if there is no disk.
 
         Raises:
-            TransferError: some bytes still move after the deadline; call again.
+            TransferError: copies are still in flight after the deadline. The caller should call again.
         """
         close_s = self.unit.close_s if close_s is None else close_s
         ends_s = time.monotonic() + close_s
         if not self.engine.close((1 - DISK_SHARE) * close_s):
-            # The pool stays, because copies may still write to it; what the disks have becomes durable.
+            # The host pool is kept, because copies may still write to it. Its pages that can be written become durable.
             self.unit.flush(max(0.0, ends_s - time.monotonic()))
             raise TransferError(f"pages of segments still move after {close_s:g} s")
         self._moves.take_results()

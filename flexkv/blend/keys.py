@@ -1,6 +1,7 @@
-"""Keys of segments. They depend only on a segment's own tokens, not on its position or on the text before it.
+"""Keys of segments. A segment's keys depend only on its own tokens, not on its position or on the text before it.
 
-They are in the same index as keys of prefixes. The namespaces differ, so neither kind is found in place of the other.
+Keys of segments and keys of prefixes may be in one index. Their namespaces differ, so a lookup for one kind never finds
+the other.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from flexkv.facts.keys import Keys
 GROUP = 0
 
 SCOPE = "flexkv.scope"
-"""The namespace field that distinguishes segments from prefixes, which do not have it."""
+"""Name of the namespace field that distinguishes segments from prefixes; namespaces of prefixes do not have it."""
 
 CALLER = "flexkv.caller"
-"""The namespace field that distinguishes callers who share one cache and no segment."""
+"""Name of the namespace field that distinguishes callers who share a cache but must not share segments."""
 
 SHAPE = "flexkv.kv"
-"""The namespace field that distinguishes rows of different kinds, even of equal size: float16 and bfloat16, two heads
-of 16 and four of 8.
+"""Name of the namespace field that distinguishes rows of different shape or dtype, even if they have equal sizes, such
+as float16 and bfloat16, or two heads of 16 and four heads of 8.
 """
 
 
@@ -34,8 +35,8 @@ class SegmentKeys:
     """The keys of one segment's blocks.
 
     Attributes:
-        whole: keys of its whole blocks, [blocks, 16].
-        tail: keys of the tokens after them, if there are any.
+        whole: keys of the segment's full blocks, [blocks, 16].
+        tail: key of the tokens after the last full block; None if there are none.
     """
 
     whole: Keys
@@ -43,8 +44,8 @@ class SegmentKeys:
 
     @property
     def first(self) -> bytes:
-        """Key of its first block, whole or not. Segments that share any block share this one, because keys are
-        chained."""
+        """Key of the segment's first block, which may be partial. Because keys are chained, segments that share any
+        block share this key."""
         key = self.whole[0] if len(self.whole) or self.tail is None else self.tail.keys[0]
         return bytes(key)
 
@@ -53,15 +54,16 @@ class SegmentKeyScheme:
     """Makes keys of segments.
 
     Args:
-        namespace: everything that separates two callers: model fingerprint, salt, LoRA. The same fields as for
-            prefixes.
-        shape: shape of the rows under the keys.
+        namespace: everything that separates two callers, in the same fields as for prefixes: model fingerprint, salt,
+            LoRA.
+        block_tokens: tokens per block.
+        shape: shape of the rows that are cached under the keys.
 
     Attributes:
         namespace: digest of the fields, 32 bytes.
 
     Raises:
-        KeySchemeError: a field is neither bytes, str nor int. ConfigError: `block_tokens` is 0.
+        KeySchemeError: a field is not bytes, str or int.
     """
 
     def __init__(self, namespace: Mapping[str, bytes | str | int], block_tokens: int, shape: KvShape) -> None:
@@ -70,12 +72,15 @@ class SegmentKeyScheme:
         self.block_tokens = block_tokens
 
     def keys(self, tokens: Tokens, caller: str = "") -> SegmentKeys:
-        """
+        """The keys of a segment.
+
         Args:
-            caller: segments of different callers have different keys.
+            tokens: the segment's tokens.
+            caller: name of the caller; segments of different callers have different keys.
 
         Raises:
             TokenError: a token is not an integer in [0, 2**32).
+            ConfigError: `block_tokens` is 0.
         """
         namespace = namespace_digest({**self._fields, CALLER: caller}) if caller else self.namespace
         chain = TokenChain(self.block_tokens)

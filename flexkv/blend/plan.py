@@ -1,4 +1,4 @@
-"""Which rows of a blended prompt are computed again (CacheBlend, arXiv:2405.16444)."""
+"""Chooses which reused rows of a blended prompt are computed again (CacheBlend, arXiv:2405.16444)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class BlendPlan:
     """How many of the reused rows are computed again.
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
-    fresh one and keeps those that differ most; later layers compute only these. Rows that are not covered are computed
-    in every layer, whatever the ratio.
+    freshly computed key, and selects the rows whose keys differ most. It and the later layers compute only the selected
+    rows, besides the rows that the cache does not cover, which are computed in every layer.
 
     Attributes:
-        check_layers: ascending; never the first layer, whose keys do not depend on the text before.
-        ratios: share of all reused rows that is still computed after each check layer; never increasing. A first ratio
-            of 0 checks nothing: reused rows are used unchanged in every layer.
+        check_layers: numbers of the check layers, ascending. Layer 0 cannot be one, because its keys do not depend on
+            the text before.
+        ratios: for each check layer, the share of all reused rows that is computed from it on; never increasing. If the
+            first ratio is 0, nothing is checked, and reused rows are used unchanged in every layer.
 
     Raises:
-        ConfigError: a value is not allowed; the message names it and what is allowed.
+        ConfigError: a value is not allowed. The message names the value and what is allowed.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -48,26 +49,30 @@ class BlendPlan:
 
     @classmethod
     def of_ratio(cls, ratio: float) -> BlendPlan:
-        """One check, in layer 1."""
+        """The plan with one check layer, layer 1."""
         return cls((1,), (ratio,))
 
     def ratio_at(self, layer: int) -> float | None:
-        """The ratio from check layer `layer` on; None for other layers."""
+        """The ratio of check layer `layer`; None if the layer is not a check layer."""
         return dict(zip(self.check_layers, self.ratios, strict=True)).get(layer)
 
 
 def rows_to_keep(
     difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int, run_rows: int = 1
 ) -> Rows:
-    """The rows to keep computing: all that are not reused, and runs of reused ones until there are `budget` of these.
+    """The rows to keep computing: all rows that are not reused, and about `budget` of the reused rows.
 
-    Each stretch of reused rows is cut into runs of `run_rows`, the last of which may be shorter. The runs with the
-    greatest mean difference are kept, the earlier of two equal ones. Runs are kept whole, so there may be up to
-    `run_rows` - 1 rows more than `budget`. A NaN counts as the greatest difference.
+    Each stretch of consecutive reused rows is cut into runs of `run_rows` rows, the last of which may be shorter. The
+    runs with the greatest mean difference are kept; of two runs with equal means, the earlier comes first. A run is
+    kept completely or not at all, so up to `run_rows` - 1 more reused rows than `budget` may be kept. A NaN counts as
+    the greatest difference.
 
     Args:
-        difference: squared distance between cached and fresh key, [rows]; ignored for rows that are not reused.
-        reused: bool [rows].
+        difference: squared distance between the cached and the fresh key of each row, [rows]; ignored for rows that are
+            not reused.
+        reused: whether each row is reused, bool [rows].
+        budget: number of reused rows to keep.
+        run_rows: rows per run.
     """
     others, candidates = np.flatnonzero(~reused), np.flatnonzero(reused)
     if budget <= 0 or not len(candidates):
@@ -84,14 +89,15 @@ def rows_to_keep(
 
 
 def budget_of(ratio: float, reused: int) -> int:
-    """How many of `reused` rows a ratio keeps: at least one if the ratio is above 0."""
+    """Number of rows that a ratio keeps of `reused` rows: at least one if both are above 0."""
     return 0 if ratio == 0.0 or reused == 0 else max(1, round(ratio * reused))
 
 
 def check_layers_exist(plan: BlendPlan, layers: int) -> None:
-    """
+    """Checks that a model with `layers` layers has all check layers of the plan.
+
     Raises:
-        ConfigError: the plan checks a layer that the model does not have.
+        ConfigError: the model lacks a check layer.
     """
     missing: Sequence[int] = [layer for layer in plan.check_layers if layer >= layers]
     if missing:

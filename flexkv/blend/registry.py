@@ -1,4 +1,4 @@
-"""The models whose keys can be moved, and how their families differ, according to their configurations."""
+"""The model families whose keys can be rotated to other positions, and the properties in which they differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexkv.errors import ConfigError
 
 
 class NotBlendable(ConfigError):
-    """Keys of this model cannot be moved to other positions; the message says why."""
+    """Raised if a model's keys cannot be rotated to other positions. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,10 @@ class ModelFamily:
     """The common properties of all models of one `model_type`.
 
     Attributes:
-        normed_heads: queries and keys are normalised head by head before they are rotated.
-        plain: options of the configuration that must be off or absent, because they change a layer's steps.
+        name: the `model_type` of the family's configurations.
+        pairing: which elements of a head are rotated together.
+        normed_heads: whether each head's query and key are normalised before they are rotated.
+        plain: options of the configuration that must be off or absent, because they change the steps of a layer.
     """
 
     name: str
@@ -43,9 +45,10 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> ModelFamily:
-    """
+    """The family of a model, given its configuration.
+
     Raises:
-        NotBlendable: the family is not registered, attends through a window, or has an option that must be off.
+        NotBlendable: the family is not registered, or the model has a sliding window or an option that must be off.
     """
     name = config.model_type
     if name not in FAMILIES:
@@ -68,7 +71,7 @@ def rope_of(config: Any) -> RopeSpec:
     """The rotary embedding that a configuration describes.
 
     Raises:
-        NotBlendable: its scaling is not known, or values are missing.
+        NotBlendable: the family is not supported, the scaling is unknown, or values are missing or not allowed.
     """
     family, head_dim = family_of(config), head_dim_of(config)
     given = dict(config.rope_parameters)

@@ -1,8 +1,8 @@
-"""The angle by which a key turns from one position to the next: the frequencies of a model's rotary embedding.
+"""The frequencies of a model's rotary embedding: the angles by which a key is rotated from one position to the next.
 
 Sources: RoPE (arXiv:2104.09864), position interpolation ("linear", arXiv:2306.15595), NTK-aware scaling ("dynamic"),
-YaRN (arXiv:2309.00071) and the scaling of Llama 3.1 ("llama3"). Factors on sines and cosines (YaRN's mscale) do not
-belong here: cached keys include them, and turning a key does not change its length.
+YaRN (arXiv:2309.00071) and the scaling of Llama 3.1 ("llama3"). Factors on sines and cosines (YaRN's mscale) are not
+needed here, because cached keys already include them and a rotation does not change a key's length.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from flexkv.errors import ConfigError
 
 Frequencies = NDArray[np.float64]
-"""Radians per position of each pair: shape [rotary_dim / 2]."""
+"""Radians per position for each pair of elements, shape [rotary_dim / 2]."""
 
 Pairing = Literal["neox", "gptj"]
-"""Which elements turn together: i with i + rotary_dim / 2, or 2 i with 2 i + 1."""
+"""Which elements of a head are rotated together. "neox": i and i + rotary_dim / 2; "gptj": 2 i and 2 i + 1."""
 
 Scaling = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 SCALINGS: tuple[Scaling, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -32,11 +32,16 @@ class RopeSpec:
 
     Attributes:
         head_dim: elements of a head.
-        rotary_dim: how many leading elements of a head turn; even.
+        rotary_dim: number of leading elements of a head that are rotated; even.
         theta: base of the frequencies.
-        max_positions: length for which the model was made; only "dynamic" uses it.
-        original_positions: length before the context was extended; "yarn" and "llama3" use it.
-        truncate: whether to round YaRN's correction range to whole dimensions.
+        pairing: which elements are rotated together.
+        scaling: how the frequencies are changed for long contexts; "default" leaves them unchanged.
+        factor: factor by which the context was extended; "default" ignores it.
+        max_positions: context length that the model was made for, in tokens; only "dynamic" uses it.
+        original_positions: context length before it was extended, in tokens; only "yarn" and "llama3" use it.
+        beta_fast, beta_slow: bounds of YaRN's interpolated range, in rotations over the original context.
+        truncate: whether to round YaRN's interpolated range to integer dimensions.
+        low_freq_factor, high_freq_factor: bounds of the interpolated range of "llama3", in the same unit.
     """
 
     head_dim: int
@@ -70,7 +75,8 @@ class RopeSpec:
             raise ConfigError(f"rope scaling {self.scaling!r} needs the number of positions that it extends")
 
     def frequencies(self, positions: int | None = None) -> Frequencies:
-        """The frequencies for prompts of up to `positions` tokens, a number that only "dynamic" uses."""
+        """The frequencies for prompts of up to `positions` tokens. Only "dynamic" uses `positions`; None stands for
+        prompts of up to `max_positions` tokens."""
         base = self.theta
         if self.scaling == "dynamic" and positions is not None and positions > self.max_positions:
             grown = self.factor * positions / self.max_positions - (self.factor - 1.0)
@@ -83,7 +89,7 @@ class RopeSpec:
         return self._llama3(plain) if self.scaling == "llama3" else plain
 
     def _yarn(self, plain: Frequencies) -> Frequencies:
-        """High frequencies are unchanged, low ones are divided by the factor, and those in between are interpolated."""
+        """Leaves high frequencies unchanged, divides low frequencies by the factor, and interpolates in between."""
 
         def dimension(rotations: float) -> float:
             wavelength = self.original_positions / (rotations * 2 * math.pi)
@@ -98,9 +104,8 @@ class RopeSpec:
         return plain / self.factor * ramp + plain * (1.0 - ramp)
 
     def _llama3(self, plain: Frequencies) -> Frequencies:
-        """Short wavelengths are unchanged, long ones are stretched by the factor, and those in between are
-        interpolated.
-        """
+        """Leaves short wavelengths unchanged, multiplies long wavelengths by the factor, and interpolates in
+        between."""
         waves = self.original_positions * plain / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
         smooth = np.clip((waves - self.low_freq_factor) / span, 0.0, 1.0)

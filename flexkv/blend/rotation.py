@@ -1,4 +1,4 @@
-"""Turns cached keys from the positions at which they were computed to those at which they are needed."""
+"""Rotates cached keys from the positions at which they were computed to the positions at which they are needed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from flexkv.transfer.layerwise.base import Array, LayerDevice
 from flexkv.transfer.stream import StreamLike, stream_address
 
 ZERO_ROW = -1
-"""A value of `of_row` that writes zeros instead of turning the row."""
+"""Value of `TurnTable.of_row` for a row that becomes zeros."""
 COPY_ROW = -2
-"""A value of `of_row` that copies the row unchanged."""
+"""Value of `TurnTable.of_row` for a row that is copied unchanged."""
 
 NO_TURNS: NDArray[np.float32] = np.empty((0,), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Where rows of heads lie in a contiguous tensor.
+    """The positions of rows of heads in a contiguous tensor.
 
     Attributes:
-        offsets: bytes from the tensor's start to each row, int64 [rows]; in the tensor's memory.
+        offsets: bytes from the tensor's start to each row, int64 [rows]. For `KeyRotation.apply`, this array must be in
+            the same memory as the tensor (host or GPU).
         head_stride: bytes from one head of a row to the next.
     """
 
@@ -35,17 +36,17 @@ class RowPlaces:
     head_stride: int
 
     def on(self, device: LayerDevice) -> RowPlaces:
-        """Copies the table to the memory of `device`."""
+        """A copy of this object whose offsets are in the memory of `device`."""
         return RowPlaces(device.index(self.offsets), self.head_stride)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTable:
-    """What to do with each row of a batch.
+    """How each row of a batch is rotated.
 
     Attributes:
-        of_row: int32 [rows]: a row of `turns`, ZERO_ROW or COPY_ROW.
-        turns: float32 [turns, 2, rotary_dim / 2]: cosines and sines of each distance.
+        of_row: for each row its rotation, an index into `turns`, or ZERO_ROW or COPY_ROW; int32 [rows].
+        turns: cosines and sines of each distinct rotation, float32 [rotations, 2, rotary_dim / 2].
     """
 
     of_row: Array
@@ -53,26 +54,29 @@ class TurnTable:
 
     @classmethod
     def copies(cls, rows: int) -> TurnTable:
-        """A table that copies all rows, for values."""
+        """A table that copies all rows unchanged, as needed for values."""
         return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
 
     def on(self, device: LayerDevice) -> TurnTable:
-        """Copies both tables to the memory of `device`."""
+        """A copy of this object whose arrays are in the memory of `device`."""
         return TurnTable(device.index(self.of_row), device.index(self.turns))
 
 
 class KeyRotation:
     """The rotation of one model's keys.
 
-    A key turns once, by the angle between its positions, which equals undoing the old turn and applying the new one
-    with one rounding instead of two. Segments move as a whole, so a batch has few distinct distances and a small table.
+    Each key is rotated once, by the angle between its old and its new position. This equals undoing the old rotation
+    and applying the new one, but rounds once instead of twice. All rows of a segment move by the same distance, so a
+    batch has few distinct rotations and a small table.
 
     Args:
+        spec: the model's rotary embedding.
+        heads: number of KV heads.
         dtype: dtype of the keys: float32, bfloat16 or float16.
-        frequencies: radians per position as the model has them, [rotary_dim / 2]; None: those of `spec`.
+        frequencies: the model's own radians per position, [rotary_dim / 2]; None to compute them from `spec`.
 
     Raises:
-        GeometryError: frequencies of another shape.
+        GeometryError: `frequencies` has a different shape.
     """
 
     def __init__(
@@ -99,9 +103,13 @@ class KeyRotation:
         new_positions: NDArray[np.int64],
         zero: NDArray[np.bool_] | None = None,
     ) -> TurnTable:
-        """The turns of rows from old to new positions, each int64 [rows]; rows in `zero` become zeros.
+        """The table that rotates rows from old to new positions. A row whose position does not change is copied, bit
+        for bit.
 
-        A row whose position does not change is copied, bit for bit.
+        Args:
+            old_positions: the position at which each row was computed, int64 [rows].
+            new_positions: the position at which each row is needed, int64 [rows].
+            zero: whether each row becomes zeros instead, bool [rows]; None for no row.
         """
         distances, of_row = np.unique(new_positions - old_positions, return_inverse=True)
         angles = distances[:, None].astype(np.float64) * self.frequencies
@@ -121,11 +129,12 @@ class KeyRotation:
         *,
         stream: StreamLike = 0,
     ) -> None:
-        """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
+        """Rotates rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
 
-        The tensors are contiguous, of any library; if both are the same tensor, rows turn in place. Values go through
-        the same call with `TurnTable.copies`. Tensors and tables must all lie in host memory or all on one GPU. On a
-        GPU the launch is enqueued on `stream`, and the tables must have passed `check` before.
+        The tensors must be contiguous and may be of any library; if both are the same tensor, rows are rotated in
+        place. Values are copied by the same call with `TurnTable.copies`. All tensors and tables must be in host
+        memory, or all on one GPU. On a GPU, the kernel is enqueued on `stream`, and the tables must have passed `check`
+        before.
         """
         rotate_rows(
             *_arguments(source, source_places, target, target_places, table),
@@ -141,11 +150,11 @@ class KeyRotation:
         target_places: RowPlaces,
         table: TurnTable,
     ) -> None:
-        """Checks the arguments of `apply`. The tables lie in host memory; no byte moves.
+        """Checks arguments for `apply` without copying anything. Here the tables must be in host memory.
 
         Raises:
-            GeometryError: impossible dimensions, strides or dtypes, or memory that source and target share.
-            BlockRangeError: a row outside its memory, or a turn that does not exist.
+            GeometryError: dimensions, strides or dtypes are impossible, or source and target overlap.
+            BlockRangeError: a row is outside its tensor, or its index in `of_row` is outside `turns`.
         """
         check_rotation(
             *_arguments(source, source_places, target, target_places, table),
@@ -165,7 +174,7 @@ class KeyRotation:
 
 
 class Geometry(TypedDict):
-    """The geometry of a rotation's rows."""
+    """The geometry of the rows of a rotation, as keyword arguments for the kernels."""
 
     dtype: str
     pairing: str

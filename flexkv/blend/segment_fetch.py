@@ -1,8 +1,9 @@
-"""Brings the cached pages of one prompt's segments to host memory, and then loads them, without ever waiting.
+"""Reads the cached pages of one prompt's segments into host memory, and then loads them, without ever waiting.
 
-For a caller whose thread must not wait, such as an engine's step. A page is promised once it is in host memory, so a
-slow or hanging disk only uses up the request's time to wait and delays no step. If the unit streams, whole blocks are
-promised while they are being read. The load then brings them by ranges of layers, and the user of a layer waits for it.
+It is made for a caller whose thread must not wait, such as an engine's step. A page is promised when it is in host
+memory. So a slow or hanging disk only uses up the request's time to wait, and does not delay steps. If the unit
+streams, full blocks are promised while they are still being read; the load then copies them by ranges of layers, and
+the code that uses a layer waits for that layer.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from flexkv.observe import PageLoss
 
 
 class SegmentFetch:
-    """One prompt's segments on their way to host memory. The disks' time to wait (`disk.wait_s`) applies once to room
-    in host memory and once to reads; if whole blocks are streamed, it applies again to their load.
+    """A fetch of one prompt's segments to host memory. It waits up to `disk.wait_s` for free slots in host memory, and
+    up to `disk.wait_s` for reads. If full blocks are streamed, their load may take the same time again.
 
     Call order:
-        `advance` or `begin_load` repeatedly until the latter returns a load, or `give_up`.
+        `advance` or `begin_load` repeatedly, until `begin_load` returns a load; or `give_up`.
 
     Args:
-        deadline_s: how long each wait of the load lasts at most.
+        lookup: looks up the segments.
+        moves: the transfers of the segment cache.
+        segments: tokens of each segment.
+        deadline_s: most seconds that each wait of the load lasts.
+        caller: see `SegmentCache.begin_load`.
         reads_s: see `SegmentLoad`.
 
     Attributes:
-        missed: pages of the segments that the load does not bring, by reason; known with the load.
+        missed: number of pages of the segments that the load does not load, by reason; empty before `begin_load` has
+            returned the load.
     """
 
     def __init__(
@@ -47,10 +53,10 @@ class SegmentFetch:
         self.missed: Counter[PageLoss] = Counter()
         self._asked = lookup.ask(segments, caller)[:MOST_HITS]
         self._known = [lookup.pages(one.keys) for one in self._asked]
-        # A prompt that exceeds host memory would wait for room that it occupies itself.
+        # A prompt with more pages than host memory has slots would wait for slots that it occupies itself.
         self._awaits_room = sum(self._known) <= lookup.slots
         self._without_room: set[int] = set()
-        """Segments whose lookup went on without pages for which there was no room."""
+        """Numbers of the segments whose lookup continued without pages for which there were no slots."""
         self._coming = list(self._asked)
         try:
             self._coming = [one for one in self._asked if self._fetch(one)]
@@ -60,15 +66,16 @@ class SegmentFetch:
             raise
 
     def begin_load(self) -> SegmentLoad | None:
-        """Begins to load the pages that have arrived, once no more will; None until then."""
+        """If no more pages will arrive, begins to load those that have arrived, and returns the load. Otherwise returns
+        None."""
         return self._load() if self.advance() else None
 
     def advance(self) -> bool:
-        """Asks again for pages that are under way. Returns whether no more will arrive, for a caller that begins the
-        load later: arrived pages stay in host memory.
+        """Looks up again the segments of which pages may still arrive. Returns True if no more pages will arrive. A
+        caller may then begin the load later, because pages that have arrived are kept in host memory.
         """
         self._moves.free_late()
-        # Every segment is asked for, because that keeps its place in the queue for room.
+        # This asks for every segment that still waits, because that keeps its place in the queue for host slots.
         self._coming = [
             one for one in self._coming if self._lookup.waits(one, self._awaits_room) or self._fetch(one)
         ]
@@ -76,7 +83,7 @@ class SegmentFetch:
         return not self._coming
 
     def _fetch(self, asked: Asked) -> bool:
-        """Whether to ask again for a segment."""
+        """Looks up a segment and begins its reads. Returns whether to look it up again later."""
         before = self._lookup.no_room
         outcome = self._lookup.fetch(asked)
         lacks_room = outcome is Outcome.ASK_AGAIN and not self._awaits_room
@@ -97,13 +104,13 @@ class SegmentFetch:
         return SegmentLoad(self._moves, hits, self._deadline_s, self._reads_s)
 
     def _why(self, asked: Asked, got: int) -> PageLoss:
-        """Why page number `got` of a segment, which a tier had, did not arrive."""
+        """Why a segment's page number `got`, which was in a tier when the fetch began, did not arrive."""
         if self._lookup.pages(asked.keys) <= got:
             return PageLoss.SEGMENT_UNREADABLE
         return PageLoss.SEGMENT_NO_ROOM if asked.segment in self._without_room else PageLoss.SEGMENT_LATE
 
     def give_up(self) -> None:
-        """Ends the fetch, because its segments are no longer needed. Idempotent."""
+        """Ends the fetch. For a caller that no longer needs the segments. Idempotent."""
         asked, self._asked, self._coming = self._asked, [], []
         for one in asked:
             self._lookup.give_up(one)

@@ -17,11 +17,13 @@ UNVERIFIED, LATE = "pages did not verify", "pages did not come in time"
 
 @dataclass(frozen=True, slots=True)
 class LostHit:
-    """A hit that was dropped.
+    """A hit that was dropped, because some of its pages did not arrive.
 
     Attributes:
-        reason: the reason as text. why: the reason for the counter of missed pages; None if all pages were in host
-            memory.
+        hit: the hit.
+        reason: the reason as text.
+        why: the reason under which missed pages are counted; None if all pages were in host memory when the load began,
+            because such pages are not counted.
     """
 
     hit: Hit
@@ -30,13 +32,14 @@ class LostHit:
 
 
 class StagedRows:
-    """One hit's rows of one layer: a `RowSource` of the layerwise pipeline."""
+    """One hit's rows of one layer. A `RowSource` of the layerwise pipeline."""
 
     def __init__(self, load: SegmentLoad, hit: Hit, layer: int) -> None:
         self._load, self._hit, self._layer = load, hit, layer
 
     def copy_to(self, rows: Array) -> None:
-        """
+        """Waits for the rows, and copies them to `rows` [planes, tokens, heads, head_dim].
+
         Raises:
             LostRows: the pages did not arrive, arrived too late, or are damaged.
         """
@@ -44,12 +47,18 @@ class StagedRows:
 
 
 class SegmentLoad:
-    """A load of one prompt's segments from the host pool. Must be closed.
+    """A load of one prompt's segments from the host pool to the staging pool. Must be closed.
 
     Args:
-        hits: the hits, whose staging blocks this object frees.
-        deadline_s: seconds that each wait lasts at most.
-        reads_s: how long pages that are still being read from disk may take altogether; None: as long as each wait.
+        moves: the transfers of the segment cache.
+        hits: the hits to load. This object frees their staging blocks.
+        deadline_s: most seconds that each wait lasts.
+        reads_s: most seconds that all waits for pages together last, if pages are still being read from disk; None if
+            each wait may last `deadline_s`.
+
+    Attributes:
+        hits: the hits that were not dropped.
+        lost: segment -> why some of its pages did not arrive. Complete after `close`.
     """
 
     def __init__(
@@ -59,13 +68,12 @@ class SegmentLoad:
         self._deadline_s = deadline_s
         self._ends_s = None if reads_s is None else time.monotonic() + reads_s
         self._whole: set[Hit] = set()
-        """Hits whose pages have all arrived and verified."""
+        """Hits whose pages have all arrived and passed verification."""
         self.hits = list(hits)
         self.lost: dict[int, str] = {}
-        """Segment -> why some of its pages did not arrive; known once this object is closed."""
 
     def rows(self, layer: int) -> list[StagedRows]:
-        """The rows of a layer, for each hit; the layers arrive in order."""
+        """The row source of a layer for each hit. Layers arrive in ascending order."""
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
     def wait_layer(self, hit: Hit, layer: int) -> None:
@@ -83,7 +91,7 @@ class SegmentLoad:
                 raise LostRows(UNVERIFIED if found.in_time else LATE)
 
     def _end_of_waits(self) -> float:
-        """When a wait that begins now ends, on the monotonic clock."""
+        """The time at which a wait that begins now has to end (`time.monotonic`)."""
         return time.monotonic() + self._deadline_s if self._ends_s is None else self._ends_s
 
     def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
@@ -97,7 +105,7 @@ class SegmentLoad:
 
     @property
     def moves(self) -> bool:
-        """Whether some pages are still being loaded. Does not wait."""
+        """Whether any pages are still being loaded. Does not wait."""
         engine = self._moves.engine
         return not all(engine.wait(ticket, 0.0) for hit in self.hits for ticket in hit.tickets)
 
@@ -113,12 +121,12 @@ class SegmentLoad:
         )
 
     def drop_lost(self, wait: bool = False) -> list[LostHit]:
-        """Drops a hit if some of its pages did not arrive in time or failed verification; `lost` names it. The pages of
-        the other hits do not change until the load is closed.
+        """Drops the hits of which some pages did not arrive in time or failed verification, and adds their segments to
+        `lost`. The pages of the other hits do not change until the load is closed.
 
         Args:
-            wait: whether to wait until each hit has arrived or is lost; otherwise hits whose pages still move are left
-                to another call.
+            wait: whether to wait until each hit has arrived or is lost. If False, hits whose pages are still in flight
+                are left to a later call.
 
         Returns:
             The hits that this call has dropped.
@@ -133,7 +141,7 @@ class SegmentLoad:
         return dropped
 
     def _look(self, hit: Hit, wait: bool) -> LostHit | None:
-        """Why a hit is lost; None if it is complete or still moving."""
+        """Checks one hit. Returns it with the reason if it is lost; None if it is complete or still in flight."""
         engine, ends_s = self._moves.engine, self._end_of_waits()
         moving = [ticket for ticket in hit.tickets if not engine.wait(ticket, 0.0)]
         if any(engine.wait_layer(ticket, 0, 0.0).failed for ticket in moving):
@@ -152,19 +160,19 @@ class SegmentLoad:
         return LostHit(hit, reason, why if hit.streamed else None)
 
     def abandon(self) -> None:
-        """Frees the staging blocks; those of pages that still move are freed once the moves have ended. Does not
-        wait.
+        """Frees the staging blocks without waiting. Blocks of copies in flight are freed after the copies have
+        finished.
         """
         hits, self.hits = self.hits, []
         for hit in hits:
             self._moves.finish(hit, 0.0)
 
     def close(self) -> None:
-        """Waits for pages that still move, and frees the staging blocks. Idempotent.
+        """Waits for copies in flight, and frees the staging blocks. Idempotent.
 
         Raises:
-            TransferError: some pages still move at the deadline. The cache frees their blocks once they have
-                stopped.
+            TransferError: copies are still in flight at the deadline. The cache frees their blocks after they have
+                finished.
         """
         ends_s = time.monotonic() + self._deadline_s
         hits, self.hits = self.hits, []

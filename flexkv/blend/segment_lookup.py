@@ -1,4 +1,4 @@
-"""Looks up the cached parts of a prompt's segments, and begins to load them."""
+"""Looks up the cached leading parts of a prompt's segments, and begins to load them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from flexkv.cache.base import Outcome
 from flexkv.transfer.base import Ticket
 
 MOST_HITS = 256
-"""Segments of one prompt that are loaded at once; each takes queue entries of the transfer engine."""
+"""Most segments of one prompt that are loaded; the limit exists because each takes queue entries of the transfer
+engine."""
 
 READS_A_HIT = 2
-"""Reads from disk per hit: one for its whole blocks, and one for the tokens after them."""
+"""Reads from disk per hit: one for its full blocks, and one for the tokens after them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A segment that is looked up."""
+    """A segment that is looked up.
+
+    Attributes:
+        segment: number of the segment in the prompt.
+        keys: the segment's keys.
+        request: id of the manager's request for the segment's full blocks.
+    """
 
     segment: int
     keys: SegmentKeys
@@ -33,8 +40,8 @@ class Asked:
 
     @property
     def tail_request(self) -> str:
-        """The tail's own request: the tail is read from disk before it is loaded, while whole blocks are loaded as they
-        are read.
+        """Id of a separate request for the tail, the tokens after the last full block. It is separate because a tail is
+        read from disk before its load begins, while full blocks are loaded as they are being read.
         """
         return f"{self.request}-tail"
 
@@ -44,7 +51,7 @@ class Asked:
 
 
 class SegmentLookup:
-    """Asks one segment cache's manager, and begins the loads of its hits."""
+    """The lookups of one segment cache: asks the cache's manager, and begins the loads of hits."""
 
     def __init__(self, unit: SegmentUnit, moves: SegmentMoves, scheme: SegmentKeyScheme) -> None:
         self._unit = unit
@@ -55,25 +62,33 @@ class SegmentLookup:
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float, caller: str = "") -> list[Hit]:
-        """Begins to load the cached part of each segment; None stands for a segment to skip. Waits as `load` does."""
+        """Begins to load the cached part of each segment. Waits like `load`.
+
+        Args:
+            segments: tokens of each segment; None for a segment to skip.
+            deadline_s: see `load`.
+            caller: see `SegmentCache.begin_load`.
+        """
         asked = self.ask(segments, caller)
         if self._unit.live.has_tiers:
             for one in asked[:MOST_HITS]:
-                self._match_tail(one)  # first, because the caller waits for these reads
+                self._match_tail(one)  # the tails' reads begin first, because this call waits for them
         return self.load(asked, deadline_s)
 
     @property
     def slots(self) -> int:
-        """Number of pages that host memory holds."""
+        """Number of pages that host memory can hold."""
         return self._unit.live.slots
 
     @property
     def no_room(self) -> int:
-        """Number of lookups that continued without some pages on disk, because host memory had no room for them."""
+        """Number of lookups that continued without some pages on disk, because host memory had no free slots for
+        them."""
         return sum(tier.counts.no_room for tier in self._manager.tiers[1:])
 
     def ask(self, segments: Sequence[Tokens | None], caller: str = "") -> list[Asked]:
-        """The keys of segments. Looks nothing up."""
+        """Makes the keys and request ids of segments, without looking anything up. Segments that are None are left
+        out."""
         return [
             Asked(number, self._scheme.keys(tokens, caller), f"load-{next(self._requests)}")
             for number, tokens in enumerate(segments)
@@ -81,12 +96,12 @@ class SegmentLookup:
         ]
 
     def fetch(self, asked: Asked) -> Outcome:
-        """Begins to bring a segment's cached pages to host memory, or asks again. Until `load` or `give_up`, its pages
-        in host memory are kept from eviction.
+        """Looks up a segment, and begins to read its cached pages into host memory. May be called repeatedly. Until
+        `load` or `give_up`, the segment's pages in host memory are protected from eviction.
 
         Returns:
-            COMING if more pages are being read, ASK_AGAIN if more wait for room in host memory, HIT if no more will
-            come.
+            COMING if more pages are being read, ASK_AGAIN if more pages wait for slots in host memory, HIT if no more
+            will arrive.
         """
         outcomes = {self._match_tail(asked)[1]}
         if len(asked.keys.whole):
@@ -95,34 +110,37 @@ class SegmentLookup:
         return next(open_, Outcome.HIT)
 
     def waits(self, asked: Asked, for_room: bool = True) -> bool:
-        """Records that the caller asks for a fetched segment, and returns whether it should ask later.
+        """Records that the caller still waits for a segment, and returns whether it is too early to call `fetch` again.
 
         Args:
-            for_room: whether to wait for room in host memory as well.
+            for_room: whether the segment also waits for slots in host memory, not only for reads.
         """
         still = self._manager.still_waits if for_room else self._manager.waits
         whole = still(asked.request)
         return still(asked.tail_request) or whole
 
     def give_up(self, asked: Asked) -> None:
-        """Ends a fetch whose segment is no longer needed. Its reads continue, because their pages are useful."""
+        """Ends the lookup of a segment that is no longer needed. Its reads continue, because later lookups may use the
+        pages."""
         for request in (asked.request, asked.tail_request):
             self._manager.release(request)
             self._manager.end_request(request)
 
     def pages(self, keys: SegmentKeys) -> int:
-        """The leading pages of a segment that are cached in any tier. Reads nothing."""
+        """Number of leading pages of a segment that are cached in any tier. Asks only the index."""
         whole, tail = self._manager.present(GROUP, keys.whole), keys.tail
         if not whole.all():
             return int(np.argmin(whole))
         return len(whole) + (tail is not None and bool(self._manager.present(GROUP, tail.keys).all()))
 
     def load(self, asked: Sequence[Asked], deadline_s: float = 0.0) -> list[Hit]:
-        """Begins to load the cached pages of each segment. After an error, only blocks of transfers that already move
-        stay in use, until these have ended.
+        """Begins to load the cached pages of each segment. If this raises, only staging blocks of copies in flight stay
+        in use, until the copies have finished.
 
         Args:
-            deadline_s: how long to wait for the tokens after whole blocks to be read from disk.
+            asked: the segments.
+            deadline_s: most seconds to wait until the segments' tails have been read from disk; 0 to load only tails
+                that are in host memory.
         """
         found: list[tuple[Asked, Hit]] = []
         try:
@@ -140,7 +158,8 @@ class SegmentLookup:
         return [hit for _, hit in found if hit.tokens]
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
-        """Begins the loads, and records those that it has begun in `found`, even if it raises."""
+        """Begins the loads, and appends each load that has begun to `found`, so that the caller has them even if this
+        raises."""
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
                 found.append((one, hit))
@@ -152,8 +171,8 @@ class SegmentLookup:
             found[at] = (one, self._with_tail(one, hit))
 
     def _load_whole(self, asked: Asked) -> Hit | None:
-        """Begins to load the cached whole blocks of a segment. Returns None if it has whole blocks but none is loaded:
-        then no tail can follow them.
+        """Begins to load the cached full blocks of a segment. Returns None if the segment has full blocks but none of
+        them can be loaded, because then its tail cannot be used either.
         """
         whole = asked.keys.whole
         if not len(whole):
@@ -168,8 +187,11 @@ class SegmentLookup:
         return Hit(asked.segment, tokens, blocks, (ticket,), (asked.request,), streamed)
 
     def _match_tail(self, asked: Asked) -> tuple[int, Outcome]:
-        """Returns how many tokens after the whole blocks can be loaded, and whether all of them are being loaded;
-        starts reading those on disk.
+        """Looks up the tail of a segment, and plans to read it if it is on disk.
+
+        Returns:
+            The number of the tail's tokens that can be loaded now, and the outcome of the lookup; 0 and MISS if the
+            segment has no tail.
         """
         keys = asked.keys
         if keys.tail is None:
@@ -179,7 +201,8 @@ class SegmentLookup:
         return match.tail_tokens, match.outcome
 
     def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
-        """The hit with the tokens after its whole blocks, if all of these blocks are being loaded."""
+        """Begins to load the tail of a segment if all its full blocks are being loaded. Returns the hit with the tail's
+        tokens, or unchanged if the tail cannot be loaded."""
         if hit.tokens < len(asked.keys.whole) * self._scheme.block_tokens:
             return hit
         tokens, _ = self._match_tail(asked)
@@ -198,9 +221,12 @@ class SegmentLookup:
         )
 
     def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> tuple[Ticket, bool] | None:
-        """Begins to load the matched pages layer by layer, so that the first layers can be used while the last ones
-        move. Returns the load, and whether pages of it are still being read from disk; None if there is no queue entry.
-        In that case, and after an error, the blocks are free again.
+        """Begins to load the pages that a lookup has matched, layer by layer, so that the first layers can be used
+        while the last ones are still in flight. If this returns None or raises, the staging blocks are free again.
+
+        Returns:
+            The load's ticket, and whether some of its pages are still being read from disk. None if there is nothing to
+            load or no queue entry.
         """
         try:
             graph = self._manager.begin_load(request, [blocks], tail=tail)

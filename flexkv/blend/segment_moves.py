@@ -1,4 +1,5 @@
-"""Transfers between staging pool and host pool: begins them, polls them, and unpins pages when they have ended."""
+"""Transfers between staging pool and host pool: begins them, polls them, and frees their blocks and pages when they
+have finished."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from flexkv.transfer.graph import OpResult, TransferGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateBlocks:
-    """Staging blocks of an abandoned transfer; they stay in use until it has ended.
+    """Staging blocks of an abandoned transfer. They stay in use until the transfer has finished.
 
     Attributes:
-        requests: the manager's requests that end with it.
+        tickets: tickets of the transfer's graphs.
+        blocks: numbers of the staging blocks, int32 [blocks].
+        requests: ids of the manager's requests that end when the transfer has finished.
     """
 
     tickets: tuple[Ticket, ...]
@@ -30,11 +33,12 @@ class LateBlocks:
 
 
 class SegmentMoves:
-    """The transfers of one segment cache. Driven by the thread that drives the cache.
+    """The transfers of one segment cache. Only the thread that uses the cache may call it.
 
     Args:
-        unit: its tiers read the pages that loads wait for.
-        engine: moves pages between the two pools.
+        unit: the cache's unit, whose tiers read the pages that loads wait for.
+        engine: the transfer engine, which copies pages between staging pool and host pool.
+        staging: the staging pool.
     """
 
     def __init__(self, unit: SegmentUnit, engine: DataPlane, staging: StagingPool) -> None:
@@ -46,15 +50,15 @@ class SegmentMoves:
         self._why_failed: dict[str, str] = {}
 
     def begin_reads(self) -> None:
-        """Begins the reads that lookups have planned."""
+        """Begins the reads from disk that lookups have planned."""
         self._unit.poll()
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
-        """Submits a graph. Returns None if there is no queue entry. In that case, and after an error, the graph is
-        cancelled.
+        """Submits a graph. Returns None if there is no queue entry for it. If this returns None or raises, the graph
+        has been reported to the manager as cancelled.
         """
         try:
-            self._unit.poll()  # begins the reads for which loads wait
+            self._unit.poll()  # begins the reads that the graph's loads wait for
             ticket = self.engine.submit(graph)
         except Exception as error:
             self._cancel(graph, f"{type(error).__name__}: {error}")
@@ -68,8 +72,8 @@ class SegmentMoves:
             self._manager.complete(0, OpResult.cancelled(op.op_id, op.pages, reason))
 
     def finish(self, hit: Hit, wait_s: float) -> bool:
-        """Frees a load's staging blocks. Returns False if some still move after `wait_s` seconds; these are freed
-        later.
+        """Waits up to `wait_s` seconds for a load, then frees its staging blocks and returns True. If copies are still
+        in flight then, returns False, and the blocks are freed later.
         """
         ends_s = time.monotonic() + wait_s
         if not all(self.engine.wait(t, max(0.0, ends_s - time.monotonic())) for t in hit.tickets):
@@ -82,31 +86,33 @@ class SegmentMoves:
         return True
 
     def why_failed(self, hit: Hit) -> str:
-        """Why pages of a finished hit did not arrive; empty if all did. Can be asked once per hit."""
+        """Why pages of a finished hit did not arrive; empty if all did. The reason is removed, so call this once per
+        hit."""
         reasons = [self.take_reason(request) for request in hit.requests]
         return "; ".join(reason for reason in reasons if reason)
 
     def take_reason(self, request: str) -> str:
-        """Takes the reason why pages of an ended request did not move; empty if there is none."""
+        """Removes and returns the reason why pages of a finished request were not copied; empty if there is none."""
         return self._why_failed.pop(request, "")
 
     def take_results(self) -> None:
-        """Takes the results of ended ops, the disks' too, and reports them to the manager."""
+        """Takes the results of finished ops, including those of the disks, and reports them to the manager."""
         self._unit.poll()
         while results := self.engine.poll():
             for result in results:
                 done = self._manager.complete(0, result)
                 if done is None or not len(done.failed_blocks):
                     continue
-                if done.role is OpRole.LOAD or done.reason:  # a store without results failed as a whole
+                # For a store, failed blocks without a reason mean only that their pages are not published.
+                if done.role is OpRole.LOAD or done.reason:
                     self._why_failed[done.request_id] = done.reason or "pages failed"
 
     def leave(self, late: LateBlocks) -> None:
-        """Abandons blocks; `free_late` frees them once their transfer has ended."""
+        """Abandons a transfer. `free_late` frees its blocks after it has finished."""
         self._late.append(late)
 
     def free_late(self) -> None:
-        """Frees the blocks of transfers that have ended after their deadline."""
+        """Frees the blocks of abandoned transfers that have finished."""
         self._unit.poll()
         ended = [late for late in self._late if all(self.engine.wait(ticket, 0.0) for ticket in late.tickets)]
         if not ended:

@@ -1,4 +1,4 @@
-"""Moves one segment's pages from the staging pool to the host pool."""
+"""Stores one segment: copies its pages from the staging pool to the host pool."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.base import Ticket
 
 LOOK_EVERY_S = 0.001
-"""Seconds between two looks for blocks that another store moves."""
+"""Seconds between two checks whether blocks that a different store is writing are stored."""
 
 
 class SegmentStore:
-    """A segment that is being stored in host memory; its rows are in blocks of the staging pool. Tokens after the last
-    whole block are stored once the whole blocks are stored and their staging blocks are free.
+    """The store of one segment, whose rows are in blocks of the staging pool. Its full blocks are stored first; the
+    tokens after them follow when the full blocks are stored and their staging blocks are free.
 
     Call order:
-        `advance` until it returns True or raises, or `leave`.
+        `advance` until it returns True or raises; or `leave`.
 
     Args:
-        name: makes a name for a request of the manager.
-        deadline_s: how long the store may take, in seconds.
+        moves: the transfers of the segment cache.
+        manager: the cache's manager.
+        keys: the segment's keys.
+        blocks: the staging blocks with the segment's rows, which this object frees; int32 [blocks].
+        block_tokens: tokens per block.
+        name: makes the id of a new request for the manager.
+        deadline_s: most seconds that the store may take.
 
     Attributes:
-        keys: as given.
-        failure: why pages did not move; empty if all did for which host memory had room.
+        keys: the segment's keys.
+        failure: why pages were not copied; empty if all pages for which host memory had slots were copied.
     """
 
     def __init__(
@@ -54,15 +59,15 @@ class SegmentStore:
 
     @property
     def is_late(self) -> bool:
-        """Whether its deadline has passed."""
+        """Whether the store's deadline has passed."""
         return time.monotonic() >= self._ends_s
 
     def advance(self, wait: bool = False, until_s: float = math.inf) -> bool:
-        """Continues the store. Returns whether it has ended.
+        """Continues the store. Returns whether it has finished.
 
         Args:
-            wait: whether to wait until its deadline; otherwise this never waits.
-            until_s: wait no longer than until then, on the monotonic clock.
+            wait: whether to wait for the store to finish, until its deadline at most. If False, this never waits.
+            until_s: an earlier end of the wait (`time.monotonic`).
         """
         until_s = min(until_s, self._ends_s)
         try:
@@ -80,13 +85,13 @@ class SegmentStore:
                     return False
                 self._end_part()
         except BaseException:
-            self.leave()  # copies may still move
+            self.leave()  # copies may still be in flight
             raise
         self._free()
         return True
 
     def leave(self) -> None:
-        """Abandons the store; its blocks are freed once no copy moves. Idempotent."""
+        """Abandons the store. Its staging blocks are freed when no copy is in flight any more. Idempotent."""
         self._parts.clear()
         if self._request:
             tickets = () if self._ticket is None else (self._ticket,)
@@ -101,7 +106,8 @@ class SegmentStore:
         return True
 
     def _begin_tail(self) -> bool:
-        """Returns False if it must be called again, because another store still moves some of the whole blocks."""
+        """Begins to store the tokens after the last full block, if all full blocks are stored. Returns False if this
+        must be called again, because a different store is still writing some of the full blocks."""
         tail, whole = self.keys.tail, self.keys.whole
         if tail is None:
             return True

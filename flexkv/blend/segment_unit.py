@@ -1,4 +1,4 @@
-"""The unit of a segment cache: host memory, and optionally folders that keep pages evicted from host memory."""
+"""The unit of a segment cache: host memory, and optionally disk folders that keep pages evicted from host memory."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from flexkv.unit.build import build_unit
 from flexkv.weights.files import NAMED, WeightsContent
 
 UNIT = "segments"
-"""Name of the ownership unit: one segment cache at a time uses a model's folder."""
+"""Name of the ownership unit. It is the same for all segment caches, so only one at a time uses a model's folder."""
 
 QUEUE_PLACES = 4
-"""Queue entries of the disks' lane per op of a lookup: reads and writes each have this many, and a result holds its
-entry until it was taken."""
+"""Queue entries of the disks' lane per read that one lookup may plan. Reads and writes each need some, and a finished
+op keeps its entry until its result is taken."""
 
 LOOK_EVERY_S = 0.05
-"""How often a wait for reads checks, at least, whether a disk was lost."""
+"""Most seconds between two checks, during a wait for reads, whether a disk was lost."""
 
 FLUSH_LOOK_S = 0.005
-"""How often a flush checks whether everything has ended."""
+"""Seconds between two checks, during a flush, whether all writes have finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentFolders:
-    """Where and how a cache keeps its pages beyond host memory.
+    """Where and how a segment cache keeps pages beyond host memory.
 
     Attributes:
-        disk: the folders; without any, pages are only in host memory.
-        model: name that `flexkv disk ls` shows to people.
-        unit: name of the ownership unit; caches of one namespace that run at the same time need different names.
-        weights: the weights that the namespace names only by samples: until all of them have a name, the folders
-            neither serve nor take pages.
-        streams: promise pages while they are being read, and load them layer by layer. Otherwise a page is promised
-            once it is in host memory.
-        asks_again: lookups are fetches (`SegmentFetch`), which ask again for pages that must wait.
-        close_s: how long a close may take; None for as long as any other wait.
-        peers: which pages running caches with the same namespace show each other.
+        disk: the settings of the disk tier; if they name no folders, pages are only in host memory.
+        model: name of the model that `flexkv disk ls` shows.
+        unit: name of the ownership unit. Caches with one namespace that run at the same time need different names.
+        weights: the weights that the namespace identifies only by samples. Until all their content has been read, the
+            folders neither serve nor accept pages.
+        streams: whether pages are promised while they are being read from disk, and loaded layer by layer. If False, a
+            page is promised when it is in host memory.
+        asks_again: whether lookups are fetches (`SegmentFetch`), which look up again the pages that must wait.
+        close_s: most seconds that `close` may take; None for the same time as any other wait.
+        peers: settings for sharing pages with running caches that have the same namespace.
     """
 
     disk: DiskConfig = field(default_factory=DiskConfig)
@@ -70,28 +70,33 @@ class SegmentFolders:
 
 
 class SegmentUnit:
-    """The unit of one segment cache, driven by the cache's thread; only `wait_while`, `flush` and `close` wait.
+    """The unit of one segment cache. Only the cache's thread may call it; only the constructor, `wait_while`, `flush`
+    and `close` wait.
 
-    Pages that a load did not bring are computed with the prompt. No page is left to the model merely because computing
-    may be sooner than loading: the model's speed is not measured.
+    Pages that a load does not deliver are computed with the prompt. The unit never prefers computing to loading for
+    speed, because the model's speed is not measured.
 
     Args:
-        slots: slots of the host pool.
-        view: view of the staging pool; it says which runs make up a page.
-        pages: pages of the staging pool, which is also the largest number of pages being stored at once.
-        namespace: 32 bytes: everything that separates two callers. Each namespace has its own folders.
-        ops: reads that one lookup may plan.
-        deadline_s: seconds that each wait lasts at most.
+        shape: shape of the model's KV.
+        block_tokens: tokens per block.
+        slots: number of slots of the host pool.
+        view: the view of the staging pool, which determines the runs of a page.
+        pages: number of pages of the staging pool, and the largest number of pages that may be in flight.
+        namespace: digest of everything that separates two callers, 32 bytes. Each namespace has its own folders.
+        folders: where pages are kept beyond host memory.
+        ops: most reads that one lookup may plan.
+        deadline_s: most seconds that each wait lasts.
 
     Attributes:
-        close_s: how long a close may take.
-        streams: whether pages are promised while they are being read.
-        wait_s: if not `streams`, how long a lookup waits for pages that are being read.
+        live: the unit.
+        close_s: most seconds that `close` may take by default.
+        streams: whether pages are promised while they are being read from disk.
+        wait_s: the setting `disk.wait_s`: most seconds that a lookup waits for reads.
 
     Raises:
-        CapacityError: the available memory does not hold the pool.
-        FolderLockedError: another cache, of this process or another, uses a folder.
-        FlexKVError: a folder cannot be used; the message says which and why.
+        CapacityError: the pool does not fit into the available memory.
+        FolderLockedError: another cache, in this process or another, uses a folder.
+        FlexKVError: a folder cannot be used. The message says which one and why.
     """
 
     def __init__(
@@ -140,9 +145,9 @@ class SegmentUnit:
         return any(tier.down for tier in self.live.manager.tiers)
 
     def wait_while(self, waits: Callable[[], bool], deadline_s: float) -> None:
-        """Waits until the condition ends, or for `deadline_s` seconds."""
+        """Polls the tiers until `waits` returns False, for `deadline_s` seconds at most."""
         ends_s = time.monotonic() + deadline_s
-        news = select.poll()  # `select.select` refuses descriptors from 1024 on
+        news = select.poll()  # `select.select` refuses file descriptors above 1023
         for tier in self.live.manager.tiers:
             if isinstance(tier.plane, TransferEngine):
                 news.register(tier.plane.event_fd, select.POLLIN)
@@ -152,9 +157,10 @@ class SegmentUnit:
             self.live.poll()
 
     def flush(self, deadline_s: float) -> bool:
-        """Writes what only host memory has; returns whether all of it would survive a crash by `deadline_s` seconds.
+        """Writes the pages that only host memory has, within `deadline_s` seconds. Returns whether all of them would
+        survive a crash.
 
-        False if there is no disk, or if some pages are pinned, could not be written, or had no room.
+        Returns False if there is no disk, or if some pages are pinned, could not be written, or got no disk slot.
         """
         if not self.live.has_tiers:
             return False
@@ -167,12 +173,13 @@ class SegmentUnit:
             work.flush()
             self.live.poll()
             time.sleep(FLUSH_LOOK_S)
-        # Does not compare counts: pages that could not be written may have left host memory, or have been
-        # written since.
+        # The result is not derived from counts of failed writes, because such pages may have left host memory or may
+        # have been written since.
         return not self._down and not work.unwritten()
 
     def take_moved(self) -> dict[str, int]:
-        """Pages read from disk and written to it since the last call, by direction."""
+        """Number of pages that were read from disk ("read") and written to it ("write") since the last call; directions
+        without pages are left out."""
         counts = [tier.counts for tier in self.live.manager.tiers[1:]]
         total = {
             "read": sum(each.read for each in counts),
@@ -186,7 +193,8 @@ class SegmentUnit:
 
     @property
     def misses(self) -> Mapping[str, int]:
-        """How many requested pages were not served, by reason; see docs/disk-storage.md. Empty without disks."""
+        """Number of requested pages that the disks did not deliver, by reason (see docs/disk-storage.md). Empty if
+        there are no disks."""
         return {
             reason: count
             for tier in self.live.manager.tiers
@@ -195,10 +203,12 @@ class SegmentUnit:
         }
 
     def close(self, close_s: float) -> bool:
-        """Writes pending pages and those only in host memory, and makes them durable, within `close_s` seconds. Later
-        calls return the result of the first.
+        """Writes the pages that only host memory has, makes them durable, and closes the unit, within `close_s`
+        seconds. Later calls return the result of the first call.
 
-        Returns False if the deadline passed first, or there is no disk. Pages that are lost become misses.
+        Returns:
+            Whether all pages survive. False if there is no disk, a disk was lost, some pages could not be written, or
+            the time was too short. Pages that do not survive become misses.
         """
         if self._survives is None:
             ended = self.live.close(close_s)

@@ -11,9 +11,10 @@ from flexkv.errors import ConfigError, TokenError
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
-    """
+    """Converts tokens to int64 [tokens].
+
     Raises:
-        TokenError: the tokens are not integers in [0, 2**32) in one dimension.
+        TokenError: the tokens are not integers in [0, 2**32), or not in one dimension.
     """
     found = np.asarray(tokens)
     if found.size == 0:
@@ -27,13 +28,17 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
 
 
 def split_at_separators(tokens: Sequence[int] | Tokens, separator: Sequence[int] | Tokens) -> list[Segment]:
-    """Cuts a prompt at every occurrence of `separator`, from left to right; occurrences do not overlap.
+    """Cuts a prompt into segments at every occurrence of a separator, searching from left to right; occurrences do not
+    overlap. Each occurrence becomes a segment that is not reusable. The segments together are the prompt, without gaps.
 
-    `separator` has the tokens of its special string *inside* a text, without the token that a tokenizer may put at the
-    beginning of a text. The segments follow each other without gaps; each separator is a segment that is not reusable.
+    Args:
+        tokens: the prompt's tokens.
+        separator: tokens of the separator's text as they appear *inside* a text, without the token that a tokenizer may
+            put at the beginning of a text.
 
     Raises:
         ConfigError: the separator is empty.
+        TokenError: see `as_tokens`.
     """
     prompt, mark = as_tokens(tokens), as_tokens(separator)
     if not len(mark):

@@ -1,4 +1,4 @@
-"""The staging pool: blocks of plain memory through which pages of segments are loaded and stored."""
+"""The staging pool: blocks of plain host memory through which the pages of segments are loaded and stored."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from flexkv.c_ext import KvView
 
 
 class StagingPool:
-    """Blocks of `block_tokens` tokens, which the transfer engine sees as the pool of a layer-first engine.
+    """A pool of blocks of `block_tokens` tokens. The transfer engine treats it like the KV pool of an inference engine.
 
     Attributes:
-        rows: [layers, blocks, planes, block_tokens, heads, head_dim], in the cache's carrier dtype.
-        view: view of `rows`; a page has one run per layer, K then V.
+        rows: the memory, [layers, blocks, planes, block_tokens, heads, head_dim], with elements of `KvShape.carrier`.
+        block_tokens: tokens per block.
+        view: the `KvView` of `rows`; a page has one run per layer, which holds K, then V.
     """
 
     def __init__(self, shape: KvShape, blocks: int, block_tokens: int) -> None:
@@ -30,14 +31,15 @@ class StagingPool:
         self.block_tokens = block_tokens
         self.view = KvView(np.array(runs, np.int64), blocks, shape.layers * run_bytes)
         self.free = list(range(blocks - 1, -1, -1))
-        """Free blocks, to and from which no page moves."""
+        """Numbers of the free blocks. No copy reads or writes them."""
 
     def take(self, blocks: int) -> NDArray[np.int32] | None:
-        """Takes `blocks` blocks, int32 [blocks]; None if fewer are free."""
+        """Removes `blocks` blocks from the free ones, and returns their numbers, int32 [blocks]. Returns None if fewer
+        are free."""
         if blocks > len(self.free):
             return None
         return np.array([self.free.pop() for _ in range(blocks)], np.int32)
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Frees blocks to or from which no copy moves any more."""
+        """Frees blocks. Precondition: no copy reads or writes them any more."""
         self.free.extend(int(block) for block in blocks)

@@ -1,4 +1,4 @@
-"""The transform of a load whose keys move to other positions: rotates keys in the load's buffers."""
+"""A transform for layerwise loads: rotates the loaded keys, in the load's buffers, to their positions in the prompt."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from flexkv.transfer.layerwise.chunks import ChunkSet
 
 
 class TurnedKeys:
-    """A `LayerTransform` of the layerwise pipeline that uses the rotation's kernel, on the CPU or a GPU.
+    """A `LayerTransform` of the layerwise pipeline that runs the rotation's kernel, on the CPU or a GPU.
 
-    All tables are made and checked here, once, and are on the device from then on.
+    The constructor makes and checks all tables, and copies them to the device.
 
     Args:
+        device: the device with the load's buffers.
+        rotation: the rotation of the model's keys.
         chunks: the load's chunks. Rows that no chunk covers are not changed.
         dtype: the dtype of the load's buffers on the device.
 
     Raises:
-        GeometryError: the rotation has other dimensions or another dtype.
+        GeometryError: the rotation does not fit the buffers' dtype.
     """
 
     def __init__(self, device: LayerDevice, rotation: KeyRotation, chunks: ChunkSet, dtype: Any) -> None:
         self._device, self._rotation = device, rotation
         positions = chunks.positions()
         new = positions.new.copy()
-        # Otherwise each position would be a separate rotation.
+        # Rows in gaps keep their positions, so that they need no rotation; otherwise each might need a different one.
         new[chunks.gaps] = positions.old[chunks.gaps]
         table = rotation.table(positions.old, new)
         head_bytes = rotation.row_bytes // rotation.heads
         places = RowPlaces(np.arange(chunks.rows, dtype=np.int64) * rotation.row_bytes, head_bytes)
-        # Memory of the size of a buffer's keys, on which the tables are checked.
+        # Memory of the size of a buffer's keys. It serves only to check the tables.
         room = device.buffer((chunks.rows, rotation.heads, rotation.spec.head_dim), dtype)
         rotation.check(room, places, room, places, table)
         self._places, self._table = places.on(device), table.on(device)

@@ -1,4 +1,5 @@
-"""Loaded rows of segments, rotated to their positions in a prompt, layer by layer through the layerwise pipeline."""
+"""Provides the loaded rows of segments, rotated to their positions in a prompt, layer by layer through the layerwise
+pipeline."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ class Stretch:
     """Consecutive rows of a hit.
 
     Attributes:
-        first: number of the first row in its segment.
+        hit: the hit.
+        first: number of the first row within the segment.
         rows: number of rows.
-        position: position in the prompt of the first row.
+        position: position of the first row in the prompt.
     """
 
     hit: Hit
@@ -37,23 +39,24 @@ class Stretch:
 
 
 Passage = Callable[[int, Sequence[RowSource]], Sequence[RowSource]]
-"""Makes a layer's row sources for a device of sources that fill host memory, one per chunk. Called with the layer's
-number."""
+"""A function that converts a layer's row sources, which fill host memory, to row sources that fill a device's buffers.
+It is called with the layer's number and one source per chunk."""
 
 
 def straight(layer: int, sources: Sequence[RowSource]) -> Sequence[RowSource]:
-    """The `Passage` of a device whose buffers are host memory."""
+    """The `Passage` for a device whose buffers are in host memory: returns the sources unchanged."""
     return sources
 
 
 @dataclass(frozen=True, slots=True)
 class RowDevice:
-    """The place of a pipeline's buffers.
+    """The device on which a pipeline's buffers are, and how rows get there.
 
     Attributes:
+        device: the device.
         dtype: the device's dtype for the cache's elements.
-        rooms: called with a number of layers and of seconds, makes the memory between host memory and the buffers of
-            one load: for that many layers at a time, with waits of at most that long. See `Passage`.
+        rooms: makes the `Passage` of one load from host memory to the buffers. Its arguments are the number of layers
+            that have separate staging buffers, and the most seconds to wait for such a buffer.
     """
 
     device: LayerDevice
@@ -62,11 +65,12 @@ class RowDevice:
 
 
 class LostStretches(PipelineError):
-    """Rows of some stretches will not arrive, because their segments' pages were lost. Nothing else has failed."""
+    """Raised if rows of some stretches will not arrive because pages of their segments were lost, and nothing else has
+    failed."""
 
 
 class StretchRows:
-    """The place of one stretch's rows in the staging pool."""
+    """The positions of one stretch's rows in the staging pool."""
 
     def __init__(
         self, cache: SegmentCache, rotation: KeyRotation, load: SegmentLoad, stretch: Stretch
@@ -81,16 +85,16 @@ class StretchRows:
         self._copies = TurnTable.copies(stretch.rows)
 
     def copy_layer(self, layer: int, rows: Array) -> None:
-        """Fills `rows`, in host memory, once the layer has arrived.
+        """Waits until the layer has arrived, and copies its rows to `rows` in host memory.
 
         Raises:
-            LostRows: the layer does not arrive in time, or the load was released, so that its blocks may hold other
-                rows.
+            LostRows: the layer did not arrive in time, or the load freed the hit's staging blocks, so that they may
+                hold different rows by now.
         """
         self._load.wait_layer(self._hit, layer)
         staging = self._cache.staging.rows[layer]
         for plane, source in enumerate(self._sources):
-            # One pass, without Python's interpreter lock.
+            # This copies all rows in one call, which releases Python's interpreter lock.
             self._rotation.apply(staging, source, rows[plane], self._target, self._copies)
         if self._hit not in self._load.hits:
             raise LostRows("its segment was released")
@@ -98,7 +102,7 @@ class StretchRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """One layer of a stretch: a `RowSource` for buffers in host memory."""
+    """One layer of a stretch. A `RowSource` for buffers in host memory."""
 
     stretch: StretchRows
     layer: int
@@ -108,13 +112,18 @@ class LayerRows:
 
 
 class TurnedRows:
-    """Rows of one request's hits, whose pages have arrived in the staging pool or arrive there layer by layer.
+    """The rows of one request's hits. Their pages have arrived in the staging pool, or are arriving there layer by
+    layer.
 
     Args:
-        stretches: the rows, by ascending position, at least one.
+        cache: the cache of segments.
+        rotation: the rotation of the model's keys.
+        load: the load of the hits.
+        stretches: the rows; at least one stretch, in order of positions.
 
     Attributes:
-        in_buffer: number of each row among those from the first stretch's first to the last one's last, int64 [rows].
+        in_buffer: for each row of the stretches, its index in a pipeline buffer, int64 [rows]. A buffer holds all
+            positions from the first stretch's first row to the last stretch's last row, gaps included.
     """
 
     def __init__(
@@ -129,7 +138,11 @@ class TurnedRows:
         self.in_buffer: NDArray[np.int64] = np.concatenate(begins).astype(np.int64)
 
     def open(self, on: RowDevice, first: int) -> TurnedLayers:
-        """Begins to load the layers from `first` on. The caller closes what this returns.
+        """Begins to copy and rotate the layers from the model's layer `first` on. The caller must close the result.
+
+        Args:
+            on: the device for the buffers.
+            first: number of the first layer to copy.
 
         Raises:
             ClosedError: the device was closed.
@@ -149,19 +162,20 @@ class TurnedRows:
         return TurnedLayers(pipeline, lambda layer: passage(layer, self.sources(layer)), first)
 
     def sources(self, layer: int) -> list[RowSource]:
-        """One row source per stretch."""
+        """A layer's row sources, one per stretch."""
         return [LayerRows(each, layer) for each in self._stretches]
 
 
 class TurnedLayers:
-    """The layers of a load, one after the other, while the next ones are copied and rotated.
+    """Yields the layers of a load one after the other, while the next layers are copied and rotated.
 
     Call order:
-        `layer`, `leave` for each layer from `first` on, as far as the caller wants; `close`.
+        `layer`, then `leave`, for each layer from `first` on, as many as the caller needs; then `close`.
 
     Args:
-        take: returns a layer's row sources, one per chunk.
-        first: the model's layer that is the first one in the pipeline.
+        pipeline: the pipeline that copies and rotates the rows.
+        take: returns the row sources of one of the model's layers, one per chunk.
+        first: number of the model's layer that is the pipeline's layer 0.
     """
 
     def __init__(
@@ -174,29 +188,31 @@ class TurnedLayers:
         self._step()
 
     def layer(self, layer: int) -> Array:
-        """Keys and values, [2, rows, heads, head_dim], with the keys rotated. They are in the buffer until `leave`.
+        """Keys and values of the current layer, [2, rows, heads, head_dim], with the keys rotated. They stay in the
+        buffer until `leave` is called.
 
         Raises:
-            ContractError: another layer is next.
-            LostStretches: pages of rows were lost.
-            PipelineError: rows did not arrive for another reason, or not before the deadline.
+            ContractError: `layer` is not the current layer.
+            LostStretches: some rows will not arrive, because their pages were lost.
+            PipelineError: rows did not arrive for a different reason, or not before the deadline.
         """
         try:
             buffer = self._pipeline.get_kv(layer - self._first)
         except PipelineError as error:
             raise PipelineError(f"cached rows of the model's layer {layer}: {error}") from error
-        # The rows of a lost chunk are undefined.
+        # The rows of a lost chunk have undefined content, so the layer is not returned.
         if failed := self._pipeline.failed:
             raise LostStretches(f"cached rows of the model's layer {layer}: {'; '.join(failed.values())}")
         return buffer
 
     def leave(self) -> None:
-        """Called when the caller has enqueued all its work on the current layer, whose buffer is then reused."""
+        """Goes on to the next layer. Must be called when the caller has enqueued all its work on the current layer,
+        whose buffer is then reused."""
         if self._sent < self._pipeline.num_layers:
             self._step()
 
     def _step(self) -> None:
-        """Makes the next layer the current one, and begins the layers after it in the buffers that are free."""
+        """Makes the next layer the current one, and begins to fill the free buffers with the layers after it."""
         begun = self._sent < self._pipeline.begun_layers
         self._steps.send(() if begun else self._take(self._sent))
         self._sent += 1
@@ -206,13 +222,13 @@ class TurnedLayers:
         return self._take_rows(self._first + number)
 
     def close(self, wait: bool = True) -> None:
-        """Begins no further layer, and waits for those that were begun.
+        """Closes the pipeline: begins no further layer, and waits for the layers that were begun.
 
         Args:
             wait: whether to wait.
 
         Raises:
-            PipelineError: some layers still move at the deadline or, without `wait`, now.
+            PipelineError: copies are still in flight at the deadline; if `wait` is False, when this is called.
         """
         if not wait:
             self._pipeline.deadline_s = 0.0

@@ -1,4 +1,5 @@
-"""The scatter of a load whose keys move to other positions: rotates keys and writes them to their slots in one pass."""
+"""A scatter for layerwise loads: rotates the loaded keys to their positions in the prompt and writes them to their
+slots, in one pass."""
 
 from __future__ import annotations
 
@@ -14,18 +15,20 @@ from flexkv.transfer.layerwise.paged import PagedLayers
 
 
 class TurnedScatter:
-    """A `LayerScatter` of the layerwise pipeline that uses the rotation's fused kernel, on the CPU or a GPU.
+    """A `LayerScatter` of the layerwise pipeline that runs the rotation's fused kernel, on the CPU or a GPU.
 
-    All tables are made and checked here, once, and are on the device from then on.
+    The constructor makes and checks all tables, and copies them to the device.
 
     Args:
-        positions: positions of the rows, equal in every layer.
-        paged: planes of K and V; the elements of a head are adjacent.
-        slots: int64 [rows], the paged slot of each row.
+        device: the device with the pipeline's buffers and the paged memory.
+        rotation: the rotation of the model's keys.
+        positions: old and new position of each row, equal in every layer.
+        paged: the planes of K and V of each layer; the elements of a head must be adjacent.
+        slots: the slot in paged memory of each row, int64 [rows].
 
     Raises:
-        GeometryError: a plane's heads cannot be reached by one stride, or do not fit the rotation.
-        BlockRangeError: a slot outside the pool.
+        GeometryError: the planes' strides are not supported, or the planes do not fit the rotation.
+        BlockRangeError: a slot is outside the pool.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class TurnedScatter:
         tables = [rotation.table(positions.old, positions.new)]
         tables += [TurnTable.copies(rows)] * (paged.planes - 1)
         blocks, tokens = paged.split(slots)
-        # Memory of the size of the pipeline's buffers, on which the tables are checked.
+        # Memory of the size of a plane in the pipeline's buffers. It serves only to check the tables.
         room = device.buffer((rows, paged.heads, paged.head_width), paged.dtype)
         self._targets: list[list[tuple[Array, RowPlaces]]] = []
         moved: dict[tuple[int, ...], RowPlaces] = {}
@@ -73,7 +76,7 @@ class TurnedScatter:
 
 
 def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
-    """A table with zeros for rows that no chunk covers. On a GPU, the copy and its memory belong to the current
+    """The table, changed so that the rows `gaps` become zeros. On a GPU, the changed copy is made on the current
     stream.
     """
     if not len(gaps):
@@ -84,14 +87,18 @@ def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
 
 
 def _byte_strides(plane: Array) -> tuple[int, ...]:
-    """Strides in bytes: between blocks, tokens, heads and elements."""
+    """The plane's strides in bytes: between blocks, tokens, heads and elements."""
     if isinstance(plane, np.ndarray):
         return plane.strides
     return tuple(stride * int(plane.itemsize) for stride in plane.stride())
 
 
 def _window(plane: Array, strides: tuple[int, ...]) -> Any:
-    """The plane's memory, from its first element to its last, as one row of elements."""
+    """A one-dimensional view of the plane's memory, from its first element to its last.
+
+    Raises:
+        GeometryError: the strides are negative or not multiples of an element, or a head's elements are not adjacent.
+    """
     element = int(plane.itemsize)
     if min(strides) < 0 or strides[-1] != element or any(stride % element for stride in strides):
         raise GeometryError(

@@ -1,1 +1,2 @@
-"""Adapter to torch's tensors, streams and events, for the adapters of engines and for other programs."""
+"""Connects flexkv's layerwise pipelines to torch's tensors, streams and events. The adapters of engines use it, and
+other programs may."""

@@ -1,4 +1,4 @@
-"""A torch device for the layerwise pipelines: its tensors, streams and events."""
+"""A torch device for the layerwise pipelines, with its tensors, streams and events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 LOOK_EVERY_S = 0.0005
-"""Seconds between two looks at an event during a wait with a deadline: CUDA's own wait has no deadline."""
+"""Seconds between two polls of an event during a wait with a deadline. Polling is needed because CUDA's own wait has no
+deadline."""
 
 
 class TorchEvent(Event):
-    """A recorded event. Its error is that of earlier work that could not be enqueued or, after a wait, the error that
-    the device reported.
+    """A recorded event. Its `error` is the error of earlier work on the stream that could not be enqueued or, after a
+    wait, the error that the device reported.
     """
 
     def __init__(self, native: Any, error: str) -> None:
@@ -33,7 +34,7 @@ class TorchEvent(Event):
                     return False
                 time.sleep(LOOK_EVERY_S)
         except RuntimeError as error:
-            # The context is broken, so nothing moves any more.
+            # The CUDA context is broken, so no copy is in flight any more and the wait is over.
             self._error = self._error or f"the device reported: {error}"
         return True
 
@@ -43,12 +44,13 @@ class TorchEvent(Event):
 
 
 class TorchStream(Stream):
-    """One pipeline's stream. The calling thread enqueues work while this is its current stream."""
+    """One pipeline's stream. Work is enqueued by the calling thread, with this stream as its current stream."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module
         self._native = module.Stream(device) if device.type != "cpu" else module.Stream()
-        # Memory that torch's allocator hands out may still be in use by work enqueued earlier on the current stream.
+        # The new stream waits for the current one, because memory that torch's allocator returns may still be in use by
+        # work that was enqueued earlier on the current stream.
         self._native.wait_stream(module.current_stream())
         self._error = ""
 
@@ -58,7 +60,7 @@ class TorchStream(Stream):
         try:
             with span(stage), self._module.stream(self._native):
                 work()
-        except Exception as error:  # any error of a transform or a source fails its layer
+        except Exception as error:  # an error of a transform or a source makes its layer fail
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def wait(self, event: Event) -> None:
@@ -73,9 +75,10 @@ class TorchStream(Stream):
 
 
 class TorchDevice(LayerDevice):
-    """A CUDA device, or torch's CPU, where all work is done synchronously.
+    """A CUDA device, or torch's CPU device, on which all work is done synchronously.
 
-    The memory of a pipeline's sources must be pinned for loads to overlap, and stay valid until the pipeline is quiet.
+    The memory of a pipeline's sources must stay valid until all work of the pipeline has finished. Copies overlap with
+    other work only if that memory is pinned.
     """
 
     def __init__(self, device: str | torch.device) -> None:
@@ -108,7 +111,8 @@ class TorchDevice(LayerDevice):
 
 
 class TensorRows:
-    """Rows in one tensor [planes, tokens, heads, head_width], read or written without waiting for the copy."""
+    """Rows in one tensor [planes, tokens, heads, head_width]. Copies from and to it are enqueued without waiting for
+    them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

@@ -1,4 +1,5 @@
-"""Pinned memory through which rows of a few layers at a time pass from host memory to a device's buffers."""
+"""Pinned staging buffers ("rooms") through which rows of a few layers at a time are copied from host memory to a
+device's buffers."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from flexkv.transfer.layerwise.base import RowSource
 logger = get_logger(__name__)
 
 PAGEABLE = "pageable memory"
-"""The pinned buffer through which rows pass instead. A copy out of it is as right, but the host waits in it until the
-device takes it."""
+"""Name, for log lines, of the small pinned buffer that the CUDA driver uses to copy from memory that is not pinned.
+Such copies are correct too, but the host waits in them until the device has read the data."""
 
 
 @dataclass(slots=True)
 class Room:
-    """Host memory for the rows of one chunk in one layer, on their way to a device's buffers.
+    """A staging buffer in host memory for the rows of one chunk in one layer.
 
     Attributes:
-        memory: [planes, tokens, heads, head_width].
-        copied: the end of the last copy out of it.
+        memory: the buffer, a tensor [planes, tokens, heads, head_width].
+        copied: recorded after the last copy from the buffer to the device; None before the first copy.
     """
 
     memory: torch.Tensor
@@ -33,13 +34,15 @@ class Room:
 
 
 class PinnedMemory:
-    """Host memory for the rooms of all loads of a device: PAGEABLE once memory could not be pinned.
+    """Allocates the staging buffers for all loads to a device. After memory could not be pinned once, all further
+    buffers are in pageable memory.
 
     Args:
-        pins: whether the device copies from pinned memory without the host; None: true unless the device is a CPU.
+        device: the device that the loads copy to.
+        pins: whether to pin the buffers; None to pin them unless the device is a CPU.
 
     Attributes:
-        device: as given.
+        device: the device that the loads copy to.
     """
 
     def __init__(self, device: torch.device, pins: bool | None = None) -> None:
@@ -47,7 +50,7 @@ class PinnedMemory:
         self._pins = device.type != "cpu" if pins is None else pins
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Memory of the size of `rows`."""
+        """Allocates host memory with the shape and dtype of `rows`, pinned if possible."""
         if self._pins:
             try:
                 return torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
@@ -58,16 +61,16 @@ class PinnedMemory:
 
 
 class PinnedRooms:
-    """One load's rooms: each chunk has one room for each of `layers` layers, which later layers reuse.
+    """One load's staging buffers ("rooms"). Each chunk has `layers` rooms, which the layers use in turn.
 
-    If memory cannot be pinned, or a room's last copy has not ended after `deadline_s`, rows pass through PAGEABLE
-    memory. After such a wait the load waits for no other room.
+    If memory cannot be pinned, or a room's last copy has not finished after `deadline_s`, rows are copied from pageable
+    memory. After one such timeout, this load waits for rooms no more.
 
     Args:
-        memory: memory for the device that the buffers are on.
-        layers: how many layers have separate rooms.
-        deadline_s: how long a layer waits for its rooms, in seconds. This includes the caller's own work on the device,
-            for which the copy out of the room may wait; so a timeout leads to the fallback and never to an error.
+        memory: allocates the rooms.
+        layers: number of layers that have separate rooms.
+        deadline_s: most seconds that a layer waits for a room. The copy from the room may have to wait for the caller's
+            own work on the device, so a timeout is no error and only leads to the fallback.
     """
 
     def __init__(self, memory: PinnedMemory, layers: int, deadline_s: float) -> None:
@@ -75,19 +78,27 @@ class PinnedRooms:
         self._memory, self._layers, self._wait_s = memory, layers, deadline_s
         self._rooms: dict[tuple[int, int], Room] = {}
         self._is_late = False
-        """Whether a room's last copy has not ended in time."""
+        """Whether a wait for a room has timed out."""
 
     def __call__(self, layer: int, sources: Sequence[RowSource]) -> list[RowSource]:
-        """Sources of a layer's chunks for the device, from sources that fill host memory."""
+        """Converts a layer's row sources that fill host memory, one per chunk, to row sources for the device."""
         slot = layer % self._layers
         return [PinnedRows(self, (slot, number), source) for number, source in enumerate(sources)]
 
     def copy(self, key: tuple[int, int], source: RowSource, rows: torch.Tensor) -> None:
-        """Copies a source's rows to `rows`, in the current stream, without waiting for the copy."""
+        """Enqueues a copy of a source's rows to `rows` on the current stream. `source` has filled host memory when this
+        returns, but the copy to the device may still be in flight.
+
+        Args:
+            key: identifies the room: number of the layer's slot, and number of the chunk.
+            source: fills host memory with the rows.
+            rows: the target on the device.
+        """
         room = self._free_room(key, rows)
         memory = pageable(rows) if room is None else room.memory
         source.copy_to(memory)
-        # Contiguous on both sides, because torch would copy others through memory that is not pinned.
+        # Each plane is copied separately, because it is contiguous on both sides; torch would copy other tensors
+        # through memory that is not pinned.
         for to, plane in zip(rows, memory, strict=True):
             to.copy_(plane, non_blocking=True)
         if room is not None:
@@ -96,7 +107,7 @@ class PinnedRooms:
             room.copied = TorchEvent(native, "")
 
     def _free_room(self, key: tuple[int, int], rows: torch.Tensor) -> Room | None:
-        """The chunk's room once no copy out of it is under way; None if that takes too long."""
+        """Waits until no copy from the room is in flight, and returns the room; None if that takes too long."""
         room = self._rooms.get(key)
         if room is None:
             room = self._rooms[key] = Room(self._memory.take(rows))
@@ -107,18 +118,18 @@ class PinnedRooms:
             logger.warning(
                 "cached rows pass through %s: the copy before is not over after %g s", PAGEABLE, self._wait_s
             )
-            self._wait_s = 0.0  # the device lags behind: each room would take as long again
+            self._wait_s = 0.0  # the device lags behind, so every other room would take as long
         return None
 
 
 def pageable(rows: torch.Tensor) -> torch.Tensor:
-    """Memory of the size of `rows` that is not pinned."""
+    """Allocates host memory with the shape and dtype of `rows` that is not pinned."""
     return torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedRows:
-    """One chunk's rows of one layer: a `RowSource`."""
+    """One chunk's rows of one layer. A `RowSource` that copies through a room."""
 
     rooms: PinnedRooms
     key: tuple[int, int]

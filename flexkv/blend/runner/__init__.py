@@ -1,4 +1,4 @@
-"""Blending for Hugging Face transformers models. Only this part of flexkv imports transformers."""
+"""Blending for models of Hugging Face transformers. Only this package of flexkv imports transformers."""
 
 from flexkv.blend.runner.blender import Blender, BlendReport, Prefill
 from flexkv.blend.runner.prefill import precompute, prefill, segment_cache

@@ -1,4 +1,4 @@
-"""Attention of some rows of a prompt over all of the prompt's keys."""
+"""Computes attention for some rows of a prompt over all keys of the prompt."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ import torch
 
 
 def visible_keys(positions: Any, keys: int) -> Any:
-    """The keys that each row may attend to: those at its own position and before, bool [rows, keys].
+    """The mask of keys that each row may attend to: those at the row's own position and before, bool [rows, keys].
 
-    Computed rows need not be the last ones. A causal kernel's own mask aligns its last row with the last key, so it
-    would let rows attend to later keys.
+    A causal kernel's own mask would be wrong here: it aligns the last row with the last key, but the computed rows need
+    not be the last rows of the prompt, so they could attend to later keys.
 
     Args:
-        positions: positions of the rows, int64 [rows]. Key i stands at position i.
+        positions: positions of the rows, int64 [rows].
+        keys: number of keys; key i is at position i.
     """
     return torch.arange(keys, device=positions.device)[None, :] <= positions[:, None]
 
 
 def attend(query: Any, keys: Any, values: Any, positions: Any, scale: float) -> Any:
-    """Attention of `query` [rows, heads, dim] over `keys` and `values` [kv heads, tokens, dim]: [rows, heads * dim]."""
+    """The attention of some rows over all keys, [rows, heads * dim].
+
+    Args:
+        query: the rows' queries, [rows, heads, dim].
+        keys, values: the prompt's keys and values, each [KV heads, tokens, dim].
+        positions: positions of the rows, int64 [rows].
+        scale: factor of the scores.
+    """
     rows, heads, _ = query.shape
     groups = heads // keys.shape[0]
     answer = torch.nn.functional.scaled_dot_product_attention(

@@ -1,5 +1,5 @@
-"""One blended prefill: takes reused rows from the cache, and computes all other rows and the reused ones that differ
-most.
+"""A blended prefill: takes reused rows from the cache, and computes all other rows as well as those reused rows that
+differ most from freshly computed ones.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class BlendReport:
     """Report of a prefill.
 
     Attributes:
-        tokens: tokens of the prompt, without those that the engine had.
-        reused: rows of these that the cache covered.
-        computed: the rows that each layer computed, int64 ascending.
-        off: why nothing was blended; empty if it was.
-        lost: number and reason of each segment whose pages failed to arrive while others were already in use; the
-            prompt was restarted without it.
+        tokens: number of tokens of the prompt, without those that the engine had.
+        reused: number of those tokens whose rows the cache covered.
+        computed: for each layer, the numbers of the rows that it computed, int64, ascending.
+        off: why blending is off for the model; empty if it is on.
+        lost: number and reason, as text, of each segment whose pages did not arrive. The prompt was restarted without
+            the cached rows of that segment.
     """
 
     tokens: int
@@ -44,6 +44,7 @@ class Prefill(NamedTuple):
     Attributes:
         logits: logits of the prompt's last token, [1, vocabulary].
         kv: a transformers `DynamicCache` with all tokens, including those that the engine had.
+        report: what was reused and computed.
     """
 
     logits: Any
@@ -52,7 +53,11 @@ class Prefill(NamedTuple):
 
 
 class Blender:
-    """Computes prompts of one model, layer by layer."""
+    """Computes the prompts of one model, layer by layer.
+
+    Raises:
+        ConfigError: the plan has a check layer that the model lacks.
+    """
 
     def __init__(self, model: LayeredModel, plan: BlendPlan) -> None:
         check_layers_exist(plan, len(model.layers))
@@ -63,12 +68,17 @@ class Blender:
     def run(
         self, tokens: Any, past: list[tuple[Any, Any]], reused: ReusedRows
     ) -> tuple[Any, Any, list[Rows]]:
-        """Logits [1, vocabulary], keys and values of every layer, and the rows computed in each.
+        """Computes a prompt.
 
         Args:
-            tokens: int64 [rows], the tokens that the engine does not have.
-            past: each layer's keys and values [heads, tokens, dim] that the engine has; all of the same length.
+            tokens: the tokens that the engine does not have, int64 [rows].
+            past: each layer's keys and values [heads, tokens, dim] that the engine has, all of the same length; empty
+                if it has none.
             reused: which rows the cache covers, and their keys and values.
+
+        Returns:
+            The last token's logits [1, vocabulary]; every layer's keys and values; and the rows that each layer
+            computed.
 
         Raises:
             LostPages: some rows that the cache promised did not arrive.
@@ -76,7 +86,7 @@ class Blender:
         first = past[0][0].shape[1] if past else 0
         kept = np.arange(len(tokens), dtype=np.int64)
         if self._plan.ratios[0] == 0.0:
-            # The last row is needed for the logits, even if it is covered.
+            # The last row is computed even if the cache covers it, because its logits are needed.
             kept = np.union1d(np.flatnonzero(~reused.covered), kept[-1:])
         hidden = self._model.embed(tokens[torch.from_numpy(kept)])
         computed = []
@@ -87,7 +97,11 @@ class Blender:
         return self._model.logits(hidden[-1:]), old.kept, computed
 
     def _layer(self, layer: int, hidden: Any, kept: Rows, first: int, old: ReusedLayers) -> tuple[Any, Rows]:
-        """The layer's output for the kept rows, and these rows."""
+        """Computes one layer for the rows `kept`. At a check layer, fewer rows go on to the next layer.
+
+        Returns:
+            The layer's output for the rows that go on, and the numbers of those rows.
+        """
         model = self._model
         query, key, value = model.project(layer, hidden, torch.from_numpy(kept + first))
         keys, values = old.layer(layer)
@@ -98,16 +112,25 @@ class Blender:
             kept = kept[going_on.numpy()]
             hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
         at = torch.from_numpy(kept + first)
-        # Also in layers before the first check layer (`BlendPlan`): rows that are not covered would otherwise be zeros.
+        # Computed rows replace the cached ones in every layer, even before the first check layer: rows that the cache
+        # does not cover would otherwise be zeros.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
         attended = attend(query, keys, values, at, model.scale(layer))
         return model.finish(layer, hidden, attended), kept
 
     def _choose(self, fresh: Any, cached: Any, kept: Rows, covered: NDArray[np.bool_], ratio: float) -> Rows:
-        """The positions within `kept` of the rows to keep computing."""
+        """Chooses the rows to keep computing; returns their positions within `kept`.
+
+        Args:
+            fresh: the computed keys of the rows `kept`, [rows, heads, dim].
+            cached: the cached keys of the same rows, [heads, rows, dim].
+            kept: numbers of the rows that were computed so far.
+            covered: whether the cache covers each row of the prompt, bool.
+            ratio: share of the covered rows to keep.
+        """
         distance = (fresh.transpose(0, 1).float() - cached.float()).square().sum(dim=(0, 2))
         reusable = covered[kept]
-        reusable[-1] = False  # the last row is needed for the logits
+        reusable[-1] = False  # the last row is always computed, because its logits are needed
         budget = budget_of(ratio, int(np.count_nonzero(covered)))
         return rows_to_keep(distance.double().numpy(), reusable, budget)

@@ -1,4 +1,4 @@
-"""Runs the steps of a registered transformers model, layer by layer, on chosen rows."""
+"""Runs the separate steps of the layers of a transformers model on chosen rows of a prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from flexkv.blend.registry import NotBlendable, family_of, head_dim_of, rope_of
 
 
 class LayeredModel:
-    """A causal language model, taken apart into the steps that blending calls.
+    """A causal language model, divided into the steps that blending calls.
 
     Raises:
-        NotBlendable: its family is not registered, or it is on several devices or not in host memory.
+        NotBlendable: the model's family is not supported, its weights are not all in host memory, or they have several
+            dtypes.
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,17 +49,19 @@ class LayeredModel:
 
     @property
     def frequencies(self) -> Any:
-        """Radians per position, as the model itself has them up to max_positions, float64 [rotary_dim / 2]."""
+        """The model's own radians per position for prompts of up to `max_positions` tokens, float64 [rotary_dim /
+        2]."""
         rotary = self.inner.rotary_emb
         own = rotary.original_inv_freq if self.rope.scaling == "dynamic" else rotary.inv_freq
         return own.double().numpy()
 
     @contextmanager
     def own_frequencies(self) -> Iterator[None]:
-        """Within the `with` block the model itself uses `frequencies`; afterwards it is restored.
+        """A context in which the model itself uses `frequencies`. Its former frequencies are restored afterwards.
 
-        After a prompt beyond max_positions, a "dynamic" rope keeps its grown frequencies until a prompt below
-        max_positions comes, and so also rotates a prompt of exactly max_positions tokens by them.
+        This matters only for a "dynamic" rope. After a prompt of more than `max_positions` tokens, such a rope keeps
+        its changed frequencies until a prompt of fewer than `max_positions` tokens comes. So it would use the changed
+        ones for a prompt of exactly `max_positions` tokens.
         """
         rotary = self.inner.rotary_emb
         if self.rope.scaling != "dynamic":
@@ -72,9 +75,10 @@ class LayeredModel:
             rotary.inv_freq, rotary.max_seq_len_cached = found
 
     def check_length(self, length: int) -> None:
-        """
+        """Checks that a prompt of `length` tokens can be blended.
+
         Raises:
-            NotBlendable: `length` tokens change the frequencies of a "dynamic" rope.
+            NotBlendable: the prompt is so long that a "dynamic" rope changes its frequencies.
         """
         if self.rope.scaling == "dynamic" and length > self.rope.max_positions:
             raise NotBlendable(
@@ -83,11 +87,16 @@ class LayeredModel:
             )
 
     def embed(self, tokens: Any) -> Any:
-        """[tokens] -> [tokens, hidden]."""
+        """The embeddings of tokens: [tokens] -> [tokens, hidden]."""
         return self.inner.embed_tokens(tokens)
 
     def rotated(self, rows: Any, positions: Any) -> Any:
-        """Keys (or queries) [rows, heads, head_dim] with the model's own rotary embedding of `positions` [rows]."""
+        """Rotates keys or queries with the model's own rotary embedding.
+
+        Args:
+            rows: the keys or queries, [rows, heads, head_dim].
+            positions: position of each row, int64 [rows].
+        """
         with self.own_frequencies():
             cosine, sine = self.inner.rotary_emb(rows[None], positions[None])
         batched = rows.transpose(0, 1)[None]
@@ -96,7 +105,8 @@ class LayeredModel:
         return torch.cat((turned, batched[..., cosine.shape[-1] :]), dim=-1)[0].transpose(0, 1)
 
     def project(self, layer: int, hidden: Any, positions: Any) -> tuple[Any, Any, Any]:
-        """Query, key and value [rows, heads, head_dim] of rows `hidden` [rows, hidden]."""
+        """Query, key and value, each [rows, heads, head_dim], of the layer's input `hidden` [rows, hidden]. Query and
+        key are rotated to `positions` [rows]."""
         attention = self.layers[layer].self_attn
         normed = self.layers[layer].input_layernorm(hidden)
         query, key, value = (
@@ -108,7 +118,8 @@ class LayeredModel:
         return self.rotated(query, positions), self.rotated(key, positions), value
 
     def finish(self, layer: int, hidden: Any, attended: Any) -> Any:
-        """The layer's output from its input and its attention's result, both [rows, ...]."""
+        """The layer's output, given its input `hidden` [rows, hidden] and its attention's result `attended` [rows,
+        ...]."""
         module = self.layers[layer]
         hidden = hidden + module.self_attn.o_proj(attended)
         return hidden + module.mlp(module.post_attention_layernorm(hidden))
@@ -117,5 +128,5 @@ class LayeredModel:
         return float(self.layers[layer].self_attn.scaling)
 
     def logits(self, hidden: Any) -> Any:
-        """[rows, hidden] -> [rows, vocabulary]."""
+        """The logits of rows: [rows, hidden] -> [rows, vocabulary]."""
         return self.model.lm_head(self.inner.norm(hidden))

@@ -1,4 +1,4 @@
-"""Blending as a library: `flexkv.blend.prefill(model, segments, cache)`."""
+"""Blending for programs that use transformers directly: `flexkv.blend.prefill(model, segments, cache)`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flexkv.transfer.layerwise.host_device import HostDevice
 logger = logging.getLogger(__name__)
 
 _CHECKED = "_flexkv_blending_off"
-"""Attribute of a model that was checked: empty, or why it is not blended."""
+"""Name of the attribute in which the result of `off_reason` is kept on a model."""
 
 Segments = Sequence[Segment | Sequence[int] | Tokens]
 
@@ -43,19 +43,21 @@ def segment_cache(
     prefetch_layers: int | None = None,
     disk: DiskConfig | None = None,
 ) -> SegmentCache:
-    """A cache for the segments of `model`.
+    """Makes a cache for the segments of `model`.
 
     Args:
-        namespace: fields that name the weights (a digest or a revision) and everything else that separates callers. The
-            model's configuration is added.
-        prefetch_layers: how many layers of a prompt are held at once, from 2 to 16; None: `load.prefetch_layers` of the
-            configuration.
-        disk: folders in which segments outlive host memory and the process; None: `disk` of the configuration, which
-            has none by default.
+        model: a transformers causal language model.
+        namespace: fields that identify the weights (by a digest or a revision) and everything else that separates
+            callers. The model's configuration is added.
+        slots, staging_tokens, block_tokens, deadline_s: see `SegmentCache`.
+        prefetch_layers: number of a prompt's layers that are in memory at once, from 2 to 16; None for
+            `load.prefetch_layers` of flexkv's configuration.
+        disk: folders that keep segments after they have left host memory, and after the process has exited; None for
+            `disk` of flexkv's configuration, which has no folders by default.
 
     Raises:
-        NotBlendable: the model's family is not registered.
-        ConfigError: a setting of the configuration is not allowed.
+        NotBlendable: the model cannot be blended; see `LayeredModel`.
+        ConfigError: a setting of flexkv's configuration is not allowed.
         FlexKVError: see `SegmentCache`.
     """
     layered = LayeredModel(model)
@@ -76,8 +78,8 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why this model's keys cannot be moved to other positions; empty if they can. Checks each model once, and warns if
-    they cannot."""
+    """Why the model's keys cannot be rotated to other positions; empty if they can. Checks each model once, and logs a
+    warning if they cannot."""
     if not hasattr(model, _CHECKED):
         reason = ""
         try:
@@ -91,9 +93,11 @@ def off_reason(model: Any) -> str:
 
 
 def as_segments(segments: Segments) -> list[Segment]:
-    """
+    """Converts segments that are given as token ids to `Segment`s, and leaves out empty segments.
+
     Raises:
-        TokenError: tokens that are not token ids. ConfigError: there are no tokens.
+        TokenError: a token is not an integer in [0, 2**32).
+        ConfigError: there are no tokens.
     """
     found = [s if isinstance(s, Segment) else Segment(as_tokens(s)) for s in segments]
     found = [segment for segment in found if len(segment)]
@@ -103,7 +107,11 @@ def as_segments(segments: Segments) -> list[Segment]:
 
 
 def _past_layers(past: Any, layered: LayeredModel) -> list[tuple[Any, Any]]:
-    """Each layer's keys and values [heads, tokens, dim] of the tokens that the engine has."""
+    """Each layer's keys and values [heads, tokens, dim] of the tokens that the engine has; empty if it has none.
+
+    Raises:
+        GeometryError: `past` has a different number of layers than the model, or several prompts.
+    """
     if past is None or past.get_seq_length() == 0:
         return []
     layers = [(layer.keys, layer.values) for layer in past.layers]
@@ -122,21 +130,24 @@ def prefill(
     plan: BlendPlan = BlendPlan(),  # noqa: B008 - frozen
     past: Any = None,
 ) -> Prefill:
-    """Computes a prompt, the concatenation of `segments`, and reuses what `cache` has of them.
+    """Computes a prompt, the concatenation of `segments`, and reuses the cached rows of its segments.
 
-    Reuses each segment (or its leading blocks) that `cache` has, at any position. Computes the rows that `plan` chooses
-    and all that are not cached. Stores nothing: see `precompute`. If the model's keys cannot be moved (`off_reason`),
-    the model itself computes everything.
+    Reuses each segment, or its leading blocks, that `cache` has, at any position. Computes the rows that are not
+    cached, and those that `plan` chooses. Stores nothing; use `precompute` for that. If the model's keys cannot be
+    rotated to other positions (`off_reason`), the model itself computes everything.
 
     Args:
-        model: a transformers causal language model of a registered family, in host memory.
-        segments: token ids, or `Segment`s as `split_at_separators` gives them.
-        past: a transformers cache with the tokens that the engine already has; unchanged. Positions continue after it.
+        model: a transformers causal language model of a supported family, in host memory.
+        segments: token ids, or `Segment`s from `split_at_separators`.
+        cache: the cache of the model's segments.
+        plan: which reused rows are computed again.
+        past: a transformers cache with the tokens that the caller already has, which precede the prompt; None if there
+            are none. It is not changed.
 
     Raises:
         NotBlendable: the prompt is so long that a "dynamic" rope changes its frequencies.
-        ConfigError: no tokens, or a plan with a layer that the model does not have.
-        GeometryError: `past` or `cache` is not this model's.
+        ConfigError: there are no tokens, or the plan has a check layer that the model lacks.
+        GeometryError: `past` or `cache` does not fit the model.
     """
     parts = as_segments(segments)
     tokens = torch.from_numpy(np.concatenate([part.tokens for part in parts]))
@@ -173,8 +184,9 @@ def _blend(
             reused = ReusedRows(cache, load, starts, len(tokens), device)
             logits, layers, computed = blender.run(tokens, past, reused)
         except LostPages as error:
-            # Earlier layers' rows were computed from the lost segments' rows, so the prompt is restarted
-            # without these segments. Every restart has at least one segment less.
+            # Rows of earlier layers were computed from rows of the lost segments, so the prompt is restarted
+            # without the cached rows of these segments. This ends, because every restart reuses at least one
+            # segment less.
             load.close()
             for segment in error.segments:
                 lost.append(f"segment {segment}: {load.lost.get(segment, str(error))}")
@@ -211,14 +223,15 @@ def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
-    """Computes each reusable segment that is not cached, each by itself, and stores it. Returns the number of tokens
-    cached now.
+    """Computes each reusable segment that is not completely cached, separately from the others, and stores it. Returns
+    the number of the segments' tokens that are cached now; 0 if the model cannot be blended.
 
-    The content under a segment's key depends only on the segment, so one prompt cannot affect another. Skips a segment
-    that is too long for a "dynamic" rope's frequencies, with a warning.
+    What is cached for a segment depends only on the segment, so one prompt cannot affect another. A segment that is so
+    long that a "dynamic" rope changes its frequencies is skipped with a warning.
 
     Raises:
         CapacityError: a segment is longer than the cache's staging pool.
+        TransferError: see `SegmentCache.store`.
     """
     if off_reason(model):
         return 0

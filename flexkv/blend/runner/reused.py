@@ -1,4 +1,4 @@
-"""The rows that the cache covers, layer by layer, through the layerwise pipeline."""
+"""Loads the rows that the cache covers, layer by layer, through the layerwise pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexkv.transfer.layerwise.paged import PagedLayers
 
 
 class LostPages(FlexKVError):
-    """Pages that the cache promised did not arrive; `segments` names their segments."""
+    """Raised if pages that the cache promised did not arrive; `segments` has the numbers of their segments."""
 
     def __init__(self, segments: Sequence[int], reason: str) -> None:
         super().__init__(reason)
@@ -33,11 +33,14 @@ class ReusedRows:
     """The rows of a prompt that the cache covers.
 
     Args:
-        starts: the row of each segment's first token in the prompt.
+        cache: the cache of segments.
+        load: the load of the prompt's cached segments.
+        starts: the row in the prompt of each segment's first token.
         rows: number of rows of the prompt.
+        device: the device with the prefill's KV.
 
     Attributes:
-        covered: bool [rows].
+        covered: whether the cache covers each row, bool [rows].
     """
 
     def __init__(
@@ -51,10 +54,12 @@ class ReusedRows:
 
     @contextmanager
     def open(self, rotation: KeyRotation, past: Sequence[tuple[Any, Any]]) -> Iterator[ReusedLayers]:
-        """Opens the layers, one after the other, after the tokens that the engine has.
+        """A context with the layers of the covered rows, which are closed at its end.
 
         Args:
-            past: each layer's keys and values [heads, tokens, dim] of those tokens; empty for none.
+            rotation: the rotation of the model's keys.
+            past: each layer's keys and values [heads, tokens, dim] of the tokens that the engine has, which precede the
+                prompt; empty if there are none.
         """
         first = past[0][0].shape[1] if past else 0
         chunks = [
@@ -69,10 +74,11 @@ class ReusedRows:
 
 
 class ReusedLayers:
-    """The pipeline of one prefill. It scatters into the cache that the prefill returns.
+    """The layers of one prefill. A pipeline writes the covered rows directly into the tensors that the prefill returns.
 
     Attributes:
-        kept: each layer's keys and values [heads, tokens, dim].
+        covered: whether the cache covers each row of the prompt, bool [rows].
+        kept: each layer's keys and values [heads, tokens, dim], which the prefill returns.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class ReusedLayers:
         self._pipeline: LoadPipeline | None = None
         self._steps: Generator[Any, Any, None] | None = None
         if chunks:
-            # Rows from the first chunk to the last, gaps included, go through the pipeline.
+            # The pipeline handles all rows from the first chunk to the last, gaps included.
             set_of = ChunkSet(chunks)
             rows_of = slice(set_of.first, set_of.first + set_of.rows)
             paged = PagedLayers(
@@ -117,17 +123,19 @@ class ReusedLayers:
             next(self._steps)
 
     def _paged(self, rows: Any) -> Any:
-        """Rows of a plane as blocks of one token: [rows, 1, heads, dim] in its memory."""
+        """A view of a plane's rows as blocks of one token each, [rows, 1, heads, dim]."""
         return rows.view(self._bits).numpy().view(self._shape.carrier).transpose(1, 0, 2)[:, None]
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """Keys and values of all tokens, [heads, tokens, dim], rotated to their positions; rows without KV are zeros.
+        """Keys and values of all tokens, each [heads, tokens, dim], with the keys rotated to their positions. Rows
+        without cached KV are zeros.
 
-        They are the returned cache's own layer, which the caller completes in place. The next layers are loaded
+        These are the tensors in `kept`, in which the caller fills in the computed rows. The next layers are loaded
         meanwhile.
 
         Raises:
             LostPages: pages did not arrive.
+            PipelineError: the layer did not arrive before the deadline.
         """
         if self._pipeline is not None and self._steps is not None:
             self._send(layer + 1)
@@ -141,7 +149,8 @@ class ReusedLayers:
         return self.kept[layer]
 
     def _send(self, last: int) -> None:
-        """Takes the pipeline's steps up to the one that loads layer `last`, which also scatters the layer before it."""
+        """Runs the pipeline's steps up to the step that loads layer `last`. That step also scatters layer `last` -
+        1."""
         assert self._pipeline is not None
         assert self._steps is not None
         while self._sent <= min(last, self._pipeline.num_layers - 1):
@@ -150,7 +159,7 @@ class ReusedLayers:
             self._sent += 1
 
     def close(self) -> None:
-        """Waits for all work that was begun."""
+        """Waits for all work that has begun."""
         if self._steps is not None:
             self._steps.close()
 

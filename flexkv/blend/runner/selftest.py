@@ -1,4 +1,4 @@
-"""Checks that flexkv's rotation equals the model's, before any key is moved."""
+"""Checks that flexkv rotates keys like the model itself, before any cached key is rotated."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from flexkv.blend.runner.model import LayeredModel
 
 ROWS = 64
 LONGEST = 4096
-"""The highest position to test. Beyond it the models' own float32 angles are off by more than the limits."""
+"""Upper bound of the positions to test. At higher positions, the errors of the models' own float32 angles exceed
+KEY_LIMIT."""
 FREQUENCY_LIMIT = 0.01
-"""Relative. A model whose weights were cast as a whole has its frequencies in bfloat16, 0.4 % off; keys are turned by
-the model's own frequencies."""
+"""Largest relative error of a frequency. If a model was cast to bfloat16 as a whole, its frequencies are off by 0.4 %.
+This does no harm, because flexkv rotates keys by the model's own frequencies."""
 KEY_LIMIT = 1e-3
-"""Relative; a wrong pairing or scaling is off by about 1."""
+"""Largest relative error of rotated keys. With a wrong pairing or scaling the error is about 1."""
 
 
 def check_rotation(model: LayeredModel) -> None:
-    """Compares frequencies, and keys rotated by the model at one position and by flexkv to another.
+    """Compares the model's frequencies with those of its configuration, and keys that flexkv rotated from one position
+    to another with keys that the model itself rotated.
 
     Raises:
-        NotBlendable: they differ; the message says by how much.
+        NotBlendable: frequencies or keys differ by more than the limits. The message says by how much.
     """
     expected, found = model.rope.frequencies(), model.frequencies
     if found.shape != expected.shape:
