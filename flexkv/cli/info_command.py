@@ -139,8 +139,8 @@ def copy_ways_words(ways: Facts) -> str:
 
 
 def gds_pool_words(pool: Facts) -> str:
-    """Says for which GPUs' pools pages pass through a staging buffer between disk and GPU although each block of the
-    pool is contiguous."""
+    """Says on which GPUs the pages of a pool pass through a staging buffer on their way from and to disk, although each
+    block is contiguous in the pool."""
     if pool["register_pool"] == "off":
         return "not registered with cuFile: gds.register_pool is off"
     said = [f"gds.register_pool {pool['register_pool']}"]

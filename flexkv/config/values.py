@@ -62,8 +62,8 @@ def auto_or_count(value: object) -> object:
 
 
 def plain_text(value: object) -> object:
-    """Refuses text that cannot be encoded in UTF-8 (a variable's bytes that are not UTF-8, half a surrogate pair) or
-    that contains a NUL, because names are hashed, written to disk and passed to other programs.
+    """Refuses text that contains a NUL or cannot be encoded in UTF-8, such as half a surrogate pair or a variable's
+    bytes that are not UTF-8. Names are hashed, written to disk and passed to other programs, which needs UTF-8.
     """
     if isinstance(value, str):
         try:

@@ -74,7 +74,7 @@ class Counters:
             self.add(LOST_SAMPLES)
 
     def take(self) -> dict[str, Any]:
-        """Returns `data` and starts again with none."""
+        """Returns `data`, and begins again with an empty one."""
         taken, self.data = self.data, {}
         return taken
 

@@ -237,8 +237,8 @@ class SymbolicVolumes(Volumes):
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """Checks that these pages of an op are still in the durable index. None of them failed because of its
-        content."""
+        """Checks that these pages of an op, none of which failed because of its content, are still in the durable
+        index."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:

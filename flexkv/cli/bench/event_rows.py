@@ -11,7 +11,7 @@ from flexkv.cli.driver_calls import DriverRefused
 
 WHAT = "load, by CUDA events"
 RUNS = (32 << 10, 256 << 10, 1 << 20)
-"""Run lengths for which docs/gpu-results.md has goals."""
+"""Run lengths to which goals in docs/gpu-results.md apply."""
 
 
 def event_rows(device: int | None, bench: TransferBench) -> list[ComparisonRow]:

@@ -14,8 +14,8 @@ from flexkv.transfer.ways_file import ALL_RUNS, CopyWays
 
 BY_KERNEL, BY_ENGINE = CopyWays(ALL_RUNS, ALL_RUNS), CopyWays(0, 0)
 ENGINE_LOADS_FROM = 0.95
-"""The copy engine loads runs of a length at which it reaches this share of the kernel's rate, because it takes nothing
-from the inference engine's kernels."""
+"""The copy engine takes nothing from the inference engine's kernels. So it loads runs of every length at which it
+reaches this share of the kernel's rate."""
 KERNEL_STORES_FROM = 0.6
 """The kernel stores runs of a length at which it reaches this share of the copy engine's rate, because batches of
 stores by the copy engine slow down the inference engine's steps (docs/gpu.md). An H200's kernel reaches 0.72."""
@@ -46,7 +46,7 @@ def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
     """Measures every run length with the kernel and with the copy engine.
 
     Args:
-        bench_of: makes the measurement of a lane that copies as a table says.
+        bench_of: takes a table, and makes a measurement whose lane copies as the table says.
     """
     kernel, engine = bench_of(BY_KERNEL), bench_of(BY_ENGINE)
     best: dict[tuple[int, str], WayRow] = {}

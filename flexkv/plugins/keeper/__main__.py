@@ -105,7 +105,8 @@ class Keeper:
                 return
             run = next((run for run in self._runs if run.pid == ended.si_pid), None)
             if run is not None:
-                # Kills the rest of the plugin's process group. After the reaping another group could get its number.
+                # Kills the rest of the plugin's process group before the plugin is reaped. After that, another group
+                # could get its number.
                 run.signal(signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
             if run is not None:
