@@ -350,8 +350,8 @@ class BlockIndex {
   bool policy_follows_;
   EntryTable table_;
   KeyMap map_;
-  // The policies' notes, indexed by entry; null if the policy keeps none. Declared before `classes_`, because
-  // the policies in there use the notes.
+  // The policies' notes, indexed by entry; null if the policy keeps none. They are declared before
+  // `classes_`, so that they outlive the policies in it.
   std::unique_ptr<HugeArray<PolicyNote>> policy_notes_;
   std::vector<uint32_t> class_of_;  // index into `classes_` for each group
   std::vector<SizeClass> classes_;

@@ -54,7 +54,8 @@ class BoundarySearch {
   uint64_t walk_full(uint64_t allowed);
   // Returns the longest hit of at most `limit` tokens; `start_` if there is none.
   uint64_t longest(uint64_t limit);
-  // Return the longest hit of at most `limit` tokens that one group allows; `start_` if there is none.
+  // The next three functions return the longest hit of at most `limit` tokens that one group allows; `start_`
+  // if there is none.
   uint64_t longest_of(size_t group, uint64_t limit);
   uint64_t longest_state(size_t group, uint64_t limit);
   uint64_t longest_run(size_t group, uint64_t limit);

@@ -16,8 +16,9 @@ enum class EntryState : uint32_t {
   kRemoved = 3,  // the entry is no longer in the map, but still leased, so its slot is not free yet
 };
 
-// An entry has 32 bytes, so a cache line holds two. Blocks that are stored together usually have consecutive
-// entries, which a lookup reads sequentially.
+// An entry has 32 bytes, so a cache line holds two. The blocks of a request that are stored or used together
+// form a chain: `older` links each block's entry to that of the next block. Usually the entries of a chain
+// also have consecutive numbers, so that a lookup reads them sequentially.
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;

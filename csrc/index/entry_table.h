@@ -26,7 +26,7 @@ class EntryTable {
   size_t size() const { return entries_.size(); }
   // The id of the first entry. Smaller ids are list heads.
   EntryId first() const { return static_cast<EntryId>(heads_); }
-  // The lowest id that was never in use, like all ids above it.
+  // Ids from this one on were never in use.
   EntryId end() const { return unused_from_; }
   size_t free() const { return free_count_ + (entries_.size() - unused_from_); }
   EntryId free_head() const { return free_head_; }

@@ -14,7 +14,7 @@ namespace flexkv {
 enum class RuleKind : uint8_t {
   kFull = 0,    // full attention: a hit needs every page of the prefix
   kWindow = 1,  // sliding window: a hit needs the last `reach` pages before its end
-  kChunk = 2,   // chunked attention: a hit needs its pages in the chunk of the next token
+  kChunk = 2,   // chunked attention: a hit needs those of its pages that are in the next token's chunk
   kState = 3,   // recurrent state: a hit needs the one page that ends where the hit ends
 };
 

@@ -23,11 +23,11 @@ void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t block
 using Sha256CompressPair = void (*)(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                     const uint8_t* second_block);
 
-// Return null if this CPU is not an x86-64 CPU with SHA instructions.
+// Both functions return null if the CPU is not an x86-64 CPU with SHA instructions.
 Sha256Compress sha256_native_compress();
 Sha256CompressPair sha256_native_compress_pair();
 
-// Return the native function if there is one, otherwise the portable one. The choice is made once per
+// Both functions return the native version if there is one, otherwise the portable one. They choose once per
 // process.
 Sha256Compress sha256_compress();
 Sha256CompressPair sha256_compress_pair();

@@ -94,8 +94,8 @@ class SlotPool {
 
   bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
-  // For integrity checks. `freed`: the free slots that were in use before. `unused_from`: the first slot that
-  // was never taken, like all slots after it.
+  // For integrity checks. `freed`: the free slots that were in use before. `unused_from`: slots from this one
+  // on were never taken.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }
 

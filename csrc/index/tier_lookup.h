@@ -92,8 +92,8 @@ class TierLookup {
 
   bool is_masked(uint32_t mask, size_t tier) const { return (mask >> tier & 1) != 0; }
   void check_mask(uint32_t mask) const;
-  // Lease the run of pages that comes next, in the first tier that has it, or in the given tier and state.
-  // Return its number of pages, 0 if there is none.
+  // Both functions lease the next run of pages and return its number of pages; 0 if there is none. The first
+  // one takes the run from the first tier that has it, the second one from the given tier and state.
   size_t take_run(Search& search);
   size_t take_run(Search& search, size_t tier, FoundState state);
   // Probes the next kWindow keys in all tiers and leases the pages up to the first miss. Returns their

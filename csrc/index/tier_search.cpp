@@ -76,7 +76,7 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
     short_runs = taken < kShortRunPages ? short_runs + 1 : 0;
   }
   if (into.pages > keys.size() / 2) return;
-  // Few of the pages were found, so shrinks the arrays, which have space for all keys.
+  // The arrays have space for all keys, but few pages were found, so this shrinks the arrays.
   auto entries = std::make_unique_for_overwrite<EntryId[]>(into.pages);
   auto slots = std::make_unique_for_overwrite<int32_t[]>(into.pages);
   std::copy_n(into.entries.get(), into.pages, entries.get());

@@ -119,7 +119,7 @@ void Disk::work(IoQueue& queue, WorkSource& source) {
     if (arrived_.empty()) {
       {
         const std::lock_guard lock(mutex_);
-        if (pushes != pushes_) continue;  // these tasks may have come before queue_ was set: none woke wait()
+        if (pushes != pushes_) continue;  // a push before queue_ is set does not end wait()
         queue_ = &queue;
       }
       queue.wait(done);

@@ -17,10 +17,10 @@ struct SlabShape {
 // object, keeps the file open and its folder locked.
 class SlabFile {
  public:
-  // Opens the file for reading and writing; if `read_only`, for reading alone. Uses direct I/O if the file
-  // system allows it and the disk needs no alignment above 4 KiB. `lock_fd`: descriptor of the folder's lock,
-  // which is duplicated; -1: no lock. Throws DiskError if the file cannot be opened, and GeometryError if the
-  // shape is invalid.
+  // Opens the file for reading and writing, or only for reading if `read_only` is set. Uses direct I/O if the
+  // file system allows it and the disk needs no alignment above 4 KiB. `lock_fd`: descriptor of the folder's
+  // lock, which is duplicated; -1: no lock. Throws DiskError if the file cannot be opened, and GeometryError
+  // if the shape is invalid.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd, bool read_only = false);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;

@@ -1,8 +1,7 @@
 // Maps a place of the disk tier to a disk and a slot on that disk. Consecutive places are on consecutive
 // disks.
 //
-// Raw files (gds/raw/raw_file.h) use the same rule if each file gets one block per turn. A test compares the
-// two.
+// Raw files (gds/raw/raw_file.h) use the same rule if their `round_robin` is 1. A test compares the two.
 #pragma once
 #include <cstdint>
 

@@ -13,8 +13,8 @@ namespace flexkv {
 // Unit: bytes. The size of one write of zeros. A page that arrives during the write has to wait for it, about
 // 1 ms at 4 GB/s.
 inline constexpr int64_t kZeroFillBytes = int64_t{4} << 20;
-// Unit: bytes. How far zeros are written beyond the last slot that a page was written to. The limit prevents
-// that a large slab is filled with zeros although its pages never fill it.
+// Unit: bytes. How far zeros are written beyond the last slot that a page was written to. Without this limit,
+// a large slab would be filled with zeros even if its pages never fill it.
 inline constexpr int64_t kZeroFillAheadBytes = int64_t{1} << 30;
 
 // Only the disk's I/O thread uses this, and only while no other I/O is in flight, because nothing else may

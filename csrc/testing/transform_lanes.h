@@ -18,7 +18,7 @@ void transform_lane_by_lane(const TransformBatch& batch);
 std::shared_ptr<TransformDevice> transform_device_of(std::string name,
                                                      std::function<void(const TransformBatch&)> run);
 
-// Returns transform_device_of() whose batches are run by transform_lane_by_lane().
+// Returns a device from transform_device_of() that runs its batches with transform_lane_by_lane().
 std::shared_ptr<TransformDevice> lane_transform_device();
 
 }  // namespace flexkv

@@ -30,8 +30,8 @@ class DigestCrew {
   DigestCrew& operator=(const DigestCrew&) = delete;
 
   // check() and write() process layers [lo, hi) of the page in each of `slots`. Several threads may call them
-  // at once. The crew helps one caller of check() and one of write() at a time, and check() first; further
-  // callers work alone. Precondition: view.has_digests().
+  // at once. The crew helps one caller of check() and one of write() at a time, and prefers the one of
+  // check(). Further callers work alone. Precondition: view.has_digests().
   //
   // Does what check_digests() does, and writes one result per slot. Throws std::bad_alloc.
   void check(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi,

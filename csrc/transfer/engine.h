@@ -65,7 +65,8 @@ class TransferEngine {
   // an invalid group, kind, edge, length or stream, or a target that occurs twice in one op; ClosedError if
   // the engine or a host pool is closed.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
-  // The following calls up to wait_layer() do what the Scheduler's methods of the same names do.
+  // poll(), event_fd(), wait(), wait_layer(), cancel() and lanes() do what the Scheduler's methods of the
+  // same names do.
   std::vector<OpResult> poll(size_t max_results);
   // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const;

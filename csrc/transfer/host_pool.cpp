@@ -101,8 +101,8 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
   ProcessWatch creator(address.pid);
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   const std::string what = "shared pool at " + path;
-  // Checks what the descriptor refers to before opening it. Its number may have been reused, and to open a
-  // FIFO could block, or to open a device could have effects.
+  // Checks what the descriptor refers to before opening it. Its number may have been reused, and opening a
+  // FIFO could block, while opening a device could have side effects.
   char target[64] = {};
   if (readlink(path.c_str(), target, sizeof(target) - 1) < 0) {
     throw ClosedError(what + ": " + std::strerror(errno));

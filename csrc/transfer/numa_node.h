@@ -11,8 +11,9 @@ inline constexpr int32_t kAnyNode = -1;
 inline constexpr int32_t kMostNodes = 64;
 
 // Asks the kernel to allocate [base, base + bytes) on `node`, or on other nodes if `node` has no free memory.
-// The node is not enforced, because the OOM killer would then run although other nodes have free memory.
-// Returns an error message, or an empty string on success. Precondition: the memory has not been touched yet.
+// This is only a preference: with a strict binding, the OOM killer would run although other nodes have free
+// memory. Returns an error message, or an empty string on success. Precondition: the memory has not been
+// touched yet.
 std::string prefer_node(void* base, int64_t bytes, int32_t node);
 
 // Returns the node of the memory page at `address`; kAnyNode if the kernel does not report it. Precondition:

@@ -51,7 +51,7 @@ class PageMover {
 // through all of them.
 inline constexpr int32_t kMostMoversInside = 64;
 
-// Returns `inner`. Throws ContractError if too many movers are nested in it for one more around it.
+// Returns `inner`. Throws ContractError if a mover around it would have more than kMostMoversInside inside.
 inline std::shared_ptr<PageMover> checked_inner(std::shared_ptr<PageMover> inner) {
   if (inner->depth() + 1 <= kMostMoversInside) return inner;
   throw ContractError("a mover around " + std::to_string(inner->depth() + 1) + " others; allowed are " +

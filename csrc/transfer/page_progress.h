@@ -24,7 +24,8 @@ enum class PageState : uint8_t {
 };
 constexpr bool is_open(PageState state) { return state <= PageState::kMoving; }
 
-// What a lane says about the pages of an op. The first two count only if the op has no view.
+// What Lane::check returns about the pages of an op. `bytes` and `layers` are used only if the op has no
+// view.
 struct PageSizes {
   int64_t bytes = 1;   // size of a page over all ranks and layers
   int32_t layers = 1;  // number of layers of a page

@@ -19,7 +19,7 @@ inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 // What a read has brought into a slot so far.
 struct SlotArrival {
   bool failed = false;  // whether the page could not be read, or a later read has filled the slot
-  int32_t layers = 0;   // layers [0, layers) are verified; who reads this number also sees their bytes
+  int32_t layers = 0;   // layers [0, layers) are verified; a thread that reads this also sees their bytes
 };
 
 // The words are in the memory of the pool, which every process of the unit maps; there is one per slot, 0 at

@@ -17,7 +17,7 @@ class StreamEvent {
   // Makes work that is enqueued on `stream` from now on start after this point is reached. Returns an error
   // message, or an empty string on success.
   virtual std::string make_wait(StreamId stream) = 0;
-  // Whether this point has been reached. Does not wait. Returns true also if it cannot be determined.
+  // Whether this point has been reached. Does not wait. Also returns true if this cannot be determined.
   virtual bool reached() = 0;
 };
 
