@@ -1,1 +1,2 @@
-"""Lowers each engine's KV pool to one kind of view: handlers check geometry, build views, and do nothing else."""
+"""Translates each engine's KV pool into views of one kind (`KvView`). Handlers check the geometry and build the
+views."""

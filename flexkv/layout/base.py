@@ -1,4 +1,4 @@
-"""The contract of the layout handlers: an engine's pool in, views and format ids out."""
+"""The interface of the layout handlers, which make views and format ids from an engine's pool."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from flexkv.layout.format_id import FormatId
 
 
 class LayoutHandler(ABC):
-    """Lowers one rank's KV pool to one view per KV group.
+    """Translates one rank's KV pool into one view per KV group.
 
-    A handler's constructor checks all of its geometry and raises GeometryError. A handler holds only addresses, so the
-    engine's tensors must outlive every use of the views. It imports neither an engine nor torch.
+    A handler's constructor checks the pool's geometry, and raises GeometryError if it is not supported. A handler holds
+    only addresses, so the engine's tensors must outlive every use of the views. Handlers import neither an engine nor
+    torch.
     """
 
     @property
     @abstractmethod
     def num_groups(self) -> int:
-        """KV groups, numbered from 0."""
+        """Number of KV groups; they are numbered from 0."""
 
     @abstractmethod
     def view(self, group: int = 0) -> KvView:
-        """The view of a group. Raises BlockRangeError for a group that does not exist."""
+        """The view of a group. Raises BlockRangeError if the group does not exist."""
 
     @abstractmethod
     def format_id(self, group: int = 0) -> FormatId:
-        """The encoding of this group's pages."""
+        """The encoding of the group's pages. Raises BlockRangeError if the group does not exist."""

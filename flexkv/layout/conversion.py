@@ -1,4 +1,5 @@
-"""Converts one engine's pages to another's: the same numbers in another interior order, or an error that says why not.
+"""Finds the conversion of one engine's pages to a different engine's order of elements, or raises an error that says
+why there is none.
 
 Every conversion is exact: it moves K and V of every token and head unchanged.
 """
@@ -16,7 +17,8 @@ from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.tensor import DTYPE_BYTES
 
 Strides = tuple[int, int, int, int]
-"""Bytes from one layer, token, head and element of the head to the next."""
+"""Bytes from one layer to the next, from one token to the next, from one head to the next, and from one element of a
+head to the next."""
 
 ROW_INTERIORS = (
     Interior.KV_SPLIT_NHD,
@@ -25,12 +27,18 @@ ROW_INTERIORS = (
     Interior.KV_JOINED_NHD,
     Interior.K_TRANSPOSED,
 )
-"""Interiors whose elements are K or V of one token and head."""
+"""Interiors that consist of rows: the elements of K, or of V, of one token and head."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Where K and V lie in a stripe: K starts at its first byte, V at `v_offset`."""
+    """The positions of K and V in a stripe.
+
+    Attributes:
+        k: strides of K, which starts at the stripe's first byte.
+        v: strides of V.
+        v_offset: offset in the stripe at which V starts, in bytes.
+    """
 
     k: Strides
     v: Strides
@@ -50,11 +58,14 @@ class PageEncoding:
     """The content of one rank's stripes, and its order.
 
     Attributes:
-        dtype: name of the elements' type. Pages of different types do not convert, even if the types have the same
-            size.
-        layers, heads: counts on this rank.
+        format_id: the format of the pages.
+        dtype: name of the elements' dtype. Pages of different dtypes cannot be converted, even if the dtypes have the
+            same size.
+        stripe_bytes: bytes of a stripe.
+        layers: number of layers on this rank.
+        heads: number of heads on this rank.
         row_bytes: bytes of K, or of V, of one token and head; 0 if the interior has no rows.
-        order: None if the interior has no rows.
+        order: positions of K and V in a stripe; None if the interior has no rows.
     """
 
     format_id: FormatId
@@ -67,20 +78,24 @@ class PageEncoding:
 
     @classmethod
     def of_view(cls, view: KvView, format_id: FormatId, heads: int, dtype: str) -> PageEncoding:
-        """The encoding of the stripes that `view` makes; see `of_runs`."""
+        """The encoding of the stripes that are made through `view`; arguments and errors are those of `of_runs`."""
         return cls.of_runs(view.runs[:, [3, 2, 4]], view.stripe_bytes, format_id, heads, dtype)
 
     @classmethod
     def of_runs(
         cls, runs: NDArray[np.int64], stripe_bytes: int, format_id: FormatId, heads: int, dtype: str
     ) -> PageEncoding:
-        """The encoding of stripes of these runs. K and V must have the same head size.
+        """The encoding of stripes, given their runs. K and V must have the same head size.
 
         Args:
-            runs: each run's offset in the stripe, bytes and layer, int64 [runs, 3].
+            runs: each run's offset in the stripe, length in bytes, and layer, int64 [runs, 3].
+            stripe_bytes: bytes of a stripe.
+            format_id: the format of the pages.
+            heads: number of heads on this rank.
+            dtype: name of the elements' dtype.
 
         Raises:
-            GeometryError: the stripe is not a whole number of such rows, or its layers are not evenly spaced.
+            GeometryError: the stripe cannot be divided into rows of equal size, or its layers are not evenly spaced.
         """
         layers, tokens = int(runs[:, 2].max()) + 1, format_id.interior_tokens
         if format_id.interior not in ROW_INTERIORS:
@@ -108,7 +123,7 @@ class PageEncoding:
 
 
 def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | None:
-    """The conversion that rewrites a stripe of `source` as one of `target`; None if both hold the same bytes.
+    """The conversion that rewrites a stripe of `source` as one of `target`; None if their stripes hold the same bytes.
 
     Raises:
         GeometryError: there is no exact conversion; the message says why.
@@ -136,7 +151,7 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
             raise _refusal(f"{name} are {mine} and {theirs}")
     assert source.order is not None
     assert target.order is not None
-    # A row moves as a whole, unless its elements are not contiguous in one of the orders.
+    # A row is moved in one piece, unless its elements are not contiguous in one of the two orders.
     elements, size = 1, source.row_bytes
     if Interior.K_TRANSPOSED in (one.interior, other.interior):
         if source.dtype not in DTYPE_BYTES:
@@ -150,9 +165,21 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
 def _spacing(
     runs: NDArray[np.int64], stripe_bytes: int, layers: int, heads: int, head_bytes: int
 ) -> tuple[int, int]:
-    """Bytes from one layer to the next in the stripe, and from one head to the next where heads lie outside layers.
+    """The distances between layers and between heads in a stripe.
 
-    The second is 0 if a layer's bytes are contiguous.
+    Args:
+        runs: see `PageEncoding.of_runs`.
+        stripe_bytes: bytes of a stripe.
+        layers: number of layers.
+        heads: number of heads.
+        head_bytes: bytes of K and V of one head in one layer.
+
+    Returns:
+        Bytes from one layer to the next. And bytes from one head to the next if each head has its own piece for every
+        layer, heads outermost; 0 if each layer's bytes are contiguous.
+
+    Raises:
+        GeometryError: the layers are not evenly spaced.
     """
     first = np.array([runs[runs[:, 2] == layer, 0].min() for layer in range(layers)])
     if layers == 1:

@@ -14,7 +14,7 @@ GEOMETRY_DIGEST_BYTES = 8
 
 
 class Interior(Enum):
-    """The meaning of the bytes of one layer of a block. H heads, N tokens, D head size."""
+    """The meaning of the bytes of one layer of a block. H is the number of heads, N of tokens, D the head size."""
 
     KV_SPLIT_NHD = "kv-nhd"
     """K then V, each [N, H, D] (SGLang)."""
@@ -25,20 +25,20 @@ class Interior(Enum):
     KV_JOINED_NHD = "nhd"
     """[N, H, K then V of one token and head] (vLLM, *NHC orders)."""
     K_TRANSPOSED = "kt-v"
-    """Per head K as [D, N], then V as [N, D] (vLLM's vector attention on a CPU)."""
+    """For each head K as [D, N], then V as [N, D] (vLLM's vector attention on a CPU)."""
     LATENT = "latent"
-    """[N, latent] without heads (MLA)."""
+    """[N, latent]: one latent per token, without heads (MLA)."""
     OPAQUE = "opaque"
-    """Known only to the engine that wrote it, which `FormatId.owner` names."""
+    """An order that only the engine in `FormatId.owner` can interpret."""
 
 
 class PageOrder(Enum):
-    """How the layers of a block follow each other in a stripe."""
+    """The order of a block's layers in a stripe."""
 
     LAYER_MAJOR = "layer-major"
-    """Each layer's bytes are contiguous, layers ascending: a range of layers can be read separately."""
+    """Layers ascending, each layer's bytes contiguous. So a range of layers can be read separately."""
     NATIVE_BLOCK = "native-block"
-    """The order of the engine's pool: one run, in which layers may be interleaved."""
+    """The order of the bytes in the engine's pool, in which layers are interleaved or not ascending."""
 
 
 _TEXT = re.compile(
@@ -49,13 +49,21 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FormatId:
-    """A property of a pool or slab, never part of a key. Hashable; `str()` can be used in a folder's name.
+    """The format of the pages of a pool or slab. It is never part of a key. Hashable; `str()` can be used as part of a
+    folder's name.
 
     Attributes:
-        interior_tokens: tokens of one interior unit: the block's, or the kernel block's if a block is split.
-        ranks: stripes of a page.
-        geometry: hex digest of every run's layer, page offset and size, in page order.
-        owner: who can read an OPAQUE interior; empty for the others.
+        interior: the meaning of the bytes of one layer of a block.
+        interior_tokens: tokens of one unit of the interior: a block or, if the engine splits blocks into kernel blocks,
+            a kernel block.
+        page_order: the order of the layers in a stripe.
+        ranks: number of stripes of a page.
+        geometry: hexadecimal digest of the stripe's size and of each layer's offsets in it. Adjacent runs of one layer
+            count as one.
+        owner: name of the engine or kernel that can interpret an OPAQUE interior; empty for all other interiors.
+
+    Raises:
+        GeometryError: an OPAQUE interior has no owner, a different interior has one, or `ranks` is less than 1.
     """
 
     interior: Interior
@@ -75,12 +83,12 @@ class FormatId:
     def of_view(
         cls, view: KvView, interior: Interior, interior_tokens: int, ranks: int, owner: str = ""
     ) -> FormatId:
-        """The format of pages made through `view`, which determines the page order."""
+        """The format of pages that are made through `view`, which determines the page order and the geometry."""
         runs = view.runs
         layers = runs[:, 4]
         order = PageOrder.LAYER_MAJOR if bool((layers[1:] >= layers[:-1]).all()) else PageOrder.NATIVE_BLOCK
-        # Joins runs per layer, so that a layer that is whole in one pool and split in another has the same
-        # format.
+        # Adjacent runs of a layer are joined, so that the format does not depend on whether a layer is one run in the
+        # pool or several.
         framed = [f"{view.stripe_bytes}"]
         previous = -1
         for _, _, _, offset, layer in runs.tolist():
@@ -92,10 +100,10 @@ class FormatId:
 
     @classmethod
     def parse(cls, text: str) -> FormatId:
-        """The format that `str()` wrote.
+        """The inverse of `str()`.
 
         Raises:
-            GeometryError: `text` is not a format.
+            GeometryError: `text` is not the text of a format.
         """
         found = _TEXT.fullmatch(text)
         if found is None:

@@ -1,4 +1,4 @@
-"""The finished groups of a handler."""
+"""Base class of layout handlers, which holds the views and formats of their KV groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GroupLayout:
 
 
 class GroupTable(LayoutHandler):
-    """A handler whose groups are all built by its constructor."""
+    """A layout handler whose constructor gets the finished views and formats of all KV groups."""
 
     def __init__(self, groups: Sequence[GroupLayout]) -> None:
         self._groups = tuple(groups)

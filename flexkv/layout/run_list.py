@@ -1,4 +1,4 @@
-"""Collects the runs of one KV group and turns them into a view."""
+"""Collects the runs of one KV group, and makes a view of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from flexkv.c_ext import KvView
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`size` bytes of every block b at `base + b * block_stride`. `layer` counts within the group."""
+    """A run of every block of a group: for block b, the bytes at address `base + b * block_stride`.
+
+    Attributes:
+        base: address of block 0's run.
+        block_stride: bytes from one block's run to the next block's.
+        size: bytes of the run.
+        layer: number of the layer within the group.
+    """
 
     base: int
     block_stride: int
@@ -20,8 +27,8 @@ class Run:
 
 
 class RunList:
-    """The runs of a group. Keeps runs that are added twice (by layers that share their KV) once, under their first
-    layer.
+    """The runs of a group. If the same run is added twice, because layers share their KV, it is kept only once, with
+    the layer for which it was added first.
     """
 
     def __init__(self) -> None:
@@ -34,10 +41,15 @@ class RunList:
         return len(self._runs)
 
     def view(self, num_blocks: int, first_block: int = 0, native_order: bool = False) -> KvView:
-        """A view whose page holds the runs in the order in which they were added, or by address with `native_order`.
+        """A view whose pages hold the runs in the order in which they were added.
+
+        Args:
+            num_blocks: number of blocks of the pool.
+            first_block: number of the first block that may be used.
+            native_order: whether pages hold the runs in order of their addresses instead.
 
         Raises:
-            GeometryError: there are no runs, sizes are not positive, or blocks share bytes.
+            GeometryError: there are no runs, sizes are not positive, or blocks overlap.
         """
         runs = list(self._runs.values())
         if native_order:

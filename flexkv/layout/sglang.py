@@ -1,4 +1,4 @@
-"""SGLang's KV pools: token slots per layer, page = slot // page size, page 0 reserved.
+"""The layout handler for SGLang's KV pools. They have token slots for each layer; page 0 is reserved.
 
     # MHA
     SglangHandler(page_size=64, k_buffers=pool.k_buffer, v_buffers=pool.v_buffer)
@@ -27,20 +27,21 @@ from flexkv.layout.tensor import (
 )
 
 RESERVED_PAGES = 1
-"""SGLang writes padding tokens to page 0: it never holds KV of a request."""
+"""Number of reserved pages at the start of a pool. SGLang writes padding tokens to page 0, which never holds a
+request's KV."""
 
 
 class SglangHandler(GroupTable):
-    """One rank's pool of one attention type.
+    """The layout of one rank's pool, for MHA or MLA.
 
     Args:
         page_size: token slots per page.
-        k_buffers, v_buffers: per layer, shape [slots, H, D], C-contiguous; V may lie in K's allocation (then it has a
-            storage offset) and may have another head size.
-        kv_buffers: instead of both, for MLA: per layer, shape [slots, 1, rank + rope].
+        k_buffers, v_buffers: for MHA, one C-contiguous tensor [slots, H, D] per layer. V may be in K's allocation, with
+            a storage offset, and may have a different head size.
+        kv_buffers: for MLA, instead of those, one C-contiguous tensor [slots, 1, rank + rope] per layer.
 
     Raises:
-        GeometryError: the pool cannot be served; the message names the buffer, the value found and what is allowed.
+        GeometryError: the pool is not supported. The message names the buffer, the value found and what is allowed.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class SglangHandler(GroupTable):
 
 
 def _add_buffer(runs: RunList, name: str, buffers: Sequence[TensorLike], layer: int, page_size: int) -> int:
-    """Adds the run of one layer's buffer; returns how many whole pages the buffer has."""
+    """Adds the run of one layer's buffer to `runs`; returns the number of full pages in the buffer."""
     tensor, first, name = buffers[layer], buffers[0], f"{name}[{layer}]"
     shape = tuple(tensor.shape)
     check_tensor(name, tensor, 3)

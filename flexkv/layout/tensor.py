@@ -1,4 +1,5 @@
-"""The parts of an engine's tensor that the handlers need. torch tensors fit; nothing here imports torch."""
+"""The interface of tensors that the layout handlers need, and checks of tensors. torch's tensors have this interface,
+but this module does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DTYPE_BYTES = {
 
 
 class TensorLike(Protocol):
-    """The part of torch.Tensor that the handlers use. Strides and offsets are in elements, addresses in bytes."""
+    """The part of torch.Tensor that the layout handlers use. Strides and the storage offset are in elements."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -41,10 +42,16 @@ def dtype_name(tensor: TensorLike) -> str:
 
 
 def check_tensor(name: str, tensor: TensorLike, rank: int) -> None:
-    """Checks that `tensor` (called `name` in errors) has `rank` dimensions, a KV dtype and an aligned address.
+    """Checks that a tensor has the expected number of dimensions, none of them empty, a dtype in DTYPE_BYTES, and an
+    aligned address.
+
+    Args:
+        name: name of the tensor for the error's text.
+        tensor: the tensor.
+        rank: expected number of dimensions.
 
     Raises:
-        GeometryError: one of these is wrong; the message names the value found and what is allowed.
+        GeometryError: a check failed. The message names the value found and what is allowed.
     """
     shape = tuple(tensor.shape)
     if len(shape) != rank:
@@ -78,10 +85,16 @@ def dense_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expected: Sequence[int]) -> None:
-    """Checks that byte strides are as expected; those of dimensions of size 1 are meaningless and may differ.
+    """Checks a tensor's strides in bytes. Strides of dimensions of size 1 are meaningless and may differ.
+
+    Args:
+        name: name of the tensor for the error's text.
+        shape: the tensor's shape.
+        found: the tensor's strides.
+        expected: the expected strides.
 
     Raises:
-        GeometryError: they differ; the message names both.
+        GeometryError: the strides differ. The message contains both.
     """
     if any(size > 1 and f != e for size, f, e in zip(shape, found, expected, strict=True)):
         raise GeometryError(
@@ -95,6 +108,6 @@ def storage_base(tensor: TensorLike) -> int:
 
 
 def storage_bytes(tensor: TensorLike) -> int | None:
-    """Size of the allocation behind `tensor`, or None if it is unknown."""
+    """Size of the allocation behind `tensor` in bytes; None if it is unknown."""
     storage = getattr(tensor, "untyped_storage", None)
     return None if storage is None else int(storage().nbytes())

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's KV pools: one block-first pool, or regions of slots.
+"""The layout handler for TensorRT-LLM's KV pools, which are either one block-first tensor or regions of slots.
 
 TrtllmHandler.from_pool(pool, TrtllmModel(kv_heads=8, head_size=128, tokens_per_block=32))
 TrtllmHandler.from_regions([TrtllmRegion(base, size, stride, num_slots, buffers=...)], ...)
@@ -18,13 +18,13 @@ from flexkv.layout.tensor import TensorLike, byte_strides, check_strides, check_
 
 @dataclass(frozen=True, slots=True)
 class TrtllmModel:
-    """The model as the runtime's arguments describe it. They are checked against the pool, which is authoritative.
+    """The model's shape according to the engine's arguments. The handler checks that it agrees with the pool.
 
     Attributes:
-        kv_heads: KV heads on this rank, the same in all layers; 1 for MLA. 0 if not known.
-        head_size: elements of one head, K or V; for MLA rank + rope. 0 if not known.
-        tokens_per_block: tokens per block of the pool. 0 if not known.
-        latent: MLA (kv_factor 1).
+        kv_heads: number of KV heads on this rank, the same in all layers; 1 for MLA; 0 if unknown.
+        head_size: elements of K, or of V, of one head; for MLA, rank + rope; 0 if unknown.
+        tokens_per_block: tokens per block of the pool; 0 if unknown.
+        latent: whether the model uses MLA, so that the pool has kv_factor 1.
     """
 
     kv_heads: int = 0
@@ -35,7 +35,13 @@ class TrtllmModel:
 
 @dataclass(frozen=True, slots=True)
 class TrtllmBuffer:
-    """One layer's bytes within a slot of a region."""
+    """One layer's part of each slot of a region.
+
+    Attributes:
+        layer: number of the layer.
+        offset: offset within the slot, in bytes.
+        size: bytes.
+    """
 
     layer: int
     offset: int
@@ -44,11 +50,15 @@ class TrtllmBuffer:
 
 @dataclass(frozen=True, slots=True)
 class TrtllmRegion:
-    """Slot i lies at `base + i * stride` and has `size` bytes. All in bytes.
+    """A region of memory with one slot per block. Slot i has `size` bytes at address `base + i * stride`.
 
     Attributes:
-        buffers: the parts of a slot. If empty, the slot is one buffer of layer 0, so a wait for any layer waits for the
-            whole slot.
+        base: address of slot 0.
+        size: bytes of a slot.
+        stride: bytes from one slot to the next.
+        num_slots: number of slots.
+        buffers: the parts of a slot, in order and without gaps. If empty, the slot counts as one buffer of layer 0, so
+            a wait for any layer waits for the complete slot.
     """
 
     base: int
@@ -59,15 +69,20 @@ class TrtllmRegion:
 
 
 class TrtllmHandler(GroupTable):
-    """One rank's pool. Made by `from_pool` or `from_regions`."""
+    """The layout of one rank's pool. Make it with `from_pool` or `from_regions`."""
 
     @classmethod
     def from_pool(cls, pool: TensorLike, model: TrtllmModel, ranks: int = 1) -> TrtllmHandler:
-        """The primary pool, shape [num_blocks, layers, kv_factor, block_elems], C-contiguous.
+        """The layout of a primary pool.
+
+        Args:
+            pool: a C-contiguous tensor [num_blocks, layers, kv_factor, elements of K or V in a block].
+            model: the model's shape.
+            ranks: number of stripes of a page.
 
         Raises:
-            GeometryError: the pool does not have that shape, disagrees with `model`, or nothing says how many tokens a
-                block has.
+            GeometryError: the pool does not have that shape, it disagrees with `model`, or the number of tokens per
+                block is unknown.
         """
         check_tensor("pool", pool, 4)
         shape = tuple(int(size) for size in pool.shape)
@@ -100,10 +115,18 @@ class TrtllmHandler(GroupTable):
         ranks: int = 1,
         owner: str = "",
     ) -> TrtllmHandler:
-        """One layer group whose slots lie in `regions`: slot i of every region together is block i.
+        """The layout of a pool with one layer group. Block i consists of slot i of every region.
+
+        Args:
+            regions: the regions.
+            tokens_per_block: tokens per block.
+            interior: the meaning of the bytes of one layer of a block.
+            ranks: number of stripes of a page.
+            owner: name of the engine that can interpret an OPAQUE interior; otherwise empty.
 
         Raises:
-            GeometryError: no regions, different slot counts, a buffer outside its slot, gaps or overlaps.
+            GeometryError: there are no regions, they have different numbers of slots, slots overlap, or the buffers of
+                a region do not fill its slots exactly.
         """
         counts = sorted({region.num_slots for region in regions})
         if len(counts) != 1:
@@ -132,7 +155,12 @@ class TrtllmHandler(GroupTable):
 
 
 def _tokens_per_block(elements: int, model: TrtllmModel) -> int:
-    """Tokens per block: from the pool's shape if the model gives enough facts, else as the model says."""
+    """Tokens per block: computed from the pool's shape if the model's heads and head size are known; otherwise the
+    model's `tokens_per_block`.
+
+    Raises:
+        GeometryError: the number is unknown, or pool and model contradict each other.
+    """
     per_token = model.kv_heads * model.head_size
     tokens, rest = divmod(elements, per_token) if per_token else (model.tokens_per_block, 0)
     if not tokens or rest or elements % tokens or tokens != (model.tokens_per_block or tokens):

@@ -1,6 +1,7 @@
-"""vLLM's KV pool: per-layer views of one allocation in one of six physical orders.
+"""The layout handler for vLLM's KV pool, which is one allocation in one of six physical orders, with a tensor per
+layer.
 
-An adapter builds the handler from plain values of `kv_cache_config` (nothing of vLLM is imported here):
+An adapter makes the handler from values of `kv_cache_config`; this module does not import vLLM:
 
     handler = VllmHandler(
         caches=kv_caches,                                  # the argument of register_kv_caches
@@ -36,14 +37,14 @@ from flexkv.layout.vllm_order import ORDERS, PageShape, runs_of_page, strides_of
 
 
 class VllmPlacement(Protocol):
-    """Where same-shaped layers lie in the allocation, in bytes: the fields of vLLM's KVCacheTensor.
+    """The positions of layers of equal shape in the allocation, in bytes. These are the fields of vLLM's KVCacheTensor.
 
-    Layer `layers[l]`'s page of block b starts at `offset + l * layer_stride + b * block_stride`.
+    In the allocation, block b of layer `layers[l]` starts at byte `offset + l * layer_stride + b * block_stride`.
     """
 
     @property
     def size(self) -> int:
-        """Bytes of the whole backing allocation, the same for every placement."""
+        """Bytes of the complete allocation, the same for every placement."""
 
     @property
     def layers(self) -> Sequence[str]: ...
@@ -60,11 +61,13 @@ class VllmGroup:
     """One KV cache group: layers that share a block table.
 
     Attributes:
-        layers: names in execution order; the position is the layer's number in the view, not counting layers that share
-            the KV of an earlier one.
-        interior: what a page's bytes mean; None derives it from the order. Use LATENT for MLA, and OPAQUE for Mamba and
-            for attention kernels with their own arrangement inside a block (vLLM's CPU backend).
-        owner: who can read an OPAQUE interior, e.g. "vllm-cpu-attn".
+        layers: names of the layers, in execution order. They are numbered in this order in the view; a layer that
+            shares the KV of an earlier layer gets that layer's number.
+        interior: the meaning of the bytes of one layer of a block; None to derive it from the physical order. Use
+            LATENT for MLA, and OPAQUE for Mamba and for attention kernels with their own order inside a block (vLLM's
+            CPU backend).
+        owner: name of the engine or kernel that can interpret an OPAQUE interior, such as "vllm-cpu-attn"; otherwise
+            empty.
     """
 
     layers: tuple[str, ...]
@@ -74,7 +77,13 @@ class VllmGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one layer lies: its page of block b starts at `base + b * block_stride`."""
+    """The position of one layer: its block b starts at address `base + b * placement.block_stride`.
+
+    Attributes:
+        placement: the placement that contains the layer.
+        index: the layer's index in the placement.
+        base: address of the layer's block 0.
+    """
 
     placement: VllmPlacement
     index: int
@@ -82,20 +91,22 @@ class _Place:
 
 
 class VllmHandler(GroupTable):
-    """One rank's pool. All geometry is checked here.
+    """The layout of one rank's pool. The constructor checks its geometry.
 
     Args:
-        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or a layer's states. B may be
-            num_blocks x ratio if vLLM splits a block into kernel blocks. Layers without a placement of their own
-            must be views of a placed layer's first byte (they share its KV).
-        placements: as vLLM made them. Groups may use the same bytes, because a block belongs to one group at a time.
-        num_blocks: blocks of the pool, as the scheduler counts them.
+        caches: layer name -> the layer's tensor, of logical shape `[B, H, N, C]`, where C is K and V joined, or a
+            layer's states. If vLLM splits each block into `ratio` kernel blocks, B is num_blocks x ratio. A layer
+            without its own placement shares the KV of a layer with one, so its tensor must start at the same address.
+        placements: the placements that vLLM made. Groups may use the same bytes, because a block belongs to one group
+            at a time.
+        groups: the KV cache groups.
+        num_blocks: number of blocks of the pool, as the scheduler counts them.
         order: the physical order, one of ORDERS.
-        ranks: stripes of a page: tensor-parallel ranks that hold different bytes.
+        ranks: number of stripes of a page, which is the number of tensor-parallel ranks that hold different bytes.
 
     Raises:
-        GeometryError: tensors, placements, order and block count do not agree; the message names the layer, the value
-            found and the one expected.
+        GeometryError: tensors, placements, order and number of blocks do not agree. The message names the layer, the
+            value found and the value expected.
     """
 
     def __init__(
@@ -170,7 +181,11 @@ class VllmHandler(GroupTable):
         raise GeometryError(f"{layer}: has no placement and shares no placed layer's KV")
 
     def _page_shape(self, layer: str, place: _Place) -> PageShape:
-        """Checks the layer's tensor against its placement, and returns the shape of one block of it."""
+        """Checks that a layer's tensor agrees with its placement; returns the shape of one block of the layer.
+
+        Raises:
+            GeometryError: they do not agree.
+        """
         tensor, placement = self._cache(layer), place.placement
         check_tensor(layer, tensor, 4)
         blocks, heads, tokens, content = tensor.shape

@@ -13,7 +13,14 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def strides_of_order(
     order: str, shape: Sequence[int], layer_stride: int, block_stride: int
 ) -> tuple[int, int, int, int, int]:
-    """Byte strides of [L, B, H, N, C]: those of L and B are given, the others follow from the axes inside them."""
+    """The strides of the axes [L, B, H, N, C] in bytes.
+
+    Args:
+        order: the physical order of the axes, outermost first; one of ORDERS.
+        shape: sizes of [L, B, H, N, C]; C in bytes.
+        layer_stride, block_stride: the strides of L and B. The strides of the other axes follow from the axes inside
+            them.
+    """
     fixed = {"L": layer_stride, "B": block_stride}
     strides = dict.fromkeys(AXES, 0)
     inside = 1
@@ -25,7 +32,15 @@ def strides_of_order(
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """One block of one layer: `pieces` kernel blocks of [heads, tokens, content], sizes and strides in bytes."""
+    """The shape of one block of one layer: `pieces` kernel blocks of [heads, tokens, content].
+
+    Attributes:
+        pieces: number of kernel blocks in the block.
+        heads: number of heads.
+        tokens: number of tokens of a kernel block.
+        content_bytes: bytes of one token and head.
+        piece_stride, head_stride, token_stride: bytes from one kernel block, head or token to the next.
+    """
 
     pieces: int
     heads: int
@@ -37,7 +52,8 @@ class PageShape:
 
 
 def runs_of_page(page: PageShape) -> Iterator[tuple[int, int]]:
-    """The page's contiguous runs as (offset from the page's first byte, bytes), outer axes first."""
+    """Yields the contiguous runs of a block as (offset from the block's first byte, bytes), in order of their
+    offsets."""
     # The stride of a dimension of size 1 is meaningless, so such a dimension never splits a run.
     dims = [
         (count, stride)

@@ -1,1 +1,1 @@
-"""Identifies an engine's weights: their files, a fingerprint of samples, and a digest of all of their content."""
+"""Identifies an engine's weights by a fingerprint of samples of their files, and by a digest of all their content."""

@@ -1,4 +1,4 @@
-"""Computes a name for an engine's weights from all of their content, on its own thread while the engine runs."""
+"""Computes a digest of all content of an engine's weights, in a separate thread while the engine runs."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from flexkv.weights.table import WeightsTable
 logger = get_logger(__name__)
 
 SOON_BYTES = 512 << 20
-"""Weights of at most this size are read within the time that a start may wait; for larger ones it does not wait."""
+"""Largest size of weights for whose digest `WeightsCheck.start` waits; they can be read within the time that it may
+wait."""
 
 TRIES = 2
-"""How often the files are read: a network file system may have lost its server for a moment, or a file's owner, mode or
-links may have changed while it was read.
+"""How often reading the files is tried. A try may fail because a network file system has lost its server for a moment,
+or because a file's owner, mode or links changed while it was read.
 """
 
 LOCK_WAIT_S = 60.0
 LOCK_BYTES_PER_S = 50_000_000
-"""Determines how long this process waits while another process of the node reads the same files, before it reads them,
-too: a minute plus one second per 50 MB.
+"""While another process on the node reads the same files, this process waits up to LOCK_WAIT_S seconds plus one second
+per LOCK_BYTES_PER_S bytes. Then it reads them too.
 """
 
 
 class WeightsCheck:
-    """The digest of an engine's weights, once it is known.
+    """Computes the digest of an engine's weights in a thread.
 
-    If a file has changed since the process began, there is no digest, because the engine may have loaded the old
+    If a file has changed since the process started, there is no digest, because the engine may have loaded the old
     content.
 
     Args:
-        content: the weights to name.
-        folder: folder of the node's table; None for no table.
-        since_ns: a unix time before the engine read any of the files; None for the start of the process.
+        content: the weights.
+        folder: folder of the node's table of digests (`WeightsTable`); None to use no table.
+        since_ns: a time (unix, ns) before the engine read any of the files; None for the start of the process.
 
     Attributes:
         digest: 32 bytes, equal for equal content and file names; empty until it is known.
-        failure: why the digest will never be known; empty while it may be.
+        failure: why the digest will never be known; empty if it is known or may still become known.
     """
 
     def __init__(
@@ -59,32 +60,33 @@ class WeightsCheck:
         self._table = None if folder is None else WeightsTable(folder)
         self._since_ns = process_start_ns() if since_ns is None else since_ns
         self._first: dict[Path, FileState] = {}
-        """Each file's state in the first try."""
+        """Each file's state when the first try began."""
         self._stop = threading.Event()
         self._soon = threading.Event()
-        """Set once a start need not wait any longer, because there is a digest or there will be none in time."""
+        """Set when `start` need not wait any longer: the digest is known, has failed, or will take too long."""
         self.digest = b""
         self.failure = content.unnamed
         self._thread = NamedThread("flexkv-weights", self._run)
 
     @property
     def pending(self) -> bool:
-        """Whether the digest is still to come."""
+        """Whether the digest is not known yet but may still become known."""
         return not self.digest and not self.failure
 
     def start(self, wait_s: float) -> None:
-        """Begins to read the weights, and waits up to `wait_s` seconds for the digest, but not for large weights."""
+        """Starts the thread, and waits up to `wait_s` seconds for the digest. Stops waiting when the thread finds that
+        it has to read more than SOON_BYTES."""
         if self.failure:
             return
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system has no thread left
+        except RuntimeError as error:  # the system cannot start another thread
             self.failure = f"no thread to read the weights: {error}"
             return
         self._soon.wait(wait_s)
 
     def stop(self, wait_s: float) -> None:
-        """Stops reading, wherever it has got to, and waits up to `wait_s` seconds for the thread's end. Idempotent."""
+        """Aborts the reading, and waits up to `wait_s` seconds for the thread to exit. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(wait_s)
@@ -100,16 +102,17 @@ class WeightsCheck:
                     logger.warning("%s; it is tried once more", error)
                     continue
                 self.failure = str(error)
-            except Exception as error:  # the engine can do without the digest
+            except Exception as error:  # not raised, because the engine can run without the digest
                 logger.exception("reading the weights")
                 self.failure = f"{type(error).__name__}: {error}"
             break
         self._soon.set()
 
     def _name(self) -> bytes:
-        """
+        """Computes the digest of all files.
+
         Raises:
-            DigestError, ConfigError, OSError: the name cannot be computed now.
+            DigestError, ConfigError, OSError: the digest cannot be computed now.
         """
         parts = [weight_files(Path(path)) for path in self._content.paths]
         files = {file: FileState.of(file) for part in parts for file in part}
@@ -139,7 +142,7 @@ class WeightsCheck:
         if self._table is None:
             return known | self._read(missing)
         with self._table.reading(files, LOCK_WAIT_S + size / LOCK_BYTES_PER_S, self._stop):
-            # Another process of the node may have read them meanwhile.
+            # Another process on the node may have read them while this one waited for the lock.
             known |= self._table.known(missing)
             return known | self._read(_without(files, known))
 

@@ -1,7 +1,8 @@
-"""Digests of whole files, read as fast as the disk delivers them, at low priority, bypassing the page cache.
+"""Computes digests of complete files, as fast as the disk delivers them. Reads bypass the page cache and may have low
+priority.
 
-Threads read and hash the ranges of a file in parallel; the file's digest is the SHA-256 over its size and the SHA-256
-of each range. Server CPUs have SHA-256 instructions, which reach 1.5 to 2 GB/s per core.
+Several threads read and hash the ranges of a file in parallel. The file's digest is the SHA-256 of its size and of the
+SHA-256 of each range. Server CPUs have SHA-256 instructions, which reach 1.5 to 2 GB/s per core.
 """
 
 from __future__ import annotations
@@ -24,51 +25,61 @@ from flexkv.observe import NamedThread
 from flexkv.weights.files import FileState, weight_files
 
 RANGE_BYTES = 64 << 20
-"""Part of the digest's definition: another size would give another digest."""
+"""Bytes of a range. This number is part of the digest's definition: with a different size, the digests would differ."""
 
 BLOCK_BYTES = 4 << 20
-"""Bytes per read; each thread has one block in memory."""
+"""Bytes per read. Each thread has one buffer of this size."""
 
 LEAST_READERS, MOST_READERS = 4, 8
-"""The bounds of the number of threads, which is one per four CPUs. Even on two CPUs there are four threads, so that
-some read while others hash.
+"""Bounds of the number of threads, which is otherwise one per four CPUs. Even on two CPUs there are four threads, so
+that some read while others hash.
 """
 
 READER_NICE = 19
-"""The engine's own threads take precedence."""
+"""The lowest CPU priority, so that the engine's own threads take precedence."""
 
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_IDLE = 3 << 13
-"""linux/ioprio.h: the thread reads only while nothing else does, if the disk's scheduler supports priorities."""
+"""Values of linux/ioprio.h. With the idle priority, a thread reads only while no other thread uses the disk, if the
+disk's scheduler supports priorities. IOPRIO_SET has the number of the system call by architecture."""
 
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-"""Errors of a file system that has no O_DIRECT."""
+"""Error numbers that a file system without O_DIRECT returns."""
 
 
 class DigestError(Exception):
-    """The weights' content cannot be digested now; the message says why, and names the file."""
+    """Raised if a digest of weights cannot be computed now. The message says why, and names the file if one is to
+    blame."""
 
 
 class ChangedError(DigestError):
-    """A file changed while it was read, or since the engine may have read it."""
+    """Raised if a file changed while it was read, or after the engine may have read it."""
 
 
 class TouchedError(DigestError):
-    """A file's owner, mode or number of links changed while it was read, so it can be read once more."""
+    """Raised if a file's owner, mode or number of links changed while it was read. Reading it once more may succeed."""
 
 
 class StoppedError(DigestError):
-    """The digest was abandoned on purpose."""
+    """Raised if the caller has stopped the computation of a digest."""
 
 
 Done = Callable[[Path, FileState, str], None]
-"""Called with a file, its state and its digest in hex, by the thread that read its last range."""
+"""A function that gets a file, the file's state, and its digest as 64 hexadecimal digits. The thread that finishes the
+file's last range calls it."""
 
 
 @dataclass(slots=True)
 class _FileWork:
-    """A file that is being digested."""
+    """A file whose digest is being computed.
+
+    Attributes:
+        path: path of the file.
+        state: the state that the file must have.
+        ranges: digest of each range; empty bytes until it is known.
+        left: number of ranges whose digests are not known yet.
+    """
 
     path: Path
     state: FileState
@@ -78,7 +89,15 @@ class _FileWork:
 
 @dataclass(slots=True)
 class _Work:
-    """State that the readers share; `lock` guards it."""
+    """State that all readers share; `lock` guards it.
+
+    Attributes:
+        ranges: ranges that no reader has taken yet: the file, and the number of the range.
+        stop: set to stop the readers early.
+        done: called for each finished file.
+        background: whether to read at low priority.
+        failure: the first error of a reader; None if there was none.
+    """
 
     ranges: deque[tuple[_FileWork, int]]
     stop: threading.Event
@@ -89,18 +108,19 @@ class _Work:
 
 
 def readers_here() -> int:
-    """How many threads read at once on this machine."""
+    """Number of threads that read in parallel on this machine."""
     return max(LEAST_READERS, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
 
 
 def digest_files(
     files: Mapping[Path, FileState], stop: threading.Event, done: Done, background: bool = True
 ) -> None:
-    """Reads files whole and calls `done` for each.
+    """Computes the digests of files, and calls `done` for each.
 
     Args:
-        files: each file, with the state that it must have before and after.
-        stop: ends the reading early.
+        files: each file, with the state that it must have before and after it is read.
+        stop: may be set by another thread to stop the reading early.
+        done: called for each file, by the threads that read.
         background: whether to read at low priority; False if somebody waits for the digests.
 
     Raises:
@@ -125,12 +145,12 @@ def digest_files(
 
 
 def ranges_of(size: int) -> int:
-    """How many ranges a file of `size` bytes has; an empty file has one, which is empty."""
+    """Number of ranges of a file of `size` bytes. An empty file has one empty range."""
     return max(1, -(-size // RANGE_BYTES))
 
 
 def file_digest(size: int, ranges: Sequence[bytes]) -> str:
-    """The digest of a file, as 64 hex digits, from its size and the digests of its ranges."""
+    """The digest of a file as 64 hexadecimal digits, computed from the file's size and the digests of its ranges."""
     digest = hashlib.sha256(b"flexkv weights 1" + size.to_bytes(8, "little"))
     for of_range in ranges:
         digest.update(of_range)
@@ -146,7 +166,13 @@ def lower_priority() -> None:
 
 
 def name_of_files(parts: Sequence[Sequence[Path]], digests: Mapping[Path, str]) -> bytes:
-    """SHA-256 of the files' names and digests, part by part; it does not depend on the folders' paths."""
+    """The digest of a set of files: SHA-256 of their names and digests, 32 bytes. It does not depend on the paths of
+    their folders.
+
+    Args:
+        parts: the files, in one list per set of weights, such as a model's and its draft's.
+        digests: each file's digest as 64 hexadecimal digits.
+    """
     digest = hashlib.sha256(b"flexkv weights")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -157,14 +183,15 @@ def name_of_files(parts: Sequence[Sequence[Path]], digests: Mapping[Path, str]) 
 
 
 def whole_identity(path: Path, most_bytes: int | None = None) -> str:
-    """A digest of all content of the weights in a file or folder, read while the caller waits.
+    """A text with a digest of all content of the weights in a file or folder. The caller waits until all is read.
 
     Args:
-        most_bytes: nothing is read if the weights are larger; None for no bound.
+        path: the file or folder.
+        most_bytes: largest size of the weights that is accepted; None for any size.
 
     Raises:
-        ConfigError: the folder holds no weights that we know, a file cannot be read or is changing, or the weights are
-            larger than `most_bytes`.
+        ConfigError: the folder holds no weights of a known format, a file cannot be read or is changing, or the weights
+            are larger than `most_bytes`, in which case nothing was read.
         OSError: the folder cannot be read.
     """
     files = {file: FileState.of(file) for file in weight_files(path)}
@@ -184,7 +211,7 @@ def whole_identity(path: Path, most_bytes: int | None = None) -> str:
 
 
 def _read_ranges(work: _Work) -> None:
-    """Runs on each reader's thread."""
+    """The main function of each reader thread: computes digests of ranges until none is left or a reader has failed."""
     try:
         if work.background:
             lower_priority()
@@ -202,7 +229,7 @@ def _read_ranges(work: _Work) -> None:
         _fail(work, error)
     except OSError as error:
         _fail(work, DigestError(f"weights file {error.filename or ''}: {error.strerror}"))
-    except Exception as error:  # on any error the other readers stop, and the caller gets it
+    except Exception as error:  # any error must stop the other readers and reach the caller
         _fail(work, DigestError(f"{type(error).__name__}: {error}"))
 
 
@@ -217,10 +244,11 @@ def _fail(work: _Work, error: DigestError) -> None:
 
 
 def check_state(path: Path, expected: FileState, found: FileState) -> None:
-    """
+    """Checks that a file still has the expected state.
+
     Raises:
         ChangedError: the file was written or replaced.
-        TouchedError: its owner, mode or number of links changed.
+        TouchedError: the file's owner, mode or number of links changed.
     """
     if found == expected:
         return
@@ -230,9 +258,12 @@ def check_state(path: Path, expected: FileState, found: FileState) -> None:
 
 
 def _digest_range(file: _FileWork, start: int, block: mmap.mmap, stop: threading.Event) -> bytes:
-    """
+    """Computes the SHA-256 of the range of a file that begins at byte `start`, reading through the buffer `block`.
+
     Raises:
-        ChangedError, TouchedError, StoppedError, OSError: see `digest_files`.
+        ChangedError, TouchedError: the file's state has changed.
+        StoppedError: `stop` was set.
+        OSError: the file cannot be read.
     """
     digest = hashlib.sha256()
     end = min(start + RANGE_BYTES, file.state.size)
@@ -264,7 +295,7 @@ def _digest_range(file: _FileWork, start: int, block: mmap.mmap, stop: threading
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Opens a file. Returns its descriptor, and whether reads bypass the page cache."""
+    """Opens a file for reading. Returns its descriptor, and whether reads bypass the page cache."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
     except OSError as error:

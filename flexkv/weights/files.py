@@ -1,4 +1,4 @@
-"""The files from which an engine may load weights, and how to detect that one of them changed."""
+"""Finds the files from which an engine may load weights, and detects changes of these files."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from typing import NamedTuple
 from flexkv.errors import ConfigError
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""Which of these files an engine loads depends on its options (`--load-format`), so all of them count. Engines look
-only in the model's folder, not below it.
+"""Patterns for the names of weights files. All matching files count, because which of them an engine loads depends on
+its options (`--load-format`). Engines look only in the model's folder itself, not in folders inside it.
 """
 
 INDEX_PATTERN = "*.index.json"
-"""An index says which of the files an engine loads; it counts only if there are weights beside it."""
+"""Pattern for the names of indexes, which list the files that an engine loads. An index counts only if there are
+weights in the same folder."""
 
 NOT_LOADED = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""Endings of names that engines do not load: files that training left beside the weights."""
+"""Endings of the names of files that training leaves beside the weights and that engines do not load."""
 
 GGUF_PART = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
-"""One part of a split model; an engine that loads it also loads the other parts."""
+"""Name of one part of a split GGUF model. An engine that loads one part also loads the other parts."""
 
 START_TICKS_FIELD = 19
-"""Field of /proc/self/stat, counted after the command's name: clock ticks from the machine's start to the process's."""
+"""Index of the process's start time in /proc/self/stat, counted from the field after the command's name. The time is in
+clock ticks since the machine booted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsContent:
-    """The part of an engine's weights that only its content identifies.
+    """Those weights of an engine that only their content identifies.
 
     Attributes:
-        paths: folders or files of weights; empty if a commit or the user identifies all weights.
-        unnamed: why nothing can identify the weights; empty if something does.
+        paths: folders or files of such weights; empty if there are none, because a commit, a seed or the user
+            identifies all weights.
+        unnamed: why nothing can identify some of the weights; empty if all can be identified.
     """
 
     paths: tuple[str, ...] = ()
@@ -44,21 +47,21 @@ class WeightsContent:
 
     @property
     def is_named(self) -> bool:
-        """Whether the keys' namespace names all weights, so that no file has to be read."""
+        """Whether the namespace of the keys identifies all weights, so that no file has to be read."""
         return not self.paths and not self.unnamed
 
     def joined(self, other: WeightsContent) -> WeightsContent:
-        """The weights of both, such as a model's and its draft's."""
+        """The weights of this object and of `other` together, such as those of a model and of its draft model."""
         return WeightsContent(self.paths + other.paths, self.unnamed or other.unnamed)
 
 
 NAMED = WeightsContent()
-"""Weights that a hub's commit, a seed or the user identifies."""
+"""The value for an engine whose weights are all identified by a hub's commit, a seed or the user."""
 
 
 class FileState(NamedTuple):
-    """The attributes that change with a file's content, or when another file takes its name; for a link, those of its
-    target.
+    """The attributes of a file that change when its content changes or a different file gets its name. For a symbolic
+    link, these are the attributes of its target.
     """
 
     size: int
@@ -69,45 +72,48 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, file: Path | int) -> FileState:
-        """
+        """The current state of a file.
+
         Args:
             file: a path or an open descriptor.
 
         Raises:
-            OSError: the file cannot be looked at.
+            OSError: the file does not exist or is not accessible.
         """
         found = os.stat(file)
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
     def is_known_as(self, before: FileState) -> bool:
-        """Whether content that was read at this path in state `before` is unchanged, even if it was remounted.
+        """Whether this is the unchanged content that was read at the same path in state `before`, even if the file
+        system was remounted since.
 
-        Ignores the device, because many mounts get a new number each time (NFS, overlays, volumes of containers). Size,
-        times and inode are enough: any write changes the inode's time, which no program can set, so another file would
-        need the same nanosecond and the same inode by chance.
+        The device is ignored, because many mounts (NFS, overlays, volumes of containers) get a new number each time.
+        Size, times and inode are sufficient: any write changes the inode's time, which no program can set, so a
+        different file would need the same nanosecond and the same inode by chance.
         """
         return self._replace(device=before.device) == before
 
     def is_touched(self, before: FileState) -> bool:
-        """Whether this is the file of `before`, changed but not written according to its mtime: a new owner, mode or
-        link changes only the inode's ctime.
+        """Whether only the file's ctime has changed since `before`. This means that its owner, mode or number of links
+        changed but that, according to its mtime, its content did not.
         """
         return self != before and self._replace(ctime_ns=before.ctime_ns) == before
 
     @property
     def changed_ns(self) -> int:
-        """Unix time of the last change to content or inode."""
+        """Time of the last change to content or inode, unix ns."""
         return max(self.mtime_ns, self.ctime_ns)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Every file from which an engine may load weights, sorted by name, and then the indexes.
+    """All files from which an engine may load weights, sorted by name, followed by the indexes.
 
     Args:
-        path: a folder, or a file; for a part of a split GGUF model this includes the other parts.
+        path: a folder or a file. For a file, the result is that file; if it is a part of a split GGUF model, the result
+            has all parts.
 
     Raises:
-        ConfigError: there are none; the message says what to set.
+        ConfigError: the folder has no such files. The message says what to set.
         OSError: the folder cannot be read.
     """
     if not path.is_dir():
@@ -138,8 +144,9 @@ def _parts_of(file: Path) -> list[Path]:
 
 
 def process_start_ns() -> int:
-    """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late. A file written
-    within that tick counts as old, which is harmless, because no engine reads weights that early.
+    """The time at which this process started, unix ns. It is too late by at most one tick of the kernel's clock (10
+    ms). A file that was written within that tick counts as older than the process, which is harmless, because no engine
+    reads weights that early.
     """
     ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,8 @@
-"""A fingerprint of weights from samples: fast enough for every start, but blind to a change between two samples.
+"""Computes a fingerprint of weights from samples of their content. It is fast enough for every start of an engine, but
+does not detect changes outside the samples.
 
-It goes into keys and folder names. The digest of all content (`flexkv.weights.check`), which folders and stores use in
-addition, detects the changes that samples miss.
+The fingerprint goes into keys and folder names. Folders and stores also use the digest of all content
+(`flexkv.weights.check`), which detects the changes that samples miss.
 """
 
 from __future__ import annotations
@@ -22,26 +23,29 @@ from flexkv.weights.files import weight_files
 SAMPLE_BYTES = 4096
 
 SMALL_BYTES = 64 << 10
-"""Tensors up to this size are read whole: norms, biases and scales, which fine-tuning may change alone."""
+"""Tensors up to this size are read completely. These are norms, biases and scales, and fine-tuning may change nothing
+else."""
 
 GAP_BYTES = SAMPLE_BYTES
-"""Small tensors no farther apart than this are read at once."""
+"""Small tensors with at most this many bytes between them are read with one call."""
 
 MOST_RUN_BYTES = 256 << 10
-"""Most bytes of neighbouring small tensors that are read at once."""
+"""Most bytes of neighbouring small tensors that one call reads."""
 
 EVEN_SAMPLES = 64
-"""How many samples are read from a file whose tensors' places are not known."""
+"""About how many samples are read from a file that is not a safetensors file, so that its tensors' positions are
+unknown."""
 
 MOST_READS, LEAST_READS, ALL_READS = 1024, 64, 16_384
-"""Reads per file, at most and at least, and reads of all files: a hundred files share 16,384 reads, 163 each. An NVMe
-drive that takes 100 us per read, 16 at once, does them in a tenth of a second."""
+"""Limits of the number of reads: at most and at least per file, and in all files together. For example, a hundred files
+share 16,384 reads, 163 each. An NVMe drive that takes 100 us per read and serves 16 reads at once needs a tenth of a
+second for them."""
 
 MOST_SMALL_BYTES, LEAST_SMALL_BYTES, ALL_SMALL_BYTES = 16 << 20, 1 << 20, 256 << 20
-"""The same for the bytes of small tensors."""
+"""Limits of the bytes of small tensors that are read: at most and at least per file, and in all files together."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""Longest header of a safetensors file; the format's own limit."""
+"""Largest header of a safetensors file, in bytes; this is the format's own limit."""
 
 READERS = 16
 
@@ -61,14 +65,19 @@ class SampledRun:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of reading one file besides its header: number of reads, and bytes of small tensors."""
+    """Limits for reading one file, without its header.
+
+    Attributes:
+        reads: most reads.
+        small_bytes: most bytes of small tensors.
+    """
 
     reads: int
     small_bytes: int
 
     @classmethod
     def of_files(cls, files: int) -> Budget:
-        """Each file's share of the budget of all files."""
+        """The budget of each of `files` files, which share the limits for all files."""
         return cls(
             max(LEAST_READS, min(MOST_READS, ALL_READS // files)),
             max(LEAST_SMALL_BYTES, min(MOST_SMALL_BYTES, ALL_SMALL_BYTES // files)),
@@ -76,13 +85,14 @@ class Budget:
 
 
 def sampled_identity(path: Path) -> str:
-    """A digest of samples of the weights in a file or folder. For a safetensors file the samples are the header, every
-    tensor of up to 64 KiB, and 4 KiB of every other tensor; for another file, 64 evenly spread samples. Names and sizes
-    are included, too.
+    """A text with a digest of samples of the weights in a file or folder, and of the files' names and sizes.
+
+    The samples of a safetensors file are its header and, as far as the file's budget allows, every tensor of up to
+    64 KiB and 4 KiB of every larger tensor. The samples of any other file are about 64 pieces of 4 KiB, spread evenly.
 
     Raises:
-        ConfigError: the folder holds no weights that we know, or a file, which the message names, is damaged or cannot
-            be read.
+        ConfigError: the folder holds no weights of a known format, or a file, which the message names, is damaged or
+            cannot be read.
     """
     try:
         files = weight_files(path)
@@ -117,15 +127,20 @@ def _sample_file(file: Path, budget: Budget) -> bytes:
 
 
 def even_runs(size: int) -> list[SampledRun]:
-    """Samples spread evenly over a file, its end among them."""
+    """Samples spread evenly over a file of `size` bytes, and one at its end."""
     step = max(SAMPLE_BYTES, size // EVEN_SAMPLES)
     runs = [SampledRun(start, min(start + SAMPLE_BYTES, size)) for start in range(0, size, step)]
     return [*runs, SampledRun(max(0, size - SAMPLE_BYTES), size)]
 
 
 def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> list[SampledRun]:
-    """The runs to read from a file with these tensors: small tensors whole, and from each other tensor a sample at a
-    place that depends on its name. If the budget is too small for all, evenly chosen ones of each kind are read.
+    """The ranges of bytes to read from a file: each small tensor completely, and one sample of each larger tensor, at
+    an offset that depends on the tensor's name. If the budget does not suffice for all, evenly chosen ranges of each
+    kind are read.
+
+    Args:
+        tensors: name and range of each tensor in the file.
+        budget: the limits for the file.
     """
     small = _together(
         sorted((run for _, run in tensors if len(run) <= SMALL_BYTES), key=lambda run: run.start)
@@ -138,7 +153,7 @@ def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> li
 
 
 def _together(runs: Sequence[SampledRun]) -> list[SampledRun]:
-    """The runs in order, with neighbours joined."""
+    """The ranges, which must be sorted, with neighbours joined (see GAP_BYTES and MOST_RUN_BYTES)."""
     joined: list[SampledRun] = []
     for run in runs:
         if (
@@ -159,14 +174,15 @@ def _sample_of(name: str, run: SampledRun) -> SampledRun:
 
 
 def _spread(items: Sequence[Chosen], most: int) -> list[Chosen]:
-    """At most `most` of the items, evenly chosen."""
+    """At most `most` of the items, chosen at even distances."""
     if len(items) <= most:
         return list(items)
     return [items[number * len(items) // most] for number in range(most)]
 
 
 def _read_header(file: Path, descriptor: int, size: int) -> bytes:
-    """
+    """The length field and header of a safetensors file.
+
     Raises:
         ConfigError: the file is not a complete safetensors file.
     """
@@ -178,7 +194,7 @@ def _read_header(file: Path, descriptor: int, size: int) -> bytes:
 
 
 def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, SampledRun]]:
-    """Name and place of every tensor.
+    """Name and range of bytes of every tensor in a safetensors file.
 
     Raises:
         ConfigError: the header is malformed, or a tensor's offsets are impossible.

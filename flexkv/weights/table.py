@@ -1,5 +1,5 @@
-"""A node's table of weights files, with their digests and the states that they had. No process of the node reads a file
-again that has not changed since.
+"""A node's table of weights files, with each file's digest and the state in which it was read. Thanks to the table, a
+process need not read a file that another process on the node has read and that has not changed since.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ logger = get_logger(__name__)
 
 TABLE_NAME = "weights.json"
 LOCK_NAME = "weights.lock"
-"""Name of the table's own lock; a process that reads weights takes a lock of another name."""
+"""Name of the lock file for changes of the table. The locks for reading weights have different names; see
+`lock_name`."""
 
 VERSION = 1
 
 MOST_FILES = 4096
-"""The most rows of the table; the oldest row is dropped first."""
+"""Most rows of the table; the oldest row is dropped first."""
 
 MOST_TABLE_BYTES = 16 << 20
 
 LOCK_RETRY_S = 0.1
 
 TABLE_LOCK_WAIT_S = 10.0
-"""How long an entry may wait for the table's lock, which others hold for milliseconds."""
+"""Seconds that `enter` waits for the table's lock. Other processes hold it only for milliseconds."""
 
 YOUNG_NS = 2_000_000_000
-"""A file that changed this shortly before it was read is not entered: a file system with a coarse clock could give the
-next change the same time.
+"""A file that changed less than this many nanoseconds before it is entered is not entered, because a file system with a
+coarse clock could give the next change the same time.
 """
 
 Known = Mapping[str, tuple[FileState, str]]
-"""The state that a file had and its digest, by the file's real path."""
+"""The state in which a file was read, and the file's digest, by the file's real path."""
 
 
 class WeightsTable:
     """The table in one folder.
 
     Args:
-        folder: created when the first lock in it is taken.
+        folder: path of the folder, which is created when the first lock in it is taken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +61,7 @@ class WeightsTable:
         self.path = folder / TABLE_NAME
 
     def known(self, files: Mapping[Path, FileState]) -> dict[Path, str]:
-        """Digests of the files that still have the state in which they were read."""
+        """The digests of those files that are in the table and still have the state in which they were read."""
         table = self._read()
         found = {path: table.get(os.path.realpath(path)) for path in files}
         return {
@@ -68,11 +69,12 @@ class WeightsTable:
         }
 
     def __len__(self) -> int:
-        """How many files the table names."""
+        """Number of files in the table."""
         return len(self._read())
 
     def enter(self, path: Path, state: FileState, digest: str) -> None:
-        """Enters a file that was just read. If the table cannot be written, the next start reads the file again."""
+        """Adds a file that was just read to the table. If the table cannot be written, logs a warning; the next start
+        then reads the file again."""
         if state.changed_ns > time.time_ns() - YOUNG_NS:
             return
         with self._lock(LOCK_NAME, TABLE_LOCK_WAIT_S, threading.Event()) as locked:
@@ -99,7 +101,7 @@ class WeightsTable:
             logger.warning("%s: %s; the next start reads %s again", self.path, error.strerror, path)
 
     def _read(self) -> Known:
-        """The table's rows; none if it is damaged, which only costs reading the weights again."""
+        """The table's rows; none if there is no table or it is damaged. The weights are then read again."""
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(MOST_TABLE_BYTES))
@@ -114,9 +116,10 @@ class WeightsTable:
 
     @contextmanager
     def reading(self, files: Iterable[Path], wait_s: float, stop: threading.Event) -> Iterator[None]:
-        """Takes the lock for reading these files, so that other processes wait before they read them; processes that
-        read other files do not wait. The kernel frees the lock when the process ends. If the folder cannot be written,
-        or another process has held the lock for `wait_s` seconds, continues without the lock.
+        """A context that holds the lock for reading these files. Other processes wait for it before they read the same
+        files; processes that read different files do not wait. The kernel frees the lock when the process exits. If the
+        folder cannot be written, or another process still holds the lock after `wait_s` seconds, the context is entered
+        without the lock.
 
         Raises:
             StoppedError: `stop` was set.
@@ -133,7 +136,12 @@ class WeightsTable:
 
     @contextmanager
     def _lock(self, name: str, wait_s: float, stop: threading.Event) -> Iterator[bool]:
-        """Waits up to `wait_s` seconds for a lock; yields whether we have it, or no process can."""
+        """A context that waits up to `wait_s` seconds for a lock. Yields True if this process has the lock or locking
+        is impossible in the folder; False if another process holds the lock.
+
+        Raises:
+            StoppedError: `stop` was set.
+        """
         try:
             make_folders(self.folder)
             descriptor = open_private(self.folder / name, os.O_RDWR | os.O_CREAT)
@@ -164,7 +172,7 @@ class WeightsTable:
 
 
 def lock_name(files: Iterable[Path]) -> str:
-    """Name of the lock for reading these files: the same in every process that reads them."""
+    """Name of the lock file for reading these files; it is the same in every process that reads the same files."""
     names = sorted(os.fsencode(os.path.realpath(file)) for file in files)
     digest = hashlib.sha256(b"".join(len(name).to_bytes(8, "little") + name for name in names))
     return f"weights-{digest.hexdigest()[:16]}.lock"

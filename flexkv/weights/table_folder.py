@@ -16,25 +16,26 @@ from flexkv.storage.private_files import FOLDER_MODE, OTHERS, make_folders
 logger = get_logger(__name__)
 
 HOME_CACHE = Path("~/.cache/flexkv")
-"""Folder for engines without a disk tier; it has a folder per node, because nodes may share a home."""
+"""Folder that is used if the engine has no disk tier. It has a folder for each node, because nodes may share a home
+folder."""
 
 MACHINE_ID = Path("/etc/machine-id")
 
 
 def table_folder(folders: Sequence[str]) -> Path | None:
-    """The first folder of the disk tier that exists; else the node's folder in the user's cache; else a temporary
-    folder that only this user can have created; else None.
+    """The folder for the table: the first of the disk tier's `folders` that exists; otherwise the node's folder in
+    HOME_CACHE; otherwise a temporary folder that belongs to this user alone. None if none of them can be used.
     """
     for folder in map(Path, folders):
-        with suppress(OSError):  # Python 3.11 raises if a folder above may not be entered
+        with suppress(OSError):  # in Python 3.11, is_dir() raises if a parent folder may not be entered
             if folder.is_dir():
                 return folder
     return _in_home() or _in_temporary()
 
 
 def node_name() -> str:
-    """A name that stays the same from start to start and differs on every node. It is made from the machine's id, or
-    from the host's name if there is no id, as in many containers.
+    """A name that is the same at every start and differs between nodes. It is made from the machine's id or, if there
+    is no id, as in many containers, from the host's name.
     """
     found = ""
     with suppress(OSError):
@@ -43,7 +44,7 @@ def node_name() -> str:
 
 
 def _in_home() -> Path | None:
-    with suppress(OSError, RuntimeError):  # for example, this user has no home
+    with suppress(OSError, RuntimeError):  # for example, this user has no home folder
         folder = HOME_CACHE.expanduser() / node_name()
         make_folders(folder)
         if os.access(folder, os.W_OK | os.X_OK):
