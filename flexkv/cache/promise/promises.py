@@ -481,7 +481,7 @@ class Promises:
         if not self._limits.asks_again:
             self.line.forget(request_id)
         for order in self._tables.access_orders.pop_orders(request_id):
-            # Lookups and loads do not mark blocks as used, so that a request counts as one hit of a block.
+            # Hits are counted here and not by each lookup or load, so that a request is one hit of a block.
             self._tables.hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:

@@ -1,1 +1,1 @@
-"""Which blocks of an engine's requests are offered to the cache, and when: one planner for all engines."""
+"""Decides which blocks of an engine's requests are offered to the cache, and when. All engines share these planners."""

@@ -1,7 +1,7 @@
-"""Contracts of store planning: what an adapter reports about its requests, a step and the engine's pool, and a store
-planner's answers.
+"""Contracts of store planning: what an adapter reports about requests, steps and the engine's pool, and what a store
+planner returns.
 
-An adapter says which tokens of a request are certain, which blocks the engine is about to take back, and what a step
+An adapter reports which tokens of a request are certain, which blocks the engine is about to reuse, and what a step
 computes. A planner (`planner.py`) decides which blocks are offered to the cache manager, and when.
 """
 
@@ -24,10 +24,10 @@ from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
 
 GROUP = 0
-"""The group number in all keys. Groups are told apart by their namespaces instead."""
+"""The group number that all keys contain. The keys of different groups differ by their namespaces instead."""
 
 BlocksByGroup = Sequence[Sequence[int]]
-"""The engine's blocks of one request, by KV group in the order of the unit's groups."""
+"""The engine's blocks of one request, one sequence per KV group, in the order of the unit's groups."""
 
 
 class StoreGroup(Protocol):
@@ -45,7 +45,7 @@ class BlockKeySource(Protocol):
     """Makes the keys of one request's blocks in one KV group."""
 
     def keys(self) -> Keys:
-        """Keys of all whole blocks whose tokens are known, shape [blocks, KEY_BYTES]. Costs O(new blocks)."""
+        """Returns the keys of all whole blocks whose tokens are known, shape [blocks, KEY_BYTES]. O(new blocks)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +54,12 @@ class BlockTable:
 
     Attributes:
         keys: makes the keys of the blocks.
-        ids: the engine's blocks, in order, as the engine gave them; 0 if it gave none. A block that has left the window
-            stays in the list, although the engine has taken it back.
-        cursor: all blocks before this index are stored, being stored, or not to be stored.
-        has_pending: blocks from the cursor on are certain (see `StoreRequest.certain`), but there was no room for them
-            yet.
+        ids: numbers of the engine's blocks, in order, as the engine reported them; 0 where it reported none. A block
+            that has left the window stays in the list although the engine may have reused it.
+        cursor: index of the first block that still has to be offered; all blocks before it are stored, in flight, or
+            not to be stored.
+        has_pending: whether blocks from the cursor on are certain (see `StoreRequest.certain`) but could not be stored
+            yet, because there were no slots or queue entries for them.
     """
 
     keys: BlockKeySource
@@ -67,7 +68,7 @@ class BlockTable:
     has_pending: bool = False
 
     def blocks(self, first: int, end: int) -> BlockIds:
-        """Engine block ids of blocks [first, end), int32."""
+        """Returns the engine's numbers of blocks [first, end), int32."""
         return np.array(self.ids[first:end], dtype=np.int32)
 
 
@@ -75,33 +76,33 @@ class BlockTable:
 class StoreRequest(ABC):
     """A planner's record of one live request.
 
-    The tokens of a request in one step, from its first on, and who owns their KV:
+    The tokens of a request in one step, from its first on, and which forward passes compute their KV:
 
         0            computed             step_end
         |  earlier    |  this step's       |  later
-        |  forwards   |  forward           |  forwards
+        |  passes     |  pass              |  passes
         |.............................|
-                                   certain: before it, KV is computed and accepted. Drafts of the step, and the token
-                                   that it samples, come after it.
+                                   certain: the KV of all tokens before it is computed and accepted. Drafts of the step
+                                   and the token that it samples come after it.
 
     Attributes:
         tables: one block table per KV group, in the order of the unit's groups.
         kept_out: tokens that the caller keeps out of the cache.
-        settings: the settings that the caller gave.
-        stale: the request's KV was computed with weights that have been replaced, or from a failed load that the engine
-            did not take back; none of it may be stored.
-        suspect_from: index of the first group's first block that was computed from a failed load and not recomputed
-            yet.
-        own_from: index of the first group's first block that did not come from the engine's own prefix cache.
+        settings: the caller's settings for the request.
+        stale: whether none of the request's KV may be stored, because it was computed with replaced weights, or from a
+            failed load whose blocks the engine does not compute again.
+        suspect_from: in the first group, index of the first block that was computed from a failed load and not computed
+            again yet; None if there is no such block.
+        own_from: in the first group, index of the first block that did not come from the engine's own prefix cache.
         computed: number of tokens before those that the step computes.
         step_end: number of tokens up to the last one that the step computes.
-        certain: number of tokens whose KV is computed and accepted once the step has run, as far as `settings` allow
-            them to be stored.
-        reached_tokens: boundaries up to here have been stored or skipped; see `Boundaries`. With states, the last
-            boundary that was stored.
-        states_at: the last boundary at which a step of the engine ended: the request's table has its state.
-        next_offer: a number recorded by the planner: while `certain` is smaller, there is no block to offer. Code that
-            sets a cursor back or changes the prompt must set it to 0.
+        certain: number of leading tokens that are certain after the step and that `settings` allow to be stored.
+        reached_tokens: the boundaries up to this number of tokens were stored or skipped; see `Boundaries`. For a model
+            with states, the last boundary that was stored.
+        states_at: the last boundary at which a step of the engine ended, so that the request's table has the states
+            there.
+        next_offer: while `certain` is smaller than this number, the planner has no block to offer. Code that sets a
+            cursor back or changes the prompt must set this to 0.
     """
 
     request_id: str
@@ -127,30 +128,31 @@ class StoreRequest(ABC):
     @property
     @abstractmethod
     def leading_shared(self) -> int:
-        """Number of the request's leading tokens that other requests had too, as far as is known."""
+        """Number of the request's leading tokens that earlier requests are known to have had too."""
 
     @abstractmethod
     def tail_key(self, tokens: int) -> Keys | None:
-        """The key of the block that the first `tokens` tokens begin but do not fill, shape [1, KEY_BYTES]; None if such
-        a block has no key.
+        """Returns the key of the partial block in which the request's first `tokens` tokens end, shape [1, KEY_BYTES];
+        None if it has no key.
         """
 
     @property
     @abstractmethod
     def has_own_names(self) -> bool:
-        """Whether the engine's hash of a block fails to identify the block's content, so that `key_part` is needed."""
+        """Whether the engine's hash of a block does not identify the block's content, so that keys of this request's
+        blocks must be made from `key_part`."""
 
     @abstractmethod
     def key_part(self, block: int, block_hash: bytes) -> tuple[bytes, bytes]:
-        """The namespace and the engine's key from which the key of a block of the first group is made.
+        """Returns the namespace and the engine's key from which the key of a block of the first group is made.
 
         Args:
             block: index of the block in the request.
-            block_hash: the pool's hash of the block.
+            block_hash: the hash that the engine's pool has for the block.
         """
 
     def storable(self, tokens: int) -> int:
-        """How many of the request's first `tokens` tokens its settings allow to be stored."""
+        """Returns how many of the request's first `tokens` tokens may be stored by its settings."""
         most = self.settings.max_store_tokens
         return tokens if most is None else min(tokens, most)
 
@@ -161,23 +163,22 @@ class StoreRequest(ABC):
 
 
 class StepBlocks(Protocol):
-    """The engine's data on its blocks in one step; needed only if a group's rule is window, chunk or
-    state."""
+    """What the engine reports about its blocks in one step. Needed only for groups of windows, chunks or states."""
 
     def blocks(self, request_id: str) -> BlocksByGroup | None:
-        """The request's present blocks; None if the engine does not give them."""
+        """Returns the request's current blocks; None if the engine does not report them."""
 
     def states(self, request_id: str) -> Iterable[tuple[int, int, int]]:
-        """The states that the engine hands over: (group, block, number of tokens that the states cover)."""
+        """Returns the states that the engine hands over: (group, block, number of tokens that the states cover)."""
 
 
 class StoreOrders(Protocol):
-    """Stores that a step carries out.
+    """The stores of one step.
 
     Attributes:
-        early: stores of blocks that were complete before the step; submitted before its forward pass.
-        stores: stores of blocks that the step's forward pass completes; submitted after it.
-        settled: stores of blocks that the forward pass only reads; submitted with `stores`.
+        early: stores that are submitted before the step's forward pass, of blocks that were complete before the step.
+        stores: stores that are submitted after the forward pass, of blocks that it completes.
+        settled: stores that are submitted together with `stores`, of blocks that the forward pass only reads.
     """
 
     early: list[TransferGraph]
@@ -186,25 +187,26 @@ class StoreOrders(Protocol):
 
 
 class StoreEvents(Protocol):
-    """Is notified of planned stores, to publish events when their blocks become visible."""
+    """An object that is notified of planned stores, so that it can publish events when the blocks become visible."""
 
     def planned(self, request: StoreRequest, group: int, plan: StorePlan, first_block: int) -> None: ...
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None: ...
 
 
 class PoolBlock(NamedTuple):
-    """A whole block of the engine's pool, and the pool's hash of it."""
+    """A whole block of the engine's pool, and the hash that the pool has for it."""
 
     number: int
     block_hash: bytes
 
 
 class HeldBlocks:
-    """Blocks of an ended request that wait for a copy.
+    """Blocks of an ended request that wait to be stored.
 
     Attributes:
-        lost: blocks that the engine has reused since, or dropped in a reset.
-        was_reset: the engine has reset its pool since.
+        block_ids: the engine's numbers of the blocks.
+        lost: the blocks among them that the engine has reused, or dropped in a reset, since the request ended.
+        was_reset: whether the engine has reset its pool since the request ended.
     """
 
     __slots__ = ("block_ids", "lost", "was_reset")
@@ -216,13 +218,13 @@ class HeldBlocks:
 
 
 class StoreWatch:
-    """A planner's calls to the engine's pool.
+    """Watches engine blocks that are being stored, or that wait for it, for reuse by the engine.
 
-    An adapter overrides this if the engine reports which blocks it reuses. This class itself serves an engine that does
-    not report it: its stores end inside the step that computed their blocks, so no block is reused meanwhile.
+    Adapters of engines that report which blocks they reuse override this class. The class itself is for engines that do
+    not report it. Their stores end within the step that computed the blocks, so no block is reused meanwhile.
 
     Attributes:
-        ops: stores in flight, and their blocks.
+        ops: by op number, the engine blocks of each store in flight.
     """
 
     def __init__(self) -> None:
@@ -232,101 +234,110 @@ class StoreWatch:
 
     @property
     def room(self) -> int:
-        """Number of further blocks that may have a store in flight although no request holds them."""
+        """How many more blocks that no request holds may be in stores in flight."""
         return 1 << 31
 
     def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
-        """Watches blocks that a live request holds.
+        """Watches the blocks of a store in flight that a request holds or is about to lose.
 
         Args:
-            holder: the request if it holds the blocks until `release`; None if the engine may take them back before.
+            holder: id of the request if it holds the blocks until `release`; None if the engine may reuse them earlier.
         """
         self.ops[op_id] = blocks
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches blocks that no request holds, and that keep their hash until the engine reuses them."""
+        """Watches the blocks of a store in flight that no request holds. They keep their hash until the engine reuses
+        them."""
         self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches blocks of a hold that are `still_held`."""
+        """Watches the blocks of a store in flight that are among held blocks and `still_held`."""
         self.ops[op_id] = blocks
 
     def release(self, holder: str) -> None:
-        """Called when a request no longer holds its blocks, or is about to lose them: they count towards `room`."""
+        """Called when a request no longer holds its blocks or is about to lose them. From then on they count against
+        `room`."""
 
     def end(self, op_id: OpId) -> None:
         """Stops watching the blocks of a store that has ended on every rank."""
         self.ops.pop(op_id, None)
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        """Takes the blocks reused since the last call: op -> positions in the op."""
+        """Returns the blocks that the engine has reused since the last call: by op number, their positions in the op."""
         return {}
 
     # --- blocks that wait for a store ---
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
-        """Watches blocks that a request is about to lose, until `end_hold`. The engine may take them at any time."""
+        """Watches blocks that a request is about to lose, until `end_hold`. The engine may reuse them at any time."""
         raise ContractError("this connector does not hear which blocks the engine hands out")
 
     def end_hold(self, held: HeldBlocks) -> None:
         """Stops watching held blocks."""
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """Number of leading blocks that are still watched."""
+        """Returns how many of the leading blocks are still watched."""
         return 0
 
     # --- the pool ---
 
     def has_cached(self, block_hash: bytes) -> bool:
-        """Whether the engine's own prefix cache has a block with this hash, as far as is known."""
+        """Whether the engine's own prefix cache is known to have a block with this hash."""
         return False
 
     def hash_of(self, block: int) -> bytes | None:
-        """The pool's hash of a block; None if it has none, or none is known."""
+        """Returns the hash that the pool has for a block; None if it has none or the hash is not known."""
         return None
 
     def hashes(self) -> dict[int, bytes]:
-        """Blocks in the engine's own prefix cache, and their hashes, as far as is known."""
+        """Returns the hash of each block that is known to be in the engine's own prefix cache, by block number."""
         return {}
 
     @property
     def free_head(self) -> tuple[int, int]:
-        """The block that the engine will reuse next (-1: none), and the number of free blocks: they show whether the
-        free blocks have changed.
+        """The block that the engine will reuse next (-1 if none), and the number of free blocks. If neither has
+        changed, the free queue is taken to be unchanged.
         """
         raise ContractError("this connector is not given the engine's block pool")
 
     def free_blocks(self, count: int) -> list[PoolBlock]:
-        """Those of the next `count` blocks to be reused that are whole and have a hash, in that order."""
+        """Returns, of the `count` blocks that the engine will reuse next, those that are whole and have a hash, in the
+        order of reuse."""
         raise ContractError("this connector is not given the engine's block pool")
 
     def whole_blocks(self, block_ids: Sequence[int]) -> list[PoolBlock]:
-        """Those of these blocks that are whole and have a hash."""
+        """Returns those of these blocks that are whole and have a hash."""
         raise ContractError("this connector is not given the engine's block pool")
 
     def engine_key(self, block_hash: bytes) -> bytes:
-        """The engine's key of a block, as in `EngineKeyChain`, from the pool's hash of it."""
+        """Converts the hash that the pool has for a block to the engine's key of the block, for `EngineKeyChain`."""
         return block_hash
 
     def close(self) -> None:
-        """Ends the watch, even if stores are under way."""
+        """Ends the watch, even if stores are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """A planner's inputs: the parts of one engine's scheduler, and its facts.
+    """A planner's inputs: parts of one engine's scheduler, and facts about the engine and the unit.
 
     Attributes:
-        alignment_tokens: every hit is a multiple of this many tokens.
-        states_handed_over: a request's table may hold states that end within a block, so only the engine knows which
-            block holds which state; see `StepBlocks.states`.
+        manager: the cache manager to which blocks are offered.
+        watch: watches engine blocks for reuse.
+        counters: counts pages that are not stored.
+        events: notified of planned stores; None if no events are published.
+        groups: the engine's KV groups.
+        alignment_tokens: the number of tokens of every hit is a multiple of it.
+        states_handed_over: whether the engine says which block has which state (`StepBlocks.states`), because a
+            request's table may have states that end within a block.
         namespace: namespace of the keys of requests without `has_own_names`, 32 bytes.
-        queue_ops: `transfer.queue_ops`.
-        slots: slots of host memory.
-        has_tiers: there are tiers behind host memory.
-        is_busy: whether these tiers have work.
-        step_tokens: most tokens that the engine computes in one step.
-        ends_in_step: stores end in the step that computed their blocks.
+        settings: the settings of the section `store`.
+        queue_ops: number of entries in a rank's queue (`transfer.queue_ops`).
+        slots: number of host slots.
+        has_tiers: whether there are tiers behind host memory.
+        is_busy: returns whether these tiers have work.
+        step_tokens: maximum number of tokens that the engine computes in one step.
+        ends_in_step: whether stores end in the step that computed their blocks.
     """
 
     manager: CacheManager

@@ -1,12 +1,12 @@
-"""Decides at which lengths a hybrid engine's requests can be resumed later, and which pages of windows, chunks and
-recurrent states that needs.
+"""Decides at which lengths (boundaries) later requests can resume a hybrid model's prompt, and which pages of windows,
+chunks and recurrent states must be stored for that.
 
-A page of such a group is useful only near the end of a hit, so it is stored only where a hit may end: at the end of a
-prompt and of a request, every `store.checkpoint_tokens` before that, and where prompts have diverged before.
+Such a page is useful only near the end of a hit, so it is stored only where a hit may end: at the end of a prompt, at
+the end of a request, every `store.checkpoint_tokens` before that, and where earlier prompts have diverged.
 
-A model with recurrent states can be resumed only where a step of the engine has ended: after a step that ends with
-block `p`, entry `p` of the request's table holds the state there, until vLLM frees it. In some modes vLLM writes states
-of other lengths into the table; the only boundaries are then those that vLLM hands over (`boundary_state_offloads`).
+With recurrent states, a hit can end only where a step of the engine has ended. After a step that ends with block `p`,
+entry `p` of the request's table is the block with the state, until vLLM frees it. In some modes vLLM puts states of
+other lengths in the table. Boundaries are then only those that vLLM hands over (`boundary_state_offloads`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flexkv.facts.keys import Rule
 
 LEAST_CHECKPOINT_TOKENS = 4096
 CHECKPOINT_WINDOWS = 8
-"""By default two checkpoints are this many times the largest window apart, and at least LEAST_CHECKPOINT_TOKENS. So a
-group whose rule is window stores at most an eighth of a long prompt's pages."""
+"""The default distance between two checkpoints is this many times the largest window, and at least
+LEAST_CHECKPOINT_TOKENS. So a group of windows stores at most about an eighth of a long prompt's pages."""
 
 StateBlocks = Mapping[int, int]
-"""For one boundary: a group whose rule is state -> the engine block that holds its states. Empty where the engine hands
-none over: the blocks are then in the request's own tables."""
+"""For one boundary, the engine block with the states of each STATE group, by group. Empty if the engine hands over no
+states; their blocks are then in the request's own tables."""
 
 NO_STATES: StateBlocks = {}
 
@@ -32,14 +32,14 @@ class Boundaries:
     """The boundaries of one engine: lengths at which hits on its requests may end.
 
     Args:
-        alignment_tokens: every hit is a multiple of this many tokens.
-        checkpoint_tokens: distance between checkpoints; None for a default by the largest window. It is rounded up to a
-            multiple of the alignment.
+        alignment_tokens: the number of tokens of every hit is a multiple of it.
+        checkpoint_tokens: tokens from one checkpoint to the next, rounded up to a multiple of the alignment; None for
+            the default.
 
     Attributes:
-        groups: the groups of windows, chunks and states, by their index among the unit's groups.
-        has_states: the model has recurrent states, so a hit ends only where a step of the engine has ended.
-        handed_over: the engine names the boundaries of its steps, and the blocks that hold the states there.
+        groups: the groups of windows, chunks and states, by number.
+        has_states: whether the model has recurrent states, so that hits end only where a step of the engine has ended.
+        handed_over: whether the engine hands over the boundaries at which it has states, with the states' blocks.
         checkpoint_tokens: tokens from one checkpoint to the next.
     """
 
@@ -61,14 +61,14 @@ class Boundaries:
         self.checkpoint_tokens = -(-checkpoint_tokens // self._alignment) * self._alignment
 
     def between(self, after: int, end: int, prompt_tokens: int, shared_tokens: int = 0) -> Iterator[int]:
-        """The boundaries in (after, end] of a request without states, ascending: checkpoints, the last boundary of the
-        prompt, and the last boundary of the tokens that it shares with others.
+        """Yields the boundaries in (after, end] of a request without states, ascending: the checkpoints, the last
+        boundary in the prompt, and the last boundary in the tokens that earlier requests had too.
 
         The last token of a prompt is always computed, so a hit on the same prompt ends before it.
 
         Args:
-            shared_tokens: number of leading tokens that other requests had too. Pages that end there serve the next
-                request that diverges there.
+            shared_tokens: number of leading tokens that earlier requests had too. Pages that end there are useful to
+                the next request that diverges there.
         """
         first = after // self.checkpoint_tokens + 1
         checkpoints = range(first * self.checkpoint_tokens, end + 1, self.checkpoint_tokens)
@@ -76,10 +76,11 @@ class Boundaries:
         yield from sorted({*checkpoints, *(other for other in others if after < other <= end)})
 
     def among(self, offers: Iterable[tuple[int, int, int]]) -> list[tuple[int, StateBlocks]]:
-        """The boundaries at which the engine hands over the states of every group, ascending, with their blocks.
+        """Returns the boundaries at which the engine hands over the states of all STATE groups, ascending, each with
+        the blocks of the states.
 
         Args:
-            offers: the engine's offers for one request: (group, block, number of tokens that the states cover).
+            offers: states that the engine hands over for one request: (group, block, number of tokens that they cover).
         """
         found: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
@@ -88,14 +89,15 @@ class Boundaries:
         return [(tokens, found[tokens]) for tokens in sorted(found) if found[tokens].keys() == self._states]
 
     def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
-        """Whether states at a boundary are worth a store.
+        """Whether the states at a boundary should be stored.
 
-        In a prompt, they are at its last boundary, at the end of the tokens that it shares with others, and at others
-        `checkpoint_tokens` apart. In an answer they always are, because its last boundary is not known yet.
+        In a prompt, they are stored at its last boundary, at the last boundary in the tokens that earlier requests had
+        too, and at boundaries at least `checkpoint_tokens` apart. In generated tokens they are always stored, because
+        the last boundary is not known yet.
 
         Args:
             after: the last boundary whose states were stored.
-            shared_tokens: as for `between`.
+            shared_tokens: number of leading tokens that earlier requests had too.
         """
         if boundary <= after:
             return False
@@ -109,30 +111,31 @@ class Boundaries:
         return tokens % self._alignment == 0
 
     def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
-        """Whether pages that end at a boundary serve only a request that diverges at a point where no other has
-        diverged yet.
+        """Whether pages that end at a boundary are useful only to a request that diverges where no request has diverged
+        before.
 
-        Neither the same prompt nor the next turn ends a hit there, and a hit on the whole prompt needs no such page.
+        This is so if no hit of the same prompt or of the conversation's next turn ends there, and a hit on the whole
+        prompt needs none of these pages.
         """
         of_prompt = self.last_before(prompt_tokens - 1)
         if boundary == self.last_before(shared_tokens):
             return False
         if boundary >= of_prompt:
-            # It is not known yet which of an answer's states will be the last.
+            # Any state in the generated tokens may turn out to be the last, at which the next turn's hit ends.
             return boundary > of_prompt and not self.has_states
         return all(
             pages_at(group, boundary)[1] <= pages_at(group, of_prompt)[0] for group in self.groups.values()
         )
 
     def last_before(self, tokens: int) -> int:
-        """The last boundary of at most `tokens` tokens."""
+        """Returns the last boundary within the first `tokens` tokens."""
         return max(0, tokens) // self._alignment * self._alignment
 
 
 def pages_at(group: StoreGroup, boundary: int) -> tuple[int, int]:
-    """The pages [first, end) that a hit of `boundary` tokens needs from a group whose rule is window, chunk or state.
+    """Returns the pages [first, end) that a hit of `boundary` tokens needs from a group of windows, chunks or states.
 
-    The rule is that of `GroupRule::first_page` in `csrc/index/group_rule.h`, which lookups use.
+    Lookups use `GroupRule::first_page` in `csrc/index/group_rule.h`, which must give the same pages.
     """
     end = boundary // group.block_tokens
     if group.rule is Rule.STATE:
@@ -143,7 +146,7 @@ def pages_at(group: StoreGroup, boundary: int) -> tuple[int, int]:
 
 
 def _reach_tokens(group: StoreGroup) -> int:
-    """The most tokens that the pages of a hit hold in this group."""
+    """Returns the maximum number of tokens in the pages that a hit needs from this group."""
     if group.rule is Rule.STATE:
         return group.block_tokens
     return group.reach if group.rule is Rule.CHUNK else group.reach * group.block_tokens

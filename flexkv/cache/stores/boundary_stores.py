@@ -1,5 +1,5 @@
-"""Eager stores of windows, chunks and states, at the boundaries that a step reaches. They cannot be stored later,
-because in the next step their first blocks may belong to another request.
+"""Eager stores of windows, chunks and states, at the boundaries that a step reaches. The pages cannot be stored later,
+because in the next step the engine may give some of their blocks to another request.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flexkv.transfer.graph import TransferGraph
 
 
 class BoundaryStores:
-    """Offers the pages of windows, chunks and states for a planner of eager stores.
+    """Plans the stores of windows, chunks and states for `EagerStores`.
 
     Attributes:
-        boundaries: where hits on the engine's requests may end.
+        boundaries: the lengths at which hits on the engine's requests may end.
     """
 
     def __init__(self, planner: RequestStores) -> None:
@@ -37,7 +37,7 @@ class BoundaryStores:
         )
 
     def plan(self, request: StoreRequest, step: StepBlocks) -> list[TransferGraph]:
-        """Plans stores of the pages that end at the boundaries which the step reaches."""
+        """Plans stores of the pages that end at the boundaries that the request reaches in this step."""
         self._note_end(request)
         reached = list(self._reached(request, step))
         if request.stale:
@@ -48,7 +48,7 @@ class BoundaryStores:
             return []
         prompt, shared = request.prompt_tokens, request.leading_shared
         spare = [self.boundaries.is_spare(boundary, prompt, shared) for boundary, _ in reached]
-        # Spare pages come last, because they may be dropped.
+        # Spare pages come last, so that they are dropped first if there are not enough slots.
         in_turn = sorted(zip(reached, spare, strict=True), key=lambda planned: planned[1])
         return [
             graph
@@ -64,12 +64,12 @@ class BoundaryStores:
         return self._plan_pages_at(request, boundary, blocks)
 
     def _note_end(self, request: StoreRequest) -> None:
-        """Records that the step's forward pass leaves the states of the tokens up to its end."""
+        """Records the end of the step as a boundary at which the request's table has the states after the step."""
         if self.boundaries.may_end_at(request.step_end) and not self.boundaries.handed_over:
             request.states_at = request.step_end
 
     def _reached(self, request: StoreRequest, step: StepBlocks) -> Iterator[tuple[int, StateBlocks]]:
-        """Records the boundaries that the step reaches; yields them, ascending, each with the blocks of its states."""
+        """Records and yields the boundaries that the step reaches, ascending, each with the blocks of its states."""
         reached, certain = request.reached_tokens, request.certain
         prompt, shared = request.prompt_tokens, request.leading_shared
         if not self.boundaries.has_states:
@@ -85,12 +85,12 @@ class BoundaryStores:
                 yield boundary, states
 
     def _with_states(self, request: StoreRequest, step: StepBlocks) -> list[tuple[int, StateBlocks]]:
-        """The boundaries whose states the engine has now, ascending, each with the blocks that hold the states. The
-        blocks are empty if the engine hands none over: they are then in the request's tables.
+        """Returns the boundaries whose states the engine has now, ascending, each with the blocks of the states. If the
+        engine does not hand over states, their blocks are in the request's tables and not returned.
         """
         if self.boundaries.handed_over:
             return self.boundaries.among(step.states(request.request_id))
-        # A block in the table does not prove that it holds a state: only a step that ended there has written one, and a
+        # Not every block in the table contains a state. Only a step that ended at the block has written one, and a
         # failed load leaves blocks in the table too.
         return [(request.states_at, NO_STATES)] if request.states_at <= request.certain else []
 
@@ -103,7 +103,7 @@ class BoundaryStores:
         spare: bool = False,
     ) -> list[TransferGraph]:
         """Plans stores of all windows, chunks and states that a hit of `boundary` tokens needs. Plans none if the
-        engine has given away one of these pages, without which no hit could end there."""
+        request no longer has the block of one of these pages, because a hit needs them all."""
         if request.stale or not boundary:
             return []
         pages: dict[int, tuple[int, list[int]]] = {}

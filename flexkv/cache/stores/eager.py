@@ -1,8 +1,8 @@
-"""Eager stores: each block of a prompt is offered as soon as the step that completes it is planned, generated blocks
-some at a time. Windows, chunks and states are offered at the boundaries that the step reaches (`boundary_stores.py`).
+"""Eager stores: each block of a prompt is offered as soon as the step that completes it is planned. Generated blocks
+are offered several at a time, windows, chunks and states at the boundaries of a step (`boundary_stores.py`).
 
-A block of full attention for which there is no room is pending: it is offered again at every step while its request
-lives, and then while it is held (`holds.py`). The pending blocks of each block table are a range, so they need no list.
+If there is no slot or queue entry for a block of full attention, the block is pending. It is offered again at every
+step while its request lives, and then while it is held (`holds.py`). The pending blocks of each table are a range.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PROBE_PAGES = 64
 PROBE_GROWTH = 4
-"""A request with pending pages first offers PROBE_PAGES of them, and PROBE_GROWTH times as many each time all found
-room. So a step without room makes one small offer, however many pages of however many requests are pending."""
+"""If a request has pending pages, the first offer of a step has PROBE_PAGES of them. If all got slots, the next offer
+has PROBE_GROWTH times as many. So if no slots are free, a step makes only one small offer, however many pages are
+pending."""
 
 
 class EagerStores(RequestStores):
     """Offers the certain blocks of every scheduled request.
 
-    With `store.mode` layerwise, a step's stores are copied layer by layer while its forward pass runs. If stores end in
-    the step (`StoreParts.ends_in_step`), blocks that no step stored are not stored at the request's end either, because
-    no hook names the blocks that the engine reuses.
+    With `store.mode` layerwise, a step's blocks are copied layer by layer while its forward pass runs. If stores end in
+    their step (`StoreParts.ends_in_step`), blocks that no step has stored are not stored at the request's end either,
+    because the engine does not report which blocks it reuses.
     """
 
     holds: Holds
@@ -47,17 +48,19 @@ class EagerStores(RequestStores):
         store = parts.settings
         self._boundary_stores = BoundaryStores(self)
         self._has_boundaries = bool(self._boundary_stores.boundaries.groups)
-        # Tails have no key in a group's namespace.
+        # Tails have keys only in a unit with one group of full attention.
         self._with_tails = store.partial_blocks and len(parts.groups) == 1 and not self._has_boundaries
         self._full_groups = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
-        # With a tier behind host memory, pages that are evicted from host memory are still cached.
+        # With tiers behind host memory, a request may store more pages than host memory has slots, because evicted
+        # pages are still cached.
         self._most_blocks = sys.maxsize if parts.has_tiers else parts.slots
         self._by_layer = store.mode == "layerwise"
-        # If stores end in their step, the rest is not stored at the request's end.
+        # If stores end in their step, blocks that wait for others would not be stored at the request's end, so each is
+        # offered alone.
         self._generated_blocks = 1 if parts.ends_in_step else store.generated_blocks
         self.holds = Holds(parts.manager, parts.watch, store.hold_s, parts.counters)
         self._full: set[int] = set()
-        """Groups that had no room for a page since the step began: none of their pages is offered again in the step."""
+        """Groups for which a page got no slot in this step; no more of their pages are offered in this step."""
 
     def plan_step(
         self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
@@ -67,11 +70,12 @@ class EagerStores(RequestStores):
             orders.early += self._plan_holds(idle)
         for request in requests:
             if self._has_boundaries:
-                # Windows go first, because they cannot be offered again, while blocks of full attention can.
+                # Windows, chunks and states are offered first, because they cannot be offered again later, while blocks
+                # of full attention can.
                 orders.stores += self._boundary_stores.plan(request, step)
             if request.certain < request.next_offer:
                 continue
-            # Forward passes of earlier steps wrote the KV of generated tokens. This step's forward pass only reads it.
+            # True if earlier steps have computed all certain tokens, so that this step's forward pass only reads them.
             settled = request.certain <= request.computed
             for graph in self._plan(request, request.request_id):
                 if settled:
@@ -81,15 +85,13 @@ class EagerStores(RequestStores):
             request.next_offer = self._next_offer(request)
 
     def preempted(self, request: StoreRequest) -> None:
-        """Counts pages for which there was no room until now: certain blocks were offered at every step, so these are
-        lost.
-        """
+        """Counts the request's pending pages as lost, because the engine takes their blocks."""
         self._watch.release(request.request_id)
         self._give_up(request, PageLoss.PREEMPTED)
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
-        """Plans stores of whole blocks that were generated since the last store, and of the tail. Pages of full
-        attention for which there is no room are held.
+        """Plans stores of the blocks that are not stored yet, of the tail, and of the pages at the last boundary.
+        Blocks of full attention that cannot be stored now are held.
         """
         if self.parts.ends_in_step:
             self._give_up(request, PageLoss.ENDED)
@@ -106,8 +108,8 @@ class EagerStores(RequestStores):
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Drops pending blocks of holds from the first of these on. Stores in flight need no action here: they belong
-        to requests, and their publishing is revoked by request.
+        """Drops the pending blocks of each hold from the first of these blocks on. Stores in flight are not affected:
+        the caller revokes them by request.
         """
         if self.holds:
             bad = set(blocks)
@@ -116,7 +118,8 @@ class EagerStores(RequestStores):
                     self.holds.cut(hold, group, bad, None)
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """Does nothing: a request offers its blocks once. The next request with the same tokens offers them again."""
+        """Does nothing, because a request does not offer a block again. The next request with the same tokens offers
+        it."""
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         self.holds.end_all(PageLoss.RESET)
@@ -125,10 +128,10 @@ class EagerStores(RequestStores):
     # --- whole blocks of full attention ---
 
     def _plan(self, request: StoreRequest, holder: str | None) -> list[TransferGraph]:
-        """Plans stores of certain whole blocks that are not stored yet, as far as there is room.
+        """Plans stores of certain whole blocks that were not offered yet, as many as slots and queue entries allow.
 
         Args:
-            holder: the request while it holds its blocks; None at its end.
+            holder: id of the request while it holds its blocks; None at its end.
         """
         graphs: list[TransferGraph] = []
         for group in self._full_groups:
@@ -156,7 +159,8 @@ class EagerStores(RequestStores):
         return graphs
 
     def _next_offer(self, request: StoreRequest) -> int:
-        """See `StoreRequest.next_offer`. For most requests of a step, this avoids a look at their tables."""
+        """Returns the new value of `StoreRequest.next_offer`, with which steps skip most requests without examining
+        their tables."""
         least = sys.maxsize
         for group in self._full_groups:
             table = request.tables[group]
@@ -167,15 +171,15 @@ class EagerStores(RequestStores):
         return least
 
     def _fewest(self, request: StoreRequest, group: int) -> int:
-        """The least number of blocks from the cursor on that are offered together: one for a prompt, several for
-        generated blocks, because a store costs a step as much for one block as for many.
+        """Returns the minimum number of blocks from the cursor on that are offered together: one in a prompt, several
+        in generated tokens, because a store of one block costs a step as much time as a store of many.
         """
         generated = request.tables[group].cursor >= request.prompt_tokens // self._groups[group].block_tokens
         return self._generated_blocks if generated else 1
 
     def _runs(self, request: StoreRequest, group: int, end: int) -> Iterator[tuple[int, int]]:
-        """The runs [first, end) of a group's blocks from the cursor to `end` that have no token that the caller keeps
-        out."""
+        """Yields the ranges [first, end) of a group's blocks between the cursor and `end` that contain no token that
+        the caller keeps out."""
         first, block = request.tables[group].cursor, self._groups[group].block_tokens
         while first < end:
             kept = request.kept_out.within(first * block, end * block)
@@ -185,11 +189,11 @@ class EagerStores(RequestStores):
             first = end if kept is None else min(end, -(-kept[1] // block))
 
     def _certain_end(self, request: StoreRequest, group: int) -> int:
-        """End of a group's whole blocks that are certain."""
+        """Returns the number of a group's leading whole blocks that are certain."""
         return min(request.certain // self._groups[group].block_tokens, len(request.tables[group].ids))
 
     def _end_of(self, request: StoreRequest, group: int) -> int:
-        """End of a group's blocks that are certain and have a key; 0 for a group that is not of full attention."""
+        """Returns the number of a group's leading blocks that are certain and have a key; 0 if it is not a FULL group."""
         if group not in self._full_groups:
             return 0
         table = request.tables[group]
@@ -199,7 +203,12 @@ class EagerStores(RequestStores):
     def _offer(
         self, request: StoreRequest, group: int, end: int, holder: str | None, held: bool = False
     ) -> list[TransferGraph]:
-        """Offers blocks from the cursor to `end`, and moves the cursor past all that need not be offered again."""
+        """Offers blocks from the cursor to `end`, and moves the cursor past those that need not be offered again.
+
+        Args:
+            holder: id of the request while it holds its blocks; None at its end.
+            held: whether a hold watches the blocks.
+        """
         table = request.tables[group]
         graphs: list[TransferGraph] = []
         fits = min(end, self._most_blocks)
@@ -230,21 +239,22 @@ class EagerStores(RequestStores):
             if (graph := self.note_plan(request, group, plan, first, holder, held)) is not None:
                 graphs.append(graph)
         if fits < end and table.cursor >= fits:
-            # The other blocks would evict the request's own earlier blocks, without which no hit reaches them.
+            # Host memory is full of this request's own blocks. Further blocks would evict earlier ones, without which
+            # no hit reaches them.
             self.count(end - table.cursor, PageLoss.NO_SLOT)
             table.cursor = end
         table.has_pending = table.cursor < end
         return graphs
 
     def _give_up(self, request: StoreRequest, reason: PageLoss) -> None:
-        """Counts the pending pages of a request whose blocks are lost."""
+        """Counts, under `reason`, the pages of a request that are not stored and whose blocks are lost."""
         for group in self._full_groups:
             for first, end in self._runs(request, group, self._end_of(request, group)):
                 self.count(end - first, reason)
 
     def _end_of_hold(self, request: StoreRequest, group: int) -> int:
-        """End of the pending blocks that are worth a hold. Counts the pending blocks after it as lost: no lookup
-        reaches blocks after one that the caller keeps out.
+        """Returns the end of the pending blocks that are held: the first block that the caller keeps out, if any. No
+        lookup reaches the blocks after it, so they are counted as lost.
         """
         runs = list(self._runs(request, group, self._end_of(request, group)))
         for first, end in runs[1:]:
@@ -254,13 +264,13 @@ class EagerStores(RequestStores):
     # --- ended requests ---
 
     def _plan_holds(self, idle: bool) -> list[TransferGraph]:
-        """Plans stores of the pending pages of ended requests, as far as there is room. Ends holds that have no pages
-        left or have expired."""
+        """Plans stores of the pending pages of ended requests, as many as slots and queue entries allow. Ends holds
+        that have no pages left or have expired."""
         graphs: list[TransferGraph] = []
         now_s = time.monotonic()
         for hold in self.holds:
             has_changed = self.holds.drop_lost(hold)
-            # Without room, each hold costs a step only a few comparisons.
+            # If no slot or queue entry is free, each hold costs a step only a few comparisons.
             if len(self._full) < len(self._full_groups) and self._watch.room > 0 and self.places > 0:
                 has_changed = True
                 for group in self._full_groups:
@@ -272,12 +282,12 @@ class EagerStores(RequestStores):
             elif now_s > hold.until_s:
                 self.holds.end(hold, PageLoss.HOLD_EXPIRED)
             elif idle and not graphs and not self._manager.inflight_ops() and not self.parts.is_busy():
-                # No copy is under way that could make room when it ends.
+                # No op is in flight whose end could free a slot or queue entry.
                 self.holds.end(hold, PageLoss.NO_SLOT)
         return graphs
 
     def _drop_unwatched(self, hold: Hold, group: int) -> None:
-        """Drops pending blocks whose watcher was replaced, because their reuse would go unnoticed."""
+        """Drops the pending blocks if they are no longer watched, because their reuse would go unnoticed."""
         table = hold.request.tables[group]
         if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
             self.holds.cut_at(hold, group, table.cursor, PageLoss.REUSED)
@@ -290,7 +300,7 @@ class EagerStores(RequestStores):
         if tokens == 0 or block >= len(request.block_ids):
             return None
         if request.certain == request.settings.max_store_tokens:
-            return None  # the rest of the block may hold tokens beyond the limit
+            return None  # The block may contain tokens beyond the limit.
         key = request.tail_key(request.certain)
         if key is None:
             return None

@@ -1,5 +1,5 @@
-"""Holds: pages of ended requests whose stores are pending. Their blocks stay in the engine's free queue until earlier
-copies have made room, for at most `store.hold_s`.
+"""Holds: blocks of ended requests that could not be stored yet. They are watched in the engine's free queue, for at
+most `store.hold_s` seconds, until slots and queue entries are free for them or the engine reuses them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from flexkv.observe import Counters, PageLoss
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """One ended request.
+    """The pending blocks of one ended request.
 
     Attributes:
-        ends: per KV group, the end of its pending blocks [`cursor`, end). Only groups of full attention have any.
-        blocks: per KV group, the watched blocks; None if none was pending.
-        numbers: per KV group, watched block -> its index in the request.
-        until_s: when the hold expires (`time.monotonic`).
+        request: the request.
+        ends: per KV group, the end of its pending blocks [`cursor`, end). Only FULL groups have pending blocks.
+        blocks: per KV group, the watched blocks; None if no block was pending.
+        numbers: per KV group, the index within the request of each watched block, by block number.
+        until_s: time at which the hold expires (`time.monotonic`).
     """
 
     request: StoreRequest
@@ -31,7 +32,7 @@ class Hold:
     until_s: float
 
     def pending(self, group: int) -> int:
-        """Number of pending pages of a group."""
+        """Returns the number of pending pages of a group."""
         return max(0, self.ends[group] - self.request.tables[group].cursor)
 
     @property
@@ -41,10 +42,11 @@ class Hold:
 
 
 class Holds:
-    """The holds of one engine, oldest first. Pages that leave a hold unstored are counted by reason.
+    """The holds of one engine, oldest first. Counts, by reason, the pages that are dropped without being stored.
 
-    A block is in one hold for each request that has left it, and each held block is in the engine's free queue or is
-    another request's prefix hit. So the engine's pool and `hold_s` bound the number of holds.
+    Several ended requests may have had the same block; each then has it in its hold. All held blocks are in the
+    engine's free queue or are used by other requests. So the size of the engine's pool and `hold_s` limit the number of
+    holds.
     """
 
     def __init__(self, manager: CacheManager, watch: StoreWatch, hold_s: float, counters: Counters) -> None:
@@ -64,8 +66,8 @@ class Holds:
         return iter(list(self._of_request.values()))
 
     def begin(self, request: StoreRequest, ends: Sequence[int]) -> None:
-        """Begins the hold of a request that is about to lose its blocks: in each table, those from the cursor to the
-        end in `ends` are pending."""
+        """Begins the hold of a request that is about to lose its blocks. The pending blocks of each group are those
+        from the table's cursor to the group's element in `ends`."""
         blocks = [
             self._watch.hold(table.ids[table.cursor : end]) if end > table.cursor else None
             for table, end in zip(request.tables, ends, strict=True)
@@ -79,8 +81,8 @@ class Holds:
         )
 
     def drop_lost(self, hold: Hold) -> bool:
-        """Drops the blocks that the engine has taken, and all blocks after them, which no hit could reach. Returns
-        whether the engine has taken any."""
+        """Drops the blocks that the engine has reused, and all blocks after these, which no hit could reach. Returns
+        whether the engine has reused any."""
         has_lost = False
         for group, blocks in enumerate(hold.blocks):
             if blocks is not None and blocks.lost:
@@ -90,9 +92,9 @@ class Holds:
         return has_lost
 
     def cut(self, hold: Hold, group: int, lost: set[int], reason: PageLoss | None) -> None:
-        """Drops a group's pending blocks from the first of `lost` on; counts them if there is a reason."""
+        """Drops a group's pending blocks from the first one in `lost` on, and counts them if there is a reason."""
         numbers, cursor, end = hold.numbers[group], hold.request.tables[group].cursor, hold.ends[group]
-        # Blocks before the cursor have been offered and stay watched.
+        # Blocks before the cursor are watched too, but they were already offered, so they are not pending.
         first = min(
             (number for block in lost if cursor <= (number := numbers.get(block, -1)) < end), default=end
         )
@@ -100,24 +102,25 @@ class Holds:
             self.cut_at(hold, group, first, reason)
 
     def cut_at(self, hold: Hold, group: int, number: int, reason: PageLoss | None) -> None:
-        """Drops a group's pending blocks from block `number` of the request on; counts them if there is a reason."""
+        """Drops a group's pending blocks from block `number` of the request on, and counts them if there is a reason."""
         if reason is not None:
             self.count(hold.ends[group] - number, reason)
         hold.ends[group] = number
 
     def end(self, hold: Hold, reason: PageLoss | None = None) -> None:
-        """Ends a hold, counts its pending pages if there is a reason, and ends the request in the manager."""
+        """Ends a hold and its request in the manager. Counts the pending pages if there is a reason."""
         if reason is not None:
             self.count(hold.pages, reason)
         for blocks in hold.blocks:
             if blocks is not None:
                 self._watch.end_hold(blocks)
         del self._of_request[hold.request.request_id]
-        # Last, because this marks all the request's blocks as used together.
+        # The request ends in the manager only now, because that marks all its blocks as used together, also those that
+        # the hold has stored.
         self._manager.end_request(hold.request.request_id)
 
     def end_request(self, request_id: str, reason: PageLoss) -> None:
-        """Calls `end` for the request's hold, if it has one."""
+        """Ends the request's hold, if it has one."""
         if (hold := self._of_request.get(request_id)) is not None:
             self.end(hold, reason)
 
@@ -126,5 +129,5 @@ class Holds:
             self.end(hold, reason)
 
     def count(self, pages: int, reason: PageLoss) -> None:
-        """Counts pages that were computed and will not be stored."""
+        """Counts, under `reason`, pages that were computed and will not be stored."""
         reason.count(self._counters, pages)

@@ -10,22 +10,22 @@ NO_END = sys.maxsize
 
 @dataclass(slots=True)
 class KeptOut:
-    """The tokens of a request that its caller keeps out of the cache; in a streaming session each piece may request
-    this. A page that holds such a token is not stored.
+    """The tokens of a request that its caller keeps out of the cache. A page with such a token is not stored. In a
+    streaming session, the caller decides this anew for each input.
 
     Attributes:
-        spans: ranges [first, end) of tokens, ascending; the last may have no end yet.
+        spans: ranges [first, end) of tokens, ascending; the end of the last range may be NO_END.
     """
 
     spans: list[list[int]] = field(default_factory=list)
 
     def ask(self, skip: bool, first: int, end: int) -> None:
-        """Begins a piece.
+        """Begins an input of a streaming session.
 
         Args:
-            skip: the piece's tokens are kept out.
-            first: a position before which the piece has no token.
-            end: a position from which on the previous piece has no token.
+            skip: whether the input's tokens are kept out.
+            first: position at or before the input's first token.
+            end: position after the last token of the previous input.
         """
         if skip == self.asked:
             return
@@ -36,9 +36,9 @@ class KeptOut:
 
     @property
     def asked(self) -> bool:
-        """Whether the last piece is kept out."""
+        """Whether the tokens of the last input are kept out."""
         return bool(self.spans) and self.spans[-1][1] == NO_END
 
     def within(self, first: int, end: int) -> tuple[int, int] | None:
-        """The first span that overlaps the tokens [first, end); None if all of them may be stored."""
+        """Returns the first span that overlaps the tokens [first, end); None if all of them may be stored."""
         return next(((low, high) for low, high in self.spans if low < end and high > first), None)

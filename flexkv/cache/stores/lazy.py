@@ -1,5 +1,5 @@
-"""Lazy stores: stores blocks that the engine is about to evict, which it finds in the engine's free queue. At a
-request's end it also stores blocks that the next step may take before the queue is read again."""
+"""Lazy stores: blocks are stored when the engine is about to reuse them, which the engine's free queue shows. At a
+request's end, blocks are stored that the next step may reuse before the queue is read again."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 logger = get_logger(__name__)
 
 STEPS_AHEAD = 2
-"""The blocks at the head of the free queue that are kept stored, in blocks of full steps: the next step may take one
-step's blocks before the copies planned now have ended."""
+"""The first blocks in the free queue are kept stored: as many as this number of full steps need. More than one step,
+because the next step may take a step's blocks before the copies planned now have ended."""
 
 LAZY_REQUEST = "flexkv-lazy"
 
 
 class LazyStores(RequestStores, CacheListener):
-    """Offers the blocks at the head of the engine's free queue.
+    """Offers the blocks at the head of the engine's free queue. A block is offered once, and again if its store was not
+    published or the cache no longer has it.
 
-    The engine gives a block its hash when it plans to compute the block, so a free block may have a hash without the
-    KV. `suspects` has such blocks, and blocks that must be kept out of the cache: block -> hash.
-
-    A block is offered once, and again if its store was not published or the cache has lost it.
+    Attributes:
+        suspects: by block number, the hash under which the block must not be stored. The caller may keep the block out
+            of the cache. Or its KV may not be computed: the engine gives a block its hash when it plans to compute it.
     """
 
     def __init__(self, parts: StoreParts) -> None:
         super().__init__(parts)
-        # Bounded by half of the host tier: in a small tier, more blocks would evict one another and be stored over and
-        # over.
+        # At most half of the host slots: with more blocks, the blocks would evict each other and be stored over and
+        # over again.
         step_blocks = -(-parts.step_tokens // self._block_tokens)
         self._most = max(1, parts.slots // 2)
         self._ahead = min(STEPS_AHEAD * step_blocks, self._most)
@@ -52,29 +52,30 @@ class LazyStores(RequestStores, CacheListener):
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
-        # For blocks that were computed before there was a planner, the callers' settings are not known.
+        # Blocks that were computed before the planner was made are suspects, because their callers' settings are not
+        # known.
         self.suspects: dict[int, bytes] = parts.watch.hashes()
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
-        """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
-        block, and the engine's key to use in its key."""
+        """For each block whose hash does not identify its content: the hash, and the namespace and engine's key from
+        which its key is made. These come from the last request that had the block."""
         self._passed_over: dict[int, bytes] = {}
         self._left: dict[int, bytes] = {}
-        """Blocks that requests have left in the engine, with certain KV that was not offered: block -> hash, those left
-        first at the front. A block that loses its hash is lost, whether to a step, the engine's own reset, or another
-        connector's load."""
+        """The hash of each certain block that an ended or preempted request has left in the engine and that was not
+        offered yet, by block number, oldest first. If the block no longer has this hash, it is lost: reused by a step
+        or by another connector's load, or dropped in the engine's own reset."""
 
     def plan_step(
         self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
     ) -> None:
-        # A request's blocks are examined only once it has lost them.
+        # Live requests are not examined: only blocks that their request has left are offered.
         self._count_missed()
         graph = self._plan_head()
         if graph is not None:
             orders.early.append(graph)
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
-        """Plans stores of free blocks that the load may be given, which may be more than a step computes. Blocks that
-        are reused without being stored are counted.
+        """Plans stores of the free blocks that the engine may give to the load, which may be more than a step needs.
+        Blocks that are reused without having been stored are counted later.
         """
         return self._plan_free(blocks + self._ahead)
 
@@ -89,28 +90,28 @@ class LazyStores(RequestStores, CacheListener):
         return [graph] if graph is not None else []
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        # These blocks may have been free, and offered, when the last steps were planned. This revokes all lazy stores
-        # in flight; those that were sound are offered again.
+        # These blocks may have been free and offered when the last steps were planned. So all lazy stores in flight are
+        # revoked; blocks with valid KV are offered again.
         self._manager.discard_from(LAZY_REQUEST, 0)
         self._suspect(blocks)
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """Marks these blocks to be offered again."""
+        """Makes these blocks be offered again."""
         for block in blocks.tolist():
             self._withdraw(block)
         if len(blocks):
             self._seen = (-1, -1)
 
     def on_evict(self, group: int, keys: Keys) -> None:
-        """Called when the cache has lost these blocks: those that the engine still has are offered again when its queue
-        moves on."""
+        """Called when blocks were removed from host memory. Those that the engine still has are offered again when its
+        free queue changes."""
         if self._block_of_key:
             for row in keys:
                 if (block := self._block_of_key.get(row.tobytes())) is not None:
                     self._withdraw(block)
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        """Called when everything stored became a miss: blocks that still hold KV of the old weights are kept out."""
+        """Called when the cache was reset. Blocks that still have KV of the old weights become suspects."""
         self._stale_hashes = stale_hashes
         self.suspects = dict(stale_hashes)
         self._offered.clear()
@@ -120,8 +121,8 @@ class LazyStores(RequestStores, CacheListener):
         self._seen = (-1, -1)
 
     def _settle(self, request: StoreRequest) -> None:
-        """Finds out which blocks of a request that loses them hold the KV that their hash stands for; the others become
-        suspects."""
+        """Called when a request loses its blocks. Blocks that must not be stored under their hash become suspects; the
+        others are recorded to be offered."""
         if request.stale:
             self._suspect(request.block_ids)
             self.taint(request, request.block_ids)
@@ -129,18 +130,19 @@ class LazyStores(RequestStores, CacheListener):
         good = max(0, request.certain) // self._block_tokens
         if request.suspect_from is not None:
             for block in request.block_ids[request.suspect_from : good]:
-                self.suspects.pop(block, None)  # the block was computed again
+                self.suspects.pop(block, None)  # The block was computed again after the failed load.
         self._note_key_parts(request)
-        # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
-        # that the caller keeps out, except through the engine's own cache. Blocks from there are other requests' too.
+        # Blocks that the caller or `store.tokens` keeps out must not be stored. Blocks after one that the caller keeps
+        # out are not stored either, because no lookup reaches them. But blocks before `own_from` came from the engine's
+        # own cache and belong to other requests too, so this request's settings do not apply to them.
         first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
         if request.settings.ttl_s is not None:
-            # The engine may evict a block at any time, and the time to live would begin only then.
+            # The time to live would begin only when the block is stored, at any time later. So none is stored.
             first = min(first, request.own_from)
         if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
             first = min(first, max(request.own_from, kept[0] // self._block_tokens))
         self._suspect(request.block_ids[first:])
-        self._note_left(reversed(request.block_ids[:first]))  # in the order in which the engine reuses them
+        self._note_left(reversed(request.block_ids[:first]))  # The engine reuses the last block first.
 
     def _note_left(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -152,9 +154,9 @@ class LazyStores(RequestStores, CacheListener):
                 self._left[block] = block_hash
 
     def _note_key_parts(self, request: StoreRequest) -> None:
-        """Records how to make the keys of the blocks that the request did not find in the engine's own cache. A block's
-        hash identifies neither an adapter's content nor a namespace, nor an input whose name is valid only in this
-        run."""
+        """Records how to make the keys of the blocks that the request did not find in the engine's own cache. This is
+        needed where the hash does not identify the block's content: it contains neither the content of a LoRA adapter
+        nor the caller's namespace, and an input in it may have a name that is valid only in this run of the engine."""
         own = request.block_ids[request.own_from :]
         if not request.has_own_names:
             for block in own if self._key_parts else ():
@@ -169,7 +171,7 @@ class LazyStores(RequestStores, CacheListener):
                     self._withdraw(block)
 
     def _keys(self, blocks: Sequence[PoolBlock]) -> Keys:
-        """Keys of blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""
+        """Returns the key of each block, shape [blocks, KEY_BYTES], in the namespace of the request that left it."""
         positions: dict[bytes, list[int]] = {}
         engine_keys: list[bytes] = []
         for position, (number, block_hash) in enumerate(blocks):
@@ -188,14 +190,14 @@ class LazyStores(RequestStores, CacheListener):
         return keys
 
     def _suspect(self, blocks: Iterable[int]) -> None:
-        """Marks blocks that must not be stored under the hash that they have now."""
+        """Makes blocks suspects: they must not be stored under the hash that they have now."""
         for block in blocks:
             if (block_hash := self._watch.hash_of(block)) is not None:
                 self.suspects[block] = block_hash
                 self._left.pop(block, None)
 
     def _plan_head(self) -> TransferGraph | None:
-        """Plans stores of blocks that the engine may reuse next and that the cache does not have."""
+        """Plans stores of the blocks at the head of the free queue, if the queue has changed since the last call."""
         seen = self._watch.free_head
         if seen == self._seen:
             return None
@@ -203,8 +205,8 @@ class LazyStores(RequestStores, CacheListener):
         return self._plan_free(self._ahead)
 
     def _plan_free(self, count: int) -> TransferGraph | None:
-        """Plans stores of those of the first `count` free blocks that the cache does not have, as far as there is
-        room."""
+        """Plans stores of the blocks among the first `count` in the free queue that were not offered yet, as many as
+        limits and queue entries allow."""
         candidates = [block for block in self._watch.free_blocks(count) if self._is_new(block)]
         room = max(0, min(self._watch.room, self._most)) if self.places > 0 else 0
         if len(candidates) > room:
@@ -212,7 +214,8 @@ class LazyStores(RequestStores, CacheListener):
             del candidates[room:]
         if not candidates:
             return None
-        # The queue has the ends of conversations first, while the cache evicts the last blocks of a batch first.
+        # In the free queue, the last block of a conversation comes first. The cache evicts the last of the blocks that
+        # were stored together first. So the order is reversed.
         candidates.reverse()
         graph = self._offer(candidates)
         for op in graph.ops if graph is not None else ():
@@ -220,15 +223,15 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
-        """Plans stores of the last blocks of a request that ends, as far as the engine may reuse them in its next step,
-        before the queue is read again: in a small pool that is all of them. Like the blocks of a live request, they
-        are not limited by `store.max_reference_share`.
+        """Plans stores of the last blocks of an ending request that the engine may reuse in its next step, before the
+        queue is read again. In a small pool these are all its blocks. Like blocks of live requests, they are not
+        limited by `store.max_reference_share`.
         """
         if request.stale:
             return None
         ids = request.block_ids
         end = min(request.certain // self._block_tokens, len(ids))
-        # Blocks after the request's certain whole blocks are freed too, and reused before those.
+        # The request's blocks after its certain whole blocks are freed too, and are reused before them.
         _, free = self._watch.free_head
         first = max(0, end - max(0, self._step_blocks - free - len(ids) + end))
         if first == end:
@@ -245,8 +248,11 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _offer(self, blocks: list[PoolBlock]) -> TransferGraph | None:
-        """Offers blocks, given with those of a prompt's beginning before its later ones. Blocks for which there is no
-        room are offered again later.
+        """Offers blocks, and returns the graph of their stores. Blocks for which there is no slot or queue entry are
+        offered again later.
+
+        Args:
+            blocks: blocks in the order of their prompts: an earlier block of a prompt comes first.
         """
         keys = self._keys(blocks)
         ids = np.array([block.number for block in blocks], dtype=np.int32)
@@ -267,14 +273,15 @@ class LazyStores(RequestStores, CacheListener):
         return plan.graph
 
     def _pass_over(self, blocks: Iterable[PoolBlock]) -> None:
-        """Records blocks without room, which are offered again in the next step if the engine still has them."""
+        """Records blocks that could not be stored now, so that the next step offers them again if the engine still has
+        them."""
         self._passed_over.update(blocks)
         self._seen = (-1, -1)
 
     def _count_missed(self) -> None:
-        """Counts blocks that were skipped or left, and have lost their hash since: the engine has reused or dropped
-        them, so the cache can no longer get them, unless it has them from elsewhere. Left blocks are checked from the
-        front up to the first that is still there; losses after it are counted later.
+        """Counts recorded blocks that no longer have their hash and that the cache does not have: the engine has reused
+        or dropped them before they were stored. Blocks that requests have left are checked from the oldest one on, up
+        to the first that still has its hash; later blocks are checked in later calls.
         """
         gone: list[PoolBlock] = []
         for number, block_hash in self._passed_over.items():
@@ -303,9 +310,7 @@ class LazyStores(RequestStores, CacheListener):
             )
 
     def _count_preempted(self, request: StoreRequest) -> None:
-        """Counts the preempted request's blocks that the engine has already reused and that were not offered: they are
-        lost.
-        """
+        """Counts as lost the preempted request's blocks that the engine has already reused and that were not offered."""
         keys, ids = request.tables[0].keys.keys(), request.block_ids
         end = min(max(0, request.certain) // self._block_tokens, len(ids), len(keys))
         if kept := request.kept_out.within(0, end * self._block_tokens):
@@ -317,12 +322,12 @@ class LazyStores(RequestStores, CacheListener):
         self.count(len(gone), PageLoss.PREEMPTED)
 
     def _withdraw(self, block: int) -> None:
-        """Makes a block count as never offered."""
+        """Removes the record that a block was offered."""
         if (offered := self._offered.pop(block, None)) is not None:
             self._block_of_key.pop(offered[1], None)
 
     def _is_new(self, block: PoolBlock) -> bool:
-        """Whether a block was not offered yet, and may be offered."""
+        """Whether a block was not offered yet and is not a suspect."""
         number, block_hash = block
         if (offered := self._offered.get(number)) is not None and offered[0] == block_hash:
             return False

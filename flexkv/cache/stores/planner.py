@@ -1,4 +1,4 @@
-"""The contract of a store planner, and what the modes that store have in common (`eager.py`, `lazy.py`)."""
+"""The contract of a store planner, and the common part of the two planners that store (`eager.py`, `lazy.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 
 
 class StorePlanner:
-    """One engine's stores. The scheduler's thread calls all methods, which plan stores and never wait.
+    """Plans one engine's stores. The scheduler's thread calls all methods. They never wait.
 
-    This class plans none: it serves an engine that only reads the cache.
+    This class itself plans no stores: it is for engines that only read the cache.
 
     Attributes:
-        holds: ended requests with pending pages; None for a mode without holds.
+        holds: ended requests with pending pages; None if the planner holds none.
     """
 
     holds: Holds | None = None
@@ -25,55 +25,58 @@ class StorePlanner:
     def plan_step(
         self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
     ) -> None:
-        """Adds a step's stores to its orders. Costs O(requests + new blocks).
+        """Plans the stores of a step, and adds them to `orders`. O(requests + new blocks).
 
         Args:
-            requests: those that the step computes, with `computed`, `step_end` and `certain` as of this step.
-            idle: the step computes nothing.
+            requests: the requests that the step computes, with the values of `computed`, `step_end` and `certain` for
+                this step.
+            step: what the engine reports about its blocks in this step.
+            idle: whether the step computes nothing.
         """
 
     def started(self, request: StoreRequest) -> None:
         """Called when the request has a new block table."""
 
     def preempted(self, request: StoreRequest) -> None:
-        """Called when the engine takes the request's blocks away, while its tables still have them."""
+        """Called when the engine preempts the request and takes its blocks. The request's tables still have them."""
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
         """Plans the last stores of a request that has ended and whose blocks are about to be freed. Its `certain` does
-        not count steps that are still under way.
+        not include tokens of steps that are still running.
 
         Args:
-            blocks: the request's blocks now; None if the engine does not say.
+            blocks: the request's current blocks; None if the engine does not report them.
         """
         return []
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
-        """Plans the stores that should begin before the engine gives `blocks` of its free blocks to a load."""
+        """Plans the stores that must begin before the engine gives `blocks` of its free blocks to a load."""
         return None
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Takes blocks without valid KV: targets of a failed load, and blocks that were computed from them by requests
-        that have lost their blocks since. Live requests have `cursor` and `suspect_from` for this instead."""
+        """Called with engine blocks that have no valid KV: blocks that a load failed to fill, and blocks that requests
+        have computed from these and no longer hold. For blocks of live requests, the caller sets `cursor` and
+        `suspect_from` instead."""
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
-        """Called when a request keeps wrong KV from this block of the first group on, which the engine does not
-        recompute: neither this KV nor any that other requests compute from it is stored.
+        """Called when a load has failed and the engine does not compute its blocks again, so that the request has wrong
+        KV from this block of the first group on. Neither this KV nor KV that other requests compute from it is stored.
         """
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """Called when a store of these engine blocks ended without being published."""
+        """Called when a store has ended and these engine blocks of it were not published."""
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        """Called when the weights change.
+        """Called when the cache was reset because the weights have changed.
 
         Args:
-            stale_hashes: engine block -> its hash, for blocks that may still hold KV of the old weights.
+            stale_hashes: for each engine block that may still have KV of the old weights, its hash, by block number.
         """
 
 
 class RequestStores(StorePlanner):
-    """The common part of the modes that store. It watches and counts offered blocks, and keeps out KV of replaced
-    weights or from a failed load."""
+    """The common part of the planners that store. It watches the blocks of stores, counts blocks that are not stored,
+    and prevents stores of KV that was computed with replaced weights or from a failed load."""
 
     def __init__(self, parts: StoreParts) -> None:
         self.parts = parts
@@ -85,8 +88,8 @@ class RequestStores(StorePlanner):
 
     @property
     def places(self) -> int:
-        """Number of further stores for which every rank's queue certainly has room: a store keeps its entry in a rank's
-        queue until the rank's report of it is under way.
+        """Number of further stores for which every rank's queue certainly has an entry. A store occupies an entry in
+        each rank's queue until the rank reports it.
         """
         return self.parts.queue_ops - len(self._watch.ops)
 
@@ -103,11 +106,11 @@ class RequestStores(StorePlanner):
         holder: str | None = None,
         held: bool = False,
     ) -> TransferGraph | None:
-        """Announces a plan's stores, and watches the blocks that they read; returns the plan's graph.
+        """Reports a plan's stores to the events, watches the blocks that they read, and returns the plan's graph.
 
         Args:
-            holder: the request while it holds its blocks.
-            held: the blocks are those of a hold.
+            holder: id of the request if it holds the blocks; None if it is about to lose them or has lost them.
+            held: whether the blocks are watched by a hold.
         """
         if self.parts.events is not None:
             self.parts.events.planned(request, group, plan, first_block)
@@ -125,10 +128,10 @@ class RequestStores(StorePlanner):
         self.taint(request, request.block_ids[first_block:])
 
     def started(self, request: StoreRequest) -> None:
-        """Marks the request as stale if it took blocks whose KV must not be stored from the engine's own cache."""
+        """Marks the request as stale if it has found blocks in the engine's own cache whose KV must not be stored."""
         if self._stale_hashes and not request.stale:
             hash_of = self._watch.hash_of
-            # A block that has lost its hash cannot be found by it, so its entry is dropped.
+            # If a block no longer has the hash, no request can find it by the hash, so it is dropped from the record.
             self._stale_hashes = {
                 block: block_hash
                 for block, block_hash in self._stale_hashes.items()
@@ -141,8 +144,8 @@ class RequestStores(StorePlanner):
             )
 
     def taint(self, request: StoreRequest, block_ids: Iterable[int]) -> None:
-        """Marks these blocks of a stale request, so that requests that find them in the engine's own cache become stale
-        too: KV computed from KV that must not be stored must not be stored either."""
+        """Records these blocks of a stale request. Requests that find them in the engine's own cache become stale too,
+        because KV that was computed from them must not be stored either."""
         if request.stale:
             for block in block_ids:
                 if (block_hash := self._watch.hash_of(block)) is not None:
