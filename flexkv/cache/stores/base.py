@@ -263,7 +263,8 @@ class StoreWatch:
         self.ops.pop(op_id, None)
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        """Returns the blocks that the engine has reused since the last call: by op number, their positions in the op."""
+        """Returns the blocks that the engine has reused since the last call: their positions in the op, by op number.
+        Later calls do not return them again."""
         return {}
 
     # --- blocks that wait for a store ---

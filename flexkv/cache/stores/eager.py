@@ -193,7 +193,7 @@ class EagerStores(RequestStores):
         return min(request.certain // self._groups[group].block_tokens, len(request.tables[group].ids))
 
     def _end_of(self, request: StoreRequest, group: int) -> int:
-        """Returns the number of a group's leading blocks that are certain and have a key; 0 if it is not a FULL group."""
+        """Returns the number of a FULL group's leading blocks that are certain and have a key; 0 for other groups."""
         if group not in self._full_groups:
             return 0
         table = request.tables[group]

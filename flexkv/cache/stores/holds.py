@@ -102,7 +102,7 @@ class Holds:
             self.cut_at(hold, group, first, reason)
 
     def cut_at(self, hold: Hold, group: int, number: int, reason: PageLoss | None) -> None:
-        """Drops a group's pending blocks from block `number` of the request on, and counts them if there is a reason."""
+        """Drops a group's pending blocks from block `number` of the request on. Counts them if there is a reason."""
         if reason is not None:
             self.count(hold.ends[group] - number, reason)
         hold.ends[group] = number

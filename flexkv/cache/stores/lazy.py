@@ -310,7 +310,7 @@ class LazyStores(RequestStores, CacheListener):
             )
 
     def _count_preempted(self, request: StoreRequest) -> None:
-        """Counts as lost the preempted request's blocks that the engine has already reused and that were not offered."""
+        """Counts as lost a preempted request's blocks that the engine has already reused and that were not offered."""
         keys, ids = request.tables[0].keys.keys(), request.block_ids
         end = min(max(0, request.certain) // self._block_tokens, len(ids), len(keys))
         if kept := request.kept_out.within(0, end * self._block_tokens):
