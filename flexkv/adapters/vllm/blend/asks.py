@@ -1,4 +1,4 @@
-"""Which requests may be blended, and the segments of their prompts."""
+"""Decides which requests may be blended, and divides their prompts into segments."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Span = tuple[int, int]
-"""[first, end) of a segment in its prompt."""
+"""The positions [first, end) of a segment in its prompt."""
 
 
 def is_salted(request: Request) -> bool:
-    """Whether the request's blocks are kept apart from those of ordinary requests."""
+    """Whether the request has a blended request's salt, so that it shares no blocks with ordinary requests."""
     return bool(request.cache_salt) and str(request.cache_salt).startswith(SALT)
 
 
 def refusal(request: Request) -> BlendResult | None:
-    """Why the request cannot be blended, whatever its segments; None if it can."""
+    """Returns why the request cannot be blended, whatever its segments are; None if it can."""
     sampling = request.sampling_params
     if sampling is None:
         return BlendResult.POOLING
@@ -34,7 +34,7 @@ def refusal(request: Request) -> BlendResult | None:
         return BlendResult.INPUTS
     if request.lora_request is not None:
         return BlendResult.LORA
-    # vLLM 0.33 can also score given tokens at each position of a prompt; a row that is not computed has no score.
+    # A row that is not computed has no logprobs. vLLM 0.33 can also return those of given tokens at each position.
     if (
         sampling.prompt_logprobs is not None
         or getattr(sampling, "prompt_logprob_token_ids", None) is not None
@@ -48,10 +48,11 @@ def refusal(request: Request) -> BlendResult | None:
 def spans_of(
     ask: BlendAsk, prompt: Tokens, separators: Sequence[Tokens], min_tokens: int
 ) -> list[Span] | BlendResult:
-    """The segments that a prompt may reuse, ascending, or why there are none.
+    """Returns the segments that a prompt may reuse, ascending, or the reason why there are none.
 
     Args:
-        separators: the separators between segments, for a request that names none.
+        separators: the separators at which the prompt is divided if the request does not give its segments.
+        min_tokens: how many tokens the segments must have together.
     """
     if ask.segments is not None:
         spans = sorted(ask.segments)
@@ -71,7 +72,8 @@ def spans_of(
 
 
 def _between(prompt: Tokens, separators: Sequence[Tokens]) -> list[Span]:
-    """The longest pieces of the prompt between its separators; none if no separator occurs."""
+    """Returns the pieces of the prompt between separators, at most the `MOST_SEGMENTS` longest; none if the prompt has
+    no separator."""
     pieces, is_cut = [(0, len(prompt))], False
     for separator in separators:
         cut = []
@@ -89,5 +91,9 @@ def _between(prompt: Tokens, separators: Sequence[Tokens]) -> list[Span]:
 
 
 def tokens_of(request: Request) -> Tokens:
-    """The request's prompt. Precondition: it consists of tokens."""
+    """Returns the request's prompt.
+
+    Preconditions:
+        The prompt consists of tokens, not of embeddings.
+    """
     return np.asarray(request.prompt_token_ids, np.int64)

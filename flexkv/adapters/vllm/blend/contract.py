@@ -1,7 +1,7 @@
-"""The assumptions of blending about an engine and its model, checked at the engine's start.
+"""Checks at the engine's start what blending assumes about the engine and its model.
 
-vLLM promises neither the parts of its models nor its forward context. If one of them is not as blending needs it,
-blending is off, one warning says why, and every request is computed fully.
+vLLM guarantees neither the structure of its models nor that of its forward context. If one of them is not as blending
+needs it, blending is off, one warning says why, and every request is computed completely.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from flexkv.blend.rotation import KeyRotation, RowPlaces
 from flexkv.config import BlendConfig
 
 TESTED = {"0.32": frozenset({"CPU_ATTN"}), "0.33": frozenset({"FLASH_ATTN", "TRITON_ATTN"})}
-"""Versions of vLLM and their attention backends on which the tests of blending run; docs/blending.md says with which
-kernels."""
+"""The versions of vLLM with which the tests of blending run, each with the tested attention backends. docs/blending.md
+lists the kernels."""
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 TURNED_ROWS, LONGEST = 64, 4096
-"""Keys that are turned to check a rotation, and the highest position: beyond it a model's own float32 angles are off
-by more than the limit."""
+"""How many keys are rotated to check a rotation, and the end of the range of their positions. Beyond it a model's own
+float32 angles are off by more than `TURN_LIMITS`."""
 TURN_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Relative error of keys; a wrong pairing or scaling is off by about 1."""
+"""The largest relative error of rotated keys that is allowed, by dtype. A rotation with a wrong pairing or scaling is
+off by about 1."""
 
 
 def engine_refusal(vllm_config: Any) -> str:
-    """Why this engine cannot blend, by its configuration; empty if it can."""
+    """Returns why this engine's configuration rules out blending; empty if it does not."""
     from vllm import envs
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -59,17 +60,18 @@ def engine_refusal(vllm_config: Any) -> str:
             vllm_config.cache_config.cache_dtype
         ).startswith(("fp8", "nvfp4", "int")),
         "CUDA graphs of the whole forward": vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
-        # CUDA graphs replay a forward pass without calling the model's class.
+        # A CUDA graph replays the forward pass without a call to the model's class, which does the blending.
         "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH)": envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
     }
     return next((f"it does not work with {name}" for name, there in found.items() if there), "")
 
 
 def model_refusal(model: Any, groups: int, settings: BlendConfig) -> str:
-    """Why this model cannot be blended, by its parts; empty if it can.
+    """Returns why this model's structure rules out blending; empty if it does not.
 
     Args:
-        groups: KV cache groups of the engine.
+        model: the engine's model; None if it is not one of flexkv's classes.
+        groups: number of the engine's KV cache groups.
     """
     if model is None:
         return "vLLM made another model class than the one that was asked for"
@@ -110,18 +112,22 @@ def model_refusal(model: Any, groups: int, settings: BlendConfig) -> str:
 
 
 def shape_of(model: Any) -> KvShape:
-    """Shape of a token's KV on this rank. Precondition: `model_refusal` is empty."""
+    """Returns the shape of a token's KV on this rank.
+
+    Preconditions:
+        `model_refusal` has returned an empty text.
+    """
     layers = model.model.layers
     attention = layers[0].self_attn.attn
     return KvShape(len(layers), attention.num_kv_heads, attention.head_size, DTYPES[attention.kv_cache.dtype])
 
 
 def rotation_of(model: Any, vllm_config: Any) -> KeyRotation:
-    """The rotation of the model's keys, compared with the model's own.
+    """Returns the rotation that moves the model's keys to other positions, after comparing it with the model's own.
 
     Raises:
-        NotBlendable: the model's family or scaling is not known, or the two rotations differ; the message says by how
-            much.
+        NotBlendable: the model's family or scaling is not known, or the rotation differs from the model's own; the
+            message says by how much.
     """
     shape = shape_of(model)
     rope = rope_of(vllm_config.model_config.hf_text_config)

@@ -1,4 +1,4 @@
-"""Where a rank keeps its segments on disk, and the name under which they are found again."""
+"""Describes the folders in which a rank keeps its segments on disk, and the namespace of the segments' keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 
 WAITS = 2
-"""How often a request's segments wait: for room in host memory and for reads. Where layers are streamed they wait
-again, for the first of them. Each wait, and the load of the pages that came, gets an equal share of `load.deadline_s`:
-beyond the deadline the request would be computed without any of them."""
+"""How often a request waits before its segments can be loaded: for free slots in host memory, and for reads from disk.
+If layers are streamed, it also waits for the first layers. Each wait, and the load after them, gets an equal share of
+`load.deadline_s`, because after this deadline the request is computed without any segment."""
 
 
 def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> SegmentFolders:
-    """A rank's folders for segments; none unless `blend.disk_bytes` is set.
+    """Returns a rank's folders for segments; no folders if `blend.disk_bytes` is not set.
 
     Raises:
-        ConfigError: there are no folders for segments.
+        ConfigError: `blend.disk_bytes` is set, but `disk.folders` is not.
     """
     size, disk = settings.blend.disk_bytes, settings.disk
     if size is None:
@@ -43,11 +43,12 @@ def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> Segm
 def segment_namespace(
     vllm_config: Any, geometry: PoolGeometry, settings: FlexKVConfig, rank: int
 ) -> dict[str, bytes | str | int]:
-    """Everything that must be equal before a rank may use a segment. On disk this is everything that prefixes need, the
-    rank and the number of ranks; in this process's memory only the rank can differ.
+    """Returns everything that must be equal before a rank may use a segment. If segments are kept on disk, these are
+    the engine's namespace, the rank and the number of ranks. Otherwise it is the rank, because nothing else can differ
+    within one process.
 
     Raises:
-        KeySchemeError, ConfigError: see `engine_namespace`.
+        KeySchemeError, ConfigError: as `engine_namespace`.
     """
     if settings.blend.disk_bytes is None:
         return {"rank": rank}

@@ -1,4 +1,4 @@
-"""A forward pass of one of vLLM's decoder models in which later layers compute fewer rows."""
+"""Runs a forward pass of one of vLLM's decoder models in which the later layers compute fewer rows."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ ANOTHER_RANK = "another rank's log says what"
 
 @dataclass(frozen=True, slots=True)
 class LaterLayers:
-    """The rows that the layers after the check layer compute.
+    """What the layers after the check layer compute.
 
     Attributes:
-        context: the context of their forward pass.
-        keep: which rows they compute, [rows of the batch].
-        at: numbers of the rows that they compute, on the model's device; None for all.
-        skipped: see `CachedRows.skipped`.
+        context: vLLM's forward context for these layers.
+        keep: for each row of the batch, whether these layers compute it, bool [rows].
+        at: the numbers of the computed rows, on the model's device; None for all rows.
+        skipped: the cached rows that stand in for rows that are not computed, with their slots; see
+            `CachedRows.skipped`.
     """
 
     context: Any
@@ -53,22 +54,24 @@ class LaterLayers:
 
 
 Choose = Callable[[BatchRows, Sequence[tuple[Numbers, float]], NDArray[np.float64]], NDArray[np.bool_]]
-"""Chooses the rows that later layers compute; see `kept_rows`."""
+"""A function that chooses the rows that later layers compute, with the arguments of `kept_rows`."""
 
 
 class BlendForward:
-    """The layers of one model.
+    """Runs blended forward passes of one model.
 
     Args:
         model: a vLLM model whose decoder is `model.model`, with layers of the form
             `layer(positions, hidden_states, residual)` whose attention is `self_attn.attn`.
-        check_layer: the layer whose fresh keys are compared with the cached ones.
-        run_rows: reused rows are kept in runs of this many neighbours; see `rows_to_keep`.
+        check_layer: number of the layer whose fresh keys are compared with the cached ones. It and the layers before it
+            compute all rows.
+        run_rows: reused rows are computed again in runs of this many adjacent rows; see `rows_to_keep`.
 
     Attributes:
-        check_layer: as given.
-        choose: see `Choose`.
-        runs: makes sequences of kept rows.
+        layers, attentions: the model's layers, and the attention of each.
+        check_layer: as in the arguments.
+        choose: chooses the rows that later layers compute.
+        runs: divides the kept rows into sequences.
     """
 
     def __init__(self, model: Any, vllm_config: Any, check_layer: int, run_rows: int = 1) -> None:
@@ -83,7 +86,7 @@ class BlendForward:
         self.runs: Callable[[BatchRows, Numbers], Runs] = Runs.of
 
     def batch(self, positions: Any) -> BatchRows | None:
-        """The rows of the current forward pass; None if the engine does not describe them as one batch."""
+        """Returns the rows of the current forward pass; None if the engine does not describe them as one batch."""
         context = get_forward_context()
         if not isinstance(context.attn_metadata, dict) or not isinstance(context.slot_mapping, dict):
             return None
@@ -103,15 +106,20 @@ class BlendForward:
         reused: Sequence[ReusedRows],
         taken: Sequence[TakenRows] = (),
     ) -> tuple[Any, NDArray[np.bool_]]:
-        """The model's hidden states, [rows of `input_ids`, hidden size], with zeros in rows that were not computed; and
-        which rows were computed in every layer.
+        """Computes the forward pass of a batch. All ranks must call this with the same rows.
 
-        Every rank must be called with the same rows.
+        Args:
+            reused: the rows for which there are cached rows.
+            taken: the rows whose fresh keys and values are passed to callbacks.
+
+        Returns:
+            The model's hidden states, [rows of `input_ids`, hidden size], with zeros in rows that not all layers have
+            computed; and for each row of the batch, whether all layers have computed it.
 
         Raises:
-            RowsLost: cached rows were lost on some rank. The slots of the batch's rows hold anything, and the same call
-                without these rows writes them all again.
-            CachedRowsError: see there.
+            RowsLost: cached rows were lost on some rank. The slots of the batch's rows then have undefined content; the
+                same call without the lost rows writes them all again.
+            CachedRowsError: flexkv's work has failed on some rank, and the step cannot continue.
         """
         positions = positions[: batch.rows]
         hidden: Any = self._decoder.embed_input_ids(input_ids[: batch.rows])
@@ -119,7 +127,7 @@ class BlendForward:
         watched = range(len(self.layers)) if taken else [self.check_layer] if reused else []
         cached, takers = CachedRows(reused), [(each, OwnWork()) for each in taken]
         try:
-            cached.open(self.check_layer)  # earlier layers compute all rows
+            cached.open(self.check_layer)  # earlier layers need no cached rows
             with self._fresh(watched) as fresh:
                 for layer in range(self.check_layer + 1):
                     fresh.clear()
@@ -143,7 +151,9 @@ class BlendForward:
         except BaseException as error:
             if (still_moves := cached.close()) is not None:
                 raise still_moves from error
-            if isinstance(error, LostStretches):  # there is one rank, whose `puts` raise at once
+            if isinstance(
+                error, LostStretches
+            ):  # raised by `puts`, which raises at once if there is only one rank
                 raise RowsLost(str(error)) from error
             raise
         still_moves = cached.close()
@@ -164,14 +174,15 @@ class BlendForward:
     def _keep(
         self, batch: BatchRows, reused: Sequence[ReusedRows], cached: CachedRows, fresh: Any
     ) -> NDArray[np.bool_]:
-        """The rows that later layers compute, equal on every rank. These are all rows if some rank's cached rows
-        failed: up to here every layer has computed all rows.
+        """Returns which rows later layers compute, equal on every rank. If loading cached rows has failed on some rank,
+        these are all rows, which is possible because so far every layer has computed all rows.
 
         Raises:
-            CachedRowsError: some rank's cached rows failed and still move at the deadline.
+            CachedRowsError: some rank's cached rows failed, and are still being copied at the deadline.
             RowsLost: some rank's cached rows are lost, and nothing else has failed.
         """
-        # Three flags behind the rows: a rank that fails takes part, because the others wait for it here.
+        # The last three elements are flags: is_lost, failed otherwise, still moves. A rank that fails must take part
+        # in the reduction, because the others wait for it.
         difference = torch.zeros(batch.rows + 3, dtype=torch.float32, device=fresh.device)
         cached.compare(self.check_layer, fresh, difference)
         failure = cached.failure
@@ -198,7 +209,7 @@ class BlendForward:
         if choice.failure is not None:
             logger.warning("this rank cannot choose rows of a step", exc_info=choice.failure)
         if group.world_size > 1:
-            # The sums' last bits may differ between ranks, the rows must not.
+            # The last bits of the sums may differ between ranks, but the chosen rows must not.
             ours = torch.from_numpy(keep.astype(np.float32)).to(fresh.device)
             keep = group.broadcast(ours, src=0).cpu().numpy().astype(np.bool_)
         return keep
@@ -215,10 +226,11 @@ class BlendForward:
     def _later_layers(
         self, batch: BatchRows, cached: CachedRows, keep: NDArray[np.bool_], whole: LaterLayers
     ) -> LaterLayers:
-        """The inputs with which later layers compute only the kept rows. Waits for all ranks.
+        """Makes the inputs with which later layers compute only the kept rows. Waits for all ranks.
 
         Returns:
-            `whole` if some rank cannot make them: up to here every layer has computed all rows.
+            The inputs. If some rank cannot make them, `whole`, with which later layers compute all rows; this is
+            possible because so far every layer has computed all rows.
         """
         made: list[LaterLayers] = []
         work = OwnWork()
@@ -241,7 +253,7 @@ class BlendForward:
         )
 
     def _put(self, layer: int, cached: RowLayers, slots: Any) -> None:
-        """Writes a layer's cached rows to the pool, in whatever layout its backend has."""
+        """Writes a layer's cached rows to the pool, through the attention backend, which knows the pool's layout."""
         attention = self.attentions[layer]
         keys, values = cached.take(layer)
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
@@ -250,8 +262,9 @@ class BlendForward:
 
     @contextlib.contextmanager
     def _fresh(self, layers: Sequence[int]) -> Iterator[dict[int, Planes]]:
-        """Keys and values that the given layers pass to their attention, as they come. The caller drops those of a
-        layer before the next one runs, because they keep the layer's whole projection alive.
+        """A context that yields a dict. When one of the given layers calls its attention, the layer's keys and values
+        are added to the dict. The caller removes them before the next layer runs, because they keep the layer's
+        complete projection in memory.
         """
         seen: dict[int, Planes] = {}
 
@@ -275,10 +288,10 @@ class BlendForward:
         takers: Sequence[tuple[TakenRows, OwnWork]],
         kept: Numbers | None,
     ) -> None:
-        """Gives a layer's fresh keys and values to the callbacks that take them.
+        """Passes a layer's fresh keys and values to the callbacks of `takers`.
 
         Args:
-            kept: the rows that the layer computed; None for all.
+            kept: the numbers of the rows that the layer has computed; None for all rows.
         """
         for each, work in takers:
             work.do(self._pass_on_to, each, layer, fresh, kept)
@@ -298,7 +311,7 @@ class BlendForward:
     # --- attention of fewer rows ---
 
     def _context(self, context: Any, batch: BatchRows, kept: Numbers) -> Any:
-        """The forward pass's context with only the kept rows, each run of them as a sequence."""
+        """Returns a forward context that has only the kept rows, each run of them as a sequence of its own."""
         whole = context.attn_metadata[self._names[0]]
         all_slots = context.slot_mapping[self._names[0]]
         runs = self.runs(batch, kept)
@@ -312,11 +325,11 @@ class BlendForward:
         )
 
     def metadata(self, runs: Runs, table: Any, slots: Any) -> Any:
-        """The attention backend's description of runs as sequences.
+        """Returns the attention backend's metadata for a batch in which each run is a sequence.
 
         Args:
-            table: each run's blocks, [runs, blocks].
-            slots: slot of each row.
+            table: the blocks of each run, [runs, blocks].
+            slots: the slot of each row.
         """
         starts, lengths = torch.from_numpy(runs.starts), torch.from_numpy(runs.lengths)
         common = CommonAttentionMetadata(
@@ -343,7 +356,7 @@ class BlendForward:
 
 
 def _fails_anywhere(failure: Exception | None, device: Any) -> bool:
-    """Whether flexkv's own work has failed on some rank. Waits for all ranks."""
+    """Whether flexkv's own work has failed on some rank. `failure` is this rank's. Waits for all ranks."""
     group = get_tp_group()
     if group.world_size == 1:
         return failure is not None
@@ -352,16 +365,16 @@ def _fails_anywhere(failure: Exception | None, device: Any) -> bool:
 
 
 def _raise_alike(puts: Exception | None, others: Sequence[Exception | None], device: Any) -> None:
-    """Raises on every rank if flexkv's own work has failed on some. Waits for all ranks.
+    """Raises the same error on every rank if flexkv's own work has failed on some rank. Waits for all ranks.
 
     Args:
-        puts: the failure of this rank's work on cached rows; None without one. others: failures of other parts of its
-            work.
+        puts: this rank's failure to write cached rows to the pool; None if it has not failed.
+        others: this rank's failures in other parts of the work; each may be None.
 
     Raises:
-        CachedRowsError: the work has failed, and there are several ranks.
         RowsLost: the work has failed only because cached rows were lost.
-        Exception: the failure itself, if there is one rank.
+        CachedRowsError: the work has failed for another reason, and there are several ranks.
+        Exception: the failure itself, if it has another reason and there is one rank.
     """
     lost = puts if isinstance(puts, LostStretches) else None
     other = next(filter(None, [None if lost else puts, *others]), None)

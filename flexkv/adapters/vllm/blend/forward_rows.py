@@ -1,4 +1,4 @@
-"""Rows that one forward pass reads from the cache, and rows that it passes on, on one rank."""
+"""Describes, for one rank, the rows that a forward pass reads from the cache and those that it passes to callbacks."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ Planes = tuple[Any, Any]
 
 
 class RowLayers(Protocol):
-    """Cached keys and values of rows, layer by layer. The next layers are loaded while the caller computes.
+    """The cached keys and values of some rows, which are read layer by layer. The next layers are loaded while the
+    caller computes.
 
     Call order:
-        `take` for each layer, ascending, as far as the caller wants; `close`.
+        `take` for consecutive layers, ascending, until the caller needs no more; then `close`. `choose` may come in
+        between.
     """
 
     def choose(self, chosen: Numbers) -> None:
-        """From now on takes only the chosen ones of the rows."""
+        """Makes later calls of `take` return only some of the rows: those at the positions `chosen`."""
 
     def take(self, layer: int) -> Planes:
-        """The rows' keys and values, in separate tensors [rows, heads, head_dim] on the pool's device.
+        """Returns the rows' keys and values of a layer, in two tensors [rows, heads, head_dim] on the pool's device.
 
         Raises:
-            LostStretches: pages that hold some rows were lost; without these rows the forward pass can begin again.
+            LostStretches: pages of some rows were lost. The forward pass can begin again without these rows.
         """
 
     def close(self, wait: bool = True) -> None:
         """Ends all work that was begun.
 
         Args:
-            wait: False if another close has missed its deadline: this one then does not wait.
+            wait: whether to wait for the work. False if another close in this forward pass has missed its deadline.
         """
 
 
 class RowSource(Protocol):
-    """Cached keys and values of rows."""
+    """A source of the cached keys and values of some rows."""
 
     def open(self, first: int) -> RowLayers:
-        """Begins with layer `first`."""
+        """Begins to load the rows from layer `first` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReusedRows:
-    """Rows of one request for which there are cached rows.
+    """Rows of one request in a batch for which there are cached rows.
 
     Attributes:
-        rows: their numbers in the batch.
-        ratio: share of them that is computed again.
+        rows: the rows' numbers in the batch.
+        source: the source of the cached rows.
+        ratio: share of the rows that is computed again.
     """
 
     rows: Numbers
@@ -64,13 +67,13 @@ class ReusedRows:
 
 @dataclass(frozen=True, slots=True)
 class TakenRows:
-    """Rows whose fresh keys and values a callback takes.
+    """Rows in a batch whose fresh keys and values are passed to a callback.
 
     Attributes:
-        rows: their numbers in the batch; none of them is reused.
-        take: called once per layer with the layer's number and the rows' keys and values; not after a failure.
-        lose: called with a failure of `take` or of the work before it; the forward pass continues. None: the forward
-            pass fails on all ranks.
+        rows: the rows' numbers in the batch. None of them is reused.
+        take: called once per layer with the layer's number and the rows' keys and values. Not called after a failure.
+        lose: called at the end with the failure if `take` or the selection of its rows failed; the forward pass
+            continues. If `lose` is None, the forward pass fails on all ranks instead.
     """
 
     rows: Numbers
@@ -79,25 +82,26 @@ class TakenRows:
 
 
 class CachedRowsError(TransferError):
-    """On some rank, the work on rows that a forward pass reads from the cache or passes on failed, and the step cannot
-    continue. Every rank raises this.
+    """Some rank failed to read cached rows or to pass rows on, and the forward pass cannot continue. All ranks raise
+    this.
     """
 
 
 class RowsLost(TransferError):
-    """Some rank lost pages that hold cached rows of a forward pass, and nothing else has failed, so the forward pass
-    can begin again without them. Every rank raises this.
+    """Some rank has lost pages of a forward pass's cached rows, and nothing else has failed. The forward pass can begin
+    again without these rows. All ranks raise this.
     """
 
 
 class OwnWork:
-    """flexkv's work on this rank between the collectives of a forward pass. After a failure the rest is skipped.
+    """Runs flexkv's own work in a forward pass, and catches its exceptions, so that this rank still takes part in the
+    ranks' next collective. After a failure, further work is skipped.
 
     Args:
-        stops: whether to raise a failure at once, because no other rank waits.
+        stops: whether to raise a failure at once instead, because there is no other rank that waits.
 
     Attributes:
-        failure: the first failure.
+        failure: the first failure; None if there was none.
     """
 
     def __init__(self, stops: bool = False) -> None:
@@ -109,7 +113,7 @@ class OwnWork:
             return
         try:
             work(*given)
-        except Exception as error:  # torch's and the device's own, too
+        except Exception as error:  # also errors of torch and the device
             self.failure = error
             if self._stops:
                 raise
@@ -122,7 +126,7 @@ class CachedRows:
         `open`, `compare`, `skipped`, `close`.
 
     Attributes:
-        failure: why the cached rows cannot be used; known after `compare`.
+        failure: why the cached rows cannot be used; None if they can. Final after `compare`.
     """
 
     def __init__(self, reused: Sequence[ReusedRows]) -> None:
@@ -135,16 +139,16 @@ class CachedRows:
         return self._work.failure
 
     def open(self, first: int) -> None:
-        """Begins with layer `first`."""
+        """Begins to load the cached rows from layer `first` on."""
         for each in self._reused:
             self._work.do(lambda source=each.source: self._opened.append(source.open(first)))
 
     def compare(self, layer: int, fresh: Any, difference: Any) -> None:
-        """Adds up the squared distances of each reused row's cached keys from the fresh ones.
+        """Writes to `difference`, for each reused row, the squared distance between its cached and its fresh keys.
 
         Args:
-            fresh: keys of all rows.
-            difference: float32, by row.
+            fresh: the fresh keys of all rows of the batch.
+            difference: float32, one element per row of the batch; elements of other rows do not change.
         """
         for number, each in enumerate(self._reused):
             self._work.do(self._compare_one, number, each.rows, layer, fresh, difference)
@@ -156,13 +160,16 @@ class CachedRows:
         difference[rows] = apart.square().sum(1)
 
     def skipped(self, keep: NDArray[np.bool_], slots: Any) -> list[tuple[RowLayers, Any]]:
-        """The reused rows that no later layer computes, and their slots.
+        """Returns the cached rows of those reused rows that later layers do not compute, with the rows' slots.
 
         Args:
-            slots: slot of each row of the batch.
+            keep: for each row of the batch, whether later layers compute it.
+            slots: the slot of each row of the batch.
         """
         found = []
-        for each, layers in zip(self._reused, self._opened, strict=False):  # none is open after a failure
+        for each, layers in zip(
+            self._reused, self._opened, strict=False
+        ):  # after a failure, `_opened` is empty
             chosen = np.flatnonzero(~keep[each.rows])
             if len(chosen):
                 layers.choose(chosen)
@@ -170,12 +177,13 @@ class CachedRows:
         return found
 
     def close(self) -> Exception | None:
-        """Closes the rows of all sources, even if one fails. Returns the first failure. Idempotent."""
+        """Closes all opened rows, even if a close fails. Returns the first failure; None if there was none.
+        Idempotent."""
         opened, self._opened = self._opened, []
         failure: Exception | None = None
         for each in opened:
             try:
                 each.close(wait=failure is None)
-            except Exception as error:  # torch's and the device's own, too
+            except Exception as error:  # also errors of torch and the device
                 failure = failure or error
         return failure

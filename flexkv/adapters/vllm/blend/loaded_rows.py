@@ -1,5 +1,5 @@
-"""Loaded rows as a blended forward pass reads them: rotated on the device of the engine's pool, as tensors of the
-engine.
+"""The cached rows that a blended forward pass reads: loaded, rotated on the device of the engine's pool, and passed on
+as torch tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from flexkv.blend.turned_rows import RowDevice, TurnedLayers, TurnedRows
 from flexkv.transfer.layerwise.host_device import HostDevice
 
 Planes = tuple[Any, Any]
-"""Keys and values of some rows, tensors [rows, heads, head_dim]."""
+"""The keys and the values of some rows, each a tensor [rows, heads, head_dim]."""
 
 
 def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
-    """The device on which cached rows are rotated: that of the engine's pool.
+    """Returns the device on which cached rows are rotated, which is that of the engine's pool.
 
     Args:
-        pool: the pool's device.
-        dtype: the cache's dtype.
+        pool: torch's name of the pool's device.
+        dtype: the dtype of the engine's KV cache.
 
     Raises:
         NotBlendable: torch has no streams on that device.
@@ -41,7 +41,14 @@ def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
 
 
 class LoadedRows:
-    """Loaded rows of a request in a batch: a `RowSource` of the forward pass."""
+    """A `RowSource` for the forward pass: the loaded rows of one request in a batch.
+
+    Args:
+        rows: the loaded rows, which are rotated when they are read.
+        on: the device on which they are rotated.
+        dtype: the dtype of the engine's KV cache.
+        pool: the device of the engine's pool.
+    """
 
     def __init__(self, rows: TurnedRows, on: RowDevice, dtype: Any, pool: Any) -> None:
         self._rows, self._on, self._dtype, self._pool = rows, on, dtype, pool
@@ -52,10 +59,12 @@ class LoadedRows:
 
 
 class LoadedLayers:
-    """Layers of loaded rows: `RowLayers` of the forward pass.
+    """The `RowLayers` of a `LoadedRows`.
 
     Args:
-        at: number of each row in the layers' buffers.
+        layers: the pipeline that loads and rotates the layers.
+        at: for each row, its number in the pipeline's buffers.
+        dtype: the dtype of the engine's KV cache.
     """
 
     def __init__(self, layers: TurnedLayers, at: Any, dtype: Any) -> None:
@@ -65,9 +74,11 @@ class LoadedLayers:
         self._at = self._at[torch.from_numpy(chosen).to(self._at.device)]
 
     def take(self, layer: int) -> Planes:
-        """
+        """See `RowLayers.take`.
+
         Raises:
-            PipelineError: rows did not arrive, or not before the deadline.
+            LostStretches: pages of some rows were lost.
+            PipelineError: rows did not arrive for another reason, or not before the deadline.
         """
         keys, values = self._tensor(self._layers.layer(layer)).index_select(1, self._at)
         self._layers.leave()
@@ -76,7 +87,7 @@ class LoadedLayers:
     def _tensor(self, buffer: Any) -> Any:
         if not isinstance(buffer, np.ndarray):
             return buffer
-        signed = buffer.view(f"i{buffer.itemsize}")  # torch lacks unsigned types of some sizes
+        signed = buffer.view(f"i{buffer.itemsize}")  # torch lacks some unsigned types
         return torch.from_numpy(signed).view(self._dtype)
 
     def close(self, wait: bool = True) -> None:

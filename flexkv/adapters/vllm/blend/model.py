@@ -1,4 +1,5 @@
-"""vLLM's model classes with a forward pass that may blend. Without a plan, it equals the parent's bit for bit."""
+"""vLLM's model classes with a forward pass that can blend. A step without blending computes exactly what vLLM's class
+computes."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ class Step(Protocol):
     """The blending work of one forward pass."""
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
-        """The model's hidden states; None if the model itself must compute them."""
+        """Returns the model's hidden states; None if the model's own forward pass must compute them."""
 
 
 class BlendingModel:
-    """A mixin that comes before a model class of vLLM.
+    """A mixin for a model class of vLLM, before which it must come in the list of base classes.
 
     Attributes:
-        blend_step: the blending work of the next forward pass; None for none. The forward pass takes it, so that it
-            serves only one forward pass, however late vLLM ends the step.
+        blend_step: the blending work of the next forward pass; None if there is none. The forward pass sets it to None,
+            so that it serves only one forward pass, however late vLLM ends the step.
+        blend_config: the configuration with which vLLM made the model.
     """
 
     blend_step: Step | None = None
@@ -56,22 +58,23 @@ class BlendingModel:
 
 
 class FlexKVLlamaForCausalLM(BlendingModel, LlamaForCausalLM):
-    """Llama."""
+    """Llama, with blending."""
 
 
 class FlexKVMistralForCausalLM(BlendingModel, MistralForCausalLM):
-    """Mistral without a window."""
+    """Mistral without a sliding window, with blending."""
 
 
 class FlexKVQwen2ForCausalLM(BlendingModel, Qwen2ForCausalLM):
-    """Qwen 2 and 2.5."""
+    """Qwen 2 and 2.5, with blending."""
 
 
 class FlexKVQwen3ForCausalLM(BlendingModel, Qwen3ForCausalLM):
-    """Qwen 3."""
+    """Qwen 3, with blending."""
 
 
 def model_of(vllm_config: Any) -> Any:
-    """This process's model of the engine with this configuration; None if its class is none of these."""
-    part = vllm_config.cache_config  # the same object for every part of an engine
+    """Returns the model in this process of the engine with this configuration; None if it is not of a class in this
+    module."""
+    part = vllm_config.cache_config  # the same object in all parts of an engine
     return next((model for model in list(_models) if model.blend_config.cache_config is part), None)

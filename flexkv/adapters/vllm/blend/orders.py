@@ -1,4 +1,4 @@
-"""Orders for blending that a step carries to the ranks, and the ranks' reports. Plain and picklable."""
+"""The scheduler's orders for blending, which a step carries to the ranks, and the ranks' reports. All are picklable."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ RequestId = str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentOrder:
-    """Segments to load for a request before it is scheduled.
+    """Orders a rank to load segments for a request that is not scheduled yet.
 
     Attributes:
-        load: number of the load, because a request's id may be used again for another request.
-        caller: see `SegmentCache.begin_load`.
+        request: the request's id.
+        load: number of the load. It identifies the load, because another request may reuse the request's id.
+        segments: the tokens of each segment.
+        caller: the caller's namespace. Only segments that were stored for the same caller are found.
     """
 
     request: RequestId
@@ -30,12 +32,12 @@ class SegmentOrder:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The segments that a rank has loaded for a request, once no more will come.
+    """Reports which segments a rank has loaded for a request. No more will arrive.
 
     Attributes:
-        load: see `SegmentOrder`.
-        tokens: how many leading tokens of each segment were loaded.
-        missing: why cached tokens are missing; MISS if none are.
+        load: number of the load, from its `SegmentOrder`.
+        tokens: for each segment, how many of its leading tokens were loaded.
+        missing: why tokens that are cached were not loaded; MISS if there are none.
     """
 
     load: int
@@ -45,11 +47,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The segments that a request reuses, once all ranks have them.
+    """The segments that a request reuses, after all ranks have loaded them.
 
     Attributes:
-        spans: position of each segment's first token in the prompt, and the number of its leading tokens that every
-            rank has loaded.
+        spans: for each segment, the position of its first token in the prompt, and how many of its leading tokens all
+            ranks have loaded.
         ratio: share of the reused rows that is computed again.
     """
 
@@ -57,18 +59,18 @@ class Reuse:
     ratio: float
 
     def covers(self, first: int, end: int) -> bool:
-        """Whether some span covers a position from `first` to `end`."""
+        """Whether a position in [first, end) lies in one of the spans."""
         return any(max(start, first) < min(start + tokens, end) for start, tokens in self.spans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewSegment:
-    """A prompt that will be kept as a segment.
+    """A prompt that is computed completely and stored as a segment.
 
     Attributes:
-        tokens: all its tokens.
-        caller: see `SegmentCache.store`.
-        number: the number under which every rank reports the outcome, once it has computed the last token.
+        tokens: all tokens of the prompt.
+        caller: the caller's namespace. Only requests of the same caller find the segment.
+        number: the number under which every rank reports the store's outcome, after it has computed the last token.
     """
 
     tokens: Tokens
@@ -78,13 +80,14 @@ class NewSegment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkOrder:
-    """The rows of one request in a step.
+    """The rows of one blended request in a step.
 
     Attributes:
-        first: position of its first token in the prompt.
-        slots: slot of each of its rows in the engine's pool, int64 [rows]. A rank finds the rows by these slots,
-            because the batch's order differs from the schedule's.
-        asks: what the rows are for.
+        request: the request's id.
+        first: the position of the first row's token in the prompt.
+        slots: the slot of each row in the engine's pool, int64 [rows]. A rank finds the rows by their slots, because
+            the batch's order differs from the schedule's.
+        asks: whether the rows reuse cached segments or become a new segment.
     """
 
     request: RequestId
@@ -95,13 +98,13 @@ class ChunkOrder:
 
 @dataclass(slots=True)
 class BlendOrders:
-    """One step's orders, carried out in this order before its forward pass.
+    """One step's orders for blending. A rank executes them before the step's forward pass, in the order of the fields.
 
     Attributes:
-        forget: the weights change: no row that is cached, loaded or being captured may be used.
+        forget: whether to drop all rows that are cached, loaded or being captured, because the weights change.
         release: requests whose loaded segments or captured rows are no longer needed.
-        load: segments to load.
-        chunks: rows of the step's batch.
+        load: loads of segments to begin.
+        chunks: the rows of blended requests in the step's batch.
     """
 
     forget: bool = False

@@ -1,4 +1,4 @@
-"""One rank's segments: cached, being loaded for requests, or being captured from a forward pass."""
+"""Loads one rank's segments for requests, and captures new segments from forward passes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ RESULTS_OF = {
     PageLoss.SEGMENT_NO_ROOM: BlendResult.LATE,
     PageLoss.SEGMENT_UNREADABLE: BlendResult.LOST,
 }
-"""The result of a request none of whose segments arrived, by the reason."""
+"""The result that is counted for a request of whose segments none arrived, by the reason why pages are missing."""
 
 
 @dataclass(slots=True)
 class Capture:
-    """A segment whose rows are being computed.
+    """A segment whose rows are being captured from forward passes.
 
     Attributes:
-        planes: keys and values of its tokens, [layers, 2, heads, tokens, head_dim] in host memory.
-        done: number of its leading tokens whose rows are captured in every layer.
-        is_broken: some of its rows could not be captured; this is already logged.
+        planes: the keys and values of the segment's tokens, [layers, 2, heads, tokens, head_dim] in host memory; None
+            if the capture is broken.
+        done: how many leading tokens are captured in every layer.
+        is_broken: whether some rows could not be captured, which was logged.
     """
 
     planes: Any
@@ -53,13 +54,15 @@ class BlendPages:
     """One rank's segments: those in the cache, those being loaded, and those being captured.
 
     Args:
-        dtype: torch's name of the cache's dtype.
+        cache: the rank's cache of segments.
+        rotation: rotates keys to other positions.
+        dtype: torch's dtype of the engine's KV cache.
         device: the device of the engine's pool.
-        first_layers: if the disks stream, segments count as arrived once this many of their layers are there; None:
-            all.
+        first_layers: if layers are streamed from disk, a segment counts as arrived when this many of its layers have
+            arrived; None if all layers must arrive.
 
     Attributes:
-        cache, rotation, dtype, device: as given.
+        cache, rotation, dtype, device: as in the arguments.
 
     Raises:
         NotBlendable: torch has no streams on the device.
@@ -82,31 +85,32 @@ class BlendPages:
         if first_layers is not None and cache.unit.streams and first_layers < cache.shape.layers:
             self._first_layers = first_layers
         self._fetches: dict[RequestId, SegmentFetch] = {}
-        """Segments on their way to host memory; each has its load once they are there."""
+        """The fetch of each request's segments to host memory. When it has ended, the request's load begins."""
         self._loads: dict[RequestId, SegmentLoad] = {}
         self._coming: dict[RequestId, SegmentOrder] = {}
-        """Orders whose outcome is not reported yet."""
+        """The orders whose outcome was not reported yet."""
         self._captures: dict[RequestId, Capture] = {}
         self._stores: dict[SegmentStore, NewSegment] = {}
-        """Captured segments on their way to host memory, in the order in which they began."""
+        """The captured segments that are being stored in host memory, in the order in which their stores began."""
         self._stored: dict[int, BlendResult] = {}
-        """Results of segments since the last `take_stored`."""
+        """The results of stores since the last `take_stored`, by the segment's number."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
-        """Loads that begin once these stores, of the same segments, have ended."""
+        """For requests whose segments are being stored, these stores. A request's fetch begins after they end."""
         self._room_after: dict[RequestId, list[SegmentStore]] = {}
-        """Loads that begin, with room or without, once these stores have ended."""
+        """For requests without enough free staging blocks, the stores that were in flight at that time. The request's
+        load begins after they have ended, even if blocks are still missing."""
 
     # --- loads ---
 
     def begin_load(self, order: SegmentOrder) -> None:
-        """Begins to load the cached pages of a request's segments. Never raises an error, because other ranks go on to
-        the step's collectives; the segments are lost instead.
+        """Begins to load the cached pages of a request's segments. Never raises, because the other ranks would wait for
+        this one in the step's next collective. If an error occurs, the segments are lost instead.
         """
         self._coming[order.request] = order
         self._advance_stores()
         try:
             behind = self._stores_of(order)
-        except Exception as error:  # NumPy's own, too
+        except Exception as error:  # also NumPy's errors
             _warn_of("segments of a request cannot be loaded: %s", error)
             return
         if behind:
@@ -115,7 +119,7 @@ class BlendPages:
             self._begin_fetch(order)
 
     def _stores_of(self, order: SegmentOrder) -> list[SegmentStore]:
-        """The stores under way of a request's segments, or of others that begin with the same block."""
+        """Returns the stores in flight of segments that begin with the same block as one of the request's segments."""
         if not self._stores:
             return []
         wanted = {self.cache.scheme.keys(tokens, order.caller).first for tokens in order.segments}
@@ -124,11 +128,12 @@ class BlendPages:
     def _begin_fetch(self, order: SegmentOrder) -> None:
         try:
             self._fetches[order.request] = self.cache.begin_fetch(order.segments, order.caller)
-        except Exception as error:  # NumPy's own, too
+        except Exception as error:  # also NumPy's errors
             _warn_of("segments of a request cannot be loaded: %s", error)
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
-        """Continues the disks' reads and writes, and returns the loads that have ended since the last call."""
+        """Continues stores, loads and the disks' reads and writes. Returns, by request, the loads that have ended since
+        the last call or of which enough has arrived."""
         self.cache.poll()
         self._advance_stores()
         arrived = {}
@@ -147,16 +152,17 @@ class BlendPages:
         return arrived
 
     def _has_arrived(self, order: SegmentOrder) -> bool:
-        """Begins a request's load once its segments are in host memory or promised; returns whether enough has arrived
-        for a forward pass to begin.
+        """Begins a request's load if its segments are in host memory or being streamed there. Returns whether enough
+        has arrived for a forward pass to begin.
         """
         request = order.request
         if request not in self._loads:
             fetch = self._fetches[request]
             try:
-                # First, because the request keeps its place in the queue for room in host memory by asking.
+                # `advance` is called first and each time, because that keeps the request's place in the queue for free
+                # host slots.
                 load = fetch.begin_load() if fetch.advance() and not self._wait_for_room(order) else None
-            except Exception as error:  # NumPy's own, too
+            except Exception as error:  # also NumPy's errors
                 fetch.give_up()
                 _warn_of("segments of a request cannot be loaded: %s", error)
                 return True
@@ -167,14 +173,14 @@ class BlendPages:
         if self._first_layers is None:
             return not load.moves
         has_come = load.has_layers(self._first_layers)
-        # Called after `has_layers`, which counts a failed read as one that has arrived.
+        # Called after `has_layers`, which counts a failed read as arrived.
         self._drop_lost(load)
         return has_come
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
-        """Returns whether a request waits for staging blocks of stores, which the scheduler does not count once their
-        prompts are computed. It waits for the stores that are under way when it first lacks room, not for later ones,
-        because these may come without end.
+        """Returns whether a request has to wait for stores to free staging blocks. There may be too few blocks, because
+        the scheduler does not count a store's blocks after its prompt was computed. The request waits only for stores
+        that were in flight when it first lacked blocks, because later stores may follow without end.
         """
         if self._has_room(order):
             return False
@@ -182,7 +188,7 @@ class BlendPages:
         return any(store in self._stores for store in ahead)
 
     def _has_room(self, order: SegmentOrder) -> bool:
-        """Whether the staging pool has room for all segments of a request."""
+        """Whether the staging pool has enough free blocks for all segments of a request."""
         staging = self.cache.staging
         pages = sum(-(-len(tokens) // staging.block_tokens) for tokens in order.segments)
         return pages <= len(staging.free)
@@ -204,10 +210,10 @@ class BlendPages:
         return Arrival(order.load, tuple(tokens), missing)
 
     def _drop_lost(self, load: SegmentLoad, wait: bool = False) -> None:
-        """Drops segments of a load that are lost, and counts them.
+        """Drops the segments of a load that are lost, and counts them.
 
         Args:
-            wait: see `SegmentLoad.drop_lost`.
+            wait: whether to wait until each segment has arrived or is lost.
         """
         dropped = load.drop_lost(wait)
         self._counters.add("flexkv_blend_lost_segments_total", len(dropped))
@@ -220,10 +226,10 @@ class BlendPages:
             self._counters.add("flexkv_blend_disk_pages_total", pages, direction=direction)
 
     def rows(self, request: RequestId, spans: Sequence[tuple[int, int]], first: int, end: int) -> LoadedRows:
-        """Loaded rows of a request from position `first` to `end`, in the order of its spans.
+        """Returns the loaded rows of a request at positions [first, end), in the order of `spans`.
 
         Raises:
-            KeyError: nothing is loaded for the request.
+            KeyError: no segments are loaded for the request.
         """
         load = self._loads[request]
         hits = {hit.segment: hit for hit in load.hits}
@@ -235,16 +241,17 @@ class BlendPages:
         return self.loaded_rows(load, stretches)
 
     def loaded_rows(self, load: SegmentLoad, stretches: Sequence[Stretch]) -> LoadedRows:
-        """Rows of a load, rotated to the positions that the stretches name."""
+        """Returns rows of a load, which are rotated to the positions of the stretches when they are read."""
         rows = TurnedRows(self.cache, self.rotation, load, stretches)
         return LoadedRows(rows, self._rows_on, self.dtype, self.device)
 
     def holds(self, request: RequestId) -> bool:
-        """Whether segments are loaded for the request."""
+        """Whether the load of the request's segments was reported, and not released since."""
         return request in self._loads and request not in self._coming
 
     def drop_lost(self, request: RequestId, wait: bool = False) -> set[int]:
-        """Drops the request's segments that were lost since they were promised. Returns those that are left.
+        """Drops those of the request's segments that were lost after their arrival was reported. Returns the numbers of
+        the others.
 
         Args:
             wait: whether to wait until each segment has arrived completely or is lost.
@@ -257,13 +264,13 @@ class BlendPages:
 
     @property
     def streams(self) -> bool:
-        """Whether a forward pass may begin while layers of its segments are still being read from disk."""
+        """Whether a forward pass may begin while later layers of its segments are still being read from disk."""
         return self._first_layers is not None
 
     # --- captures ---
 
     def begin_capture(self, request: RequestId, asks: NewSegment, first: int) -> bool:
-        """Makes room for the rows of a segment from position `first` on. Returns False if earlier rows are missing."""
+        """Prepares to capture rows of a segment from position `first` on. Returns False if earlier rows are missing."""
         if first == 0:
             shape = self.cache.shape
             room = (shape.layers, 2, shape.heads, len(asks.tokens), shape.head_dim)
@@ -272,15 +279,16 @@ class BlendPages:
         return capture is not None and capture.done == first and not capture.is_broken
 
     def capture(self, request: RequestId, layer: int, first: int, planes: Planes) -> None:
-        """Takes a layer's fresh keys and values of consecutive rows from position `first` on."""
+        """Copies a layer's fresh keys and values of consecutive rows, from position `first` on, to host memory."""
         room = self._captures[request].planes
         end = min(first + len(planes[0]), room.shape[3])
         for plane, rows in enumerate(planes):
             room[layer, plane, :, first:end] = rows[: end - first].transpose(0, 1)
 
     def end_capture(self, request: RequestId, asks: NewSegment, end: int) -> None:
-        """Called when all layers' rows before position `end` are captured: begins to store a complete segment. Never
-        raises an error, because other ranks go on to the next step's collectives; the segment is lost instead.
+        """Records that all rows before position `end` are captured in all layers. If the segment is complete, begins to
+        store it. Never raises, because the other ranks would wait for this one in the next step's collectives. If an
+        error occurs, the segment is lost instead.
         """
         capture = self._captures[request]
         capture.done = end
@@ -291,12 +299,13 @@ class BlendPages:
             self._stores[self._begin_store(asks, capture.planes)] = asks
         except CapacityError as error:
             self._not_kept(asks, BlendResult.NO_ROOM, error)
-        except Exception as error:  # including errors of NumPy and torch
+        except Exception as error:  # also errors of NumPy and torch
             self._not_kept(asks, BlendResult.LOST, error)
         self._advance_stores()
 
     def break_capture(self, request: RequestId, asks: NewSegment, end: int, error: Exception) -> None:
-        """Called instead of `end_capture` if `capture` failed. No later rows of the segment are captured."""
+        """Gives a segment up, because `capture` failed. Called in place of `end_capture`. Later rows of the segment are
+        not captured."""
         if end < len(asks.tokens):
             _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", error)
             self._captures[request] = Capture(None, is_broken=True)
@@ -305,8 +314,8 @@ class BlendPages:
         self._not_kept(asks, BlendResult.LOST, error)
 
     def lose_capture(self, request: RequestId, asks: NewSegment) -> None:
-        """Called instead of a segment's last `end_capture` if its rows were not found, or earlier rows could not be
-        captured."""
+        """Reports a segment as lost, because its last rows were not found in the batch or earlier rows were not
+        captured. Called in place of the segment's last `end_capture`."""
         capture = self._captures.pop(request, None)
         if capture is not None and capture.is_broken:
             self._stored[asks.number] = BlendResult.LOST
@@ -318,16 +327,16 @@ class BlendPages:
         _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", reason)
 
     def take_stored(self) -> dict[int, BlendResult]:
-        """Results of segments since the last call, by their numbers: STORED if all their tokens are cached, otherwise
-        the reason."""
+        """Returns the results of the segments whose stores have ended since the last call, by the segments' numbers:
+        STORED if all tokens of the segment are cached, otherwise the reason why not."""
         stored, self._stored = self._stored, {}
         return stored
 
     def _begin_store(self, asks: NewSegment, planes: Any) -> SegmentStore:
-        """Begins to store a segment. Waits for earlier stores only if there is no room beside them.
+        """Begins to store a segment. If there are too few free staging blocks, first waits for earlier stores.
 
         Raises:
-            CapacityError: there is no room even then.
+            CapacityError: there are too few staging blocks even without other stores.
         """
 
         def begin() -> SegmentStore:
@@ -338,7 +347,7 @@ class BlendPages:
                 caller=asks.caller,
             )
 
-        self._advance_stores()  # stores that have ended free their blocks
+        self._advance_stores()  # frees the blocks of stores that have ended
         try:
             return begin()
         except CapacityError:
@@ -348,10 +357,11 @@ class BlendPages:
             return begin()
 
     def _advance_stores(self, wait: bool = False, until_s: float = math.inf) -> None:
-        """Continues the stores.
+        """Continues all stores, and records the results of those that have ended.
 
         Args:
-            wait, until_s: see `SegmentStore.advance`.
+            wait: whether to wait for each store until its deadline.
+            until_s: when to stop waiting, on the monotonic clock.
         """
         for store, asks in list(self._stores.items()):
             try:
@@ -363,7 +373,7 @@ class BlendPages:
                     self._not_kept(asks, BlendResult.LATE, reason)
                 else:
                     continue
-            except Exception as error:  # NumPy's own, too
+            except Exception as error:  # also NumPy's errors
                 self._not_kept(asks, BlendResult.LOST, error)
             del self._stores[store]
 
@@ -378,13 +388,13 @@ class BlendPages:
 
     @property
     def busy(self) -> bool:
-        """Whether stores, or the disks' reads and writes, need further calls of `take_arrived`."""
+        """Whether stores or the disks' reads and writes are unfinished, so that `take_arrived` must be called again."""
         return bool(self._stores) or self.cache.busy
 
     # --- ends ---
 
     def release(self, request: RequestId) -> None:
-        """Forgets a request's loaded segments and captured rows. Does not wait for pages on their way."""
+        """Drops a request's loaded segments and captured rows. Does not wait for pages in flight."""
         self._coming.pop(request, None)
         self._after.pop(request, None)
         self._room_after.pop(request, None)
@@ -395,7 +405,7 @@ class BlendPages:
             load.abandon()
 
     def forget(self) -> None:
-        """Forgets everything, because the weights change. Does not wait for disks: see `SegmentCache.begin_forget`."""
+        """Drops all segments, because the weights change. Does not wait for disks; see `SegmentCache.begin_forget`."""
         for request in [*self._coming, *self._loads, *self._captures]:
             self.release(request)
         for store, asks in self._stores.items():
@@ -405,10 +415,10 @@ class BlendPages:
         self.cache.begin_forget()
 
     def close(self) -> None:
-        """Ends all work, within `transfer.close_s`.
+        """Ends all work within `transfer.close_s`, and closes the cache.
 
         Raises:
-            TransferError: see `SegmentCache.close`.
+            TransferError: as `SegmentCache.close`.
         """
         begun_s, close_s = time.monotonic(), self.cache.unit.close_s
         ends_s = begun_s + (1 - DISK_SHARE) * close_s
@@ -428,7 +438,7 @@ class BlendPages:
 
 
 def _warn_of(message: str, reason: str | Exception) -> None:
-    """Logs a failure, with its traceback if it is not an error of flexkv."""
+    """Logs a failure. Adds the traceback if `reason` is an exception that flexkv does not raise itself."""
     if isinstance(reason, FlexKVError | str):
         logger.warning(message, reason)
     else:
@@ -436,6 +446,7 @@ def _warn_of(message: str, reason: str | Exception) -> None:
 
 
 def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numbers:
-    """The positions from `first` to `end` that spans cover, relative to `first`, in the order of `BlendPages.rows`."""
+    """Returns the positions in [first, end) that the spans cover, relative to `first`, in the order of
+    `BlendPages.rows`."""
     parts = [np.arange(max(start, first), min(start + tokens, end)) for start, tokens in spans]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64) - first

@@ -1,10 +1,10 @@
-"""The scheduler's side of blending: decides which requests are blended, waits for their pages, and tells the ranks
-where their rows are.
+"""The scheduler's side of blending: decides which requests are blended, waits until their segments are loaded, and
+tells the ranks which rows they have in each step.
 
-A blended request goes through these steps: `enter` when it enters the engine's queue; `match` when the engine looks it
-up, repeatedly until every rank has loaded its segments; `chunk` in each step that computes a part of its prompt; `end`.
-Its cached tokens are never promised to the engine, which therefore schedules all of them; the model computes fewer of
-their rows in most layers.
+The calls for a blended request are, in this order: `enter` when it enters the engine's queue; `match` when the engine
+looks it up, repeatedly until every rank has loaded its segments; `chunk` in each step that computes tokens of its
+prompt; and `end`. flexkv never promises the engine tokens of a blended request, so the engine schedules all of them.
+The model then computes fewer rows in most layers.
 """
 
 from __future__ import annotations
@@ -41,38 +41,43 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MOST_SALTS = 1 << 16
-"""Salts that are remembered; 16 bytes each. Where an older one is used again, the engine's own hit shows it."""
+"""How many salts are remembered at most, in 16 bytes each. If a request uses a forgotten salt again, a hit in the
+engine's own prefix cache reveals it."""
 
 
 MOST_STORES = 1 << 12
-"""Segments whose ranks have not all reported yet; a rank reports within `load.deadline_s`."""
+"""How many segments may wait for all ranks' reports at the same time. A rank reports within `load.deadline_s`."""
 
 
 class Phase(Enum):
     """The state of a blended request's segments."""
 
     NEW = "new"
-    """No rank holds them."""
+    """No rank has loaded the segments."""
     LOADING = "loading"
+    """The ranks were ordered to load the segments."""
     READY = "ready"
-    """Every rank holds them, or the same part of them."""
+    """Every rank has reported its load, and the rows that all ranks have are known; or there is nothing to load."""
 
 
 @dataclass(slots=True, eq=False)
 class BlendedRequest:
-    """A request that was accepted.
+    """A request that was accepted for blending.
 
     Attributes:
-        tracker: its tracker, whose block table follows the engine's.
-        spans: the segments of its prompt; none if the prompt itself will be kept as a segment.
-        prompt: its prompt's tokens.
-        asked_s: when its segments were first requested, monotonic.
-        pages: number of pages of its segments.
-        load: number of its last load.
-        store: number of the segment as which its prompt is kept; see `NewSegment`.
-        loaded: what each rank has loaded.
-        reuse: what every rank has loaded.
-        is_counted: its outcome is counted.
+        tracker: the request's tracker, whose block table follows the engine's.
+        spans: the segments of its prompt; empty if the prompt itself will be stored as a segment.
+        prompt: the prompt's tokens.
+        ratio: share of the reused rows that is computed again.
+        phase: the state of the request's segments.
+        asked_s: when the engine first looked the request up, on the monotonic clock; None before that, and again after
+            a preemption.
+        pages: number of pages of the segments, or of the prompt if it will be stored.
+        load: number of the request's last load; 0 before the first.
+        store: number of the new segment, if the prompt will be stored (see `NewSegment`); otherwise 0.
+        loaded: for each rank that has reported, which tokens it has loaded.
+        reuse: the tokens that all ranks have loaded; None before all ranks have reported.
+        is_counted: whether the request's outcome is already counted in the metrics.
     """
 
     tracker: RequestTracker
@@ -98,12 +103,16 @@ class BlendedRequest:
 
 
 class BlendRequests(CacheListener):
-    """The requests of an engine that are blended, on the scheduler's side.
+    """Decides on the scheduler's side which of an engine's requests are blended, and tracks these.
 
     Args:
-        block_tokens: tokens of the engine's block.
+        spec: facts about the engine, and the settings of blending.
+        block_tokens: number of tokens in one of the engine's blocks.
         ranks: number of workers.
         clock: returns monotonic seconds.
+
+    Attributes:
+        orders: the orders to the ranks since the last step.
     """
 
     def __init__(
@@ -120,29 +129,30 @@ class BlendRequests(CacheListener):
         self._is_on = False
         self._live: dict[RequestId, BlendedRequest] = {}
         self._spoiled: dict[RequestId, Request] = {}
-        """Requests whose salt turned out to be used before; they read no prefix cache from the next step on."""
+        """Requests with a salt that another request has used. From the next step on they do not read the engine's
+        prefix cache."""
         self._salts: dict[bytes, None] = {}
         self._held_pages = 0
         self._loads = itertools.count(1)
         self._loading: set[RequestId] = set()
         self._stores = itertools.count(1)
         self._storing: dict[int, dict[int, BlendResult]] = {}
-        """Segments that were computed: what each rank has reported of them, until all have."""
+        """For each computed segment, by its number, the results that ranks have reported, until all ranks have."""
         self._disk_busy: set[int] = set()
-        """Ranks that read segments from disk or write them."""
+        """The ranks that are reading segments from disk or writing them."""
         self.orders = BlendOrders()
 
     def take_verdicts(self, refusals: Sequence[str | None]) -> None:
-        """Takes each rank's refusal to blend, if any; see `BlendWorker.refusal`."""
+        """Turns blending on if no rank refuses it. `refusals` has each rank's `BlendWorker.refusal`."""
         self._is_on = bool(refusals) and all(each == "" for each in refusals)
 
     # --- a request's life ---
 
     def enter(self, tracker: RequestTracker) -> None:
-        """Called when a request enters the engine's queue: accepts it, or counts why not.
+        """Accepts a request that enters the engine's queue for blending, or counts why it is not accepted.
 
-        A request that is not blended reads no block of the engine's prefix cache if its salt was used by a blended
-        request, because that request may have left the block there.
+        If a request that is not blended has a blended request's salt, it does not read the engine's prefix cache,
+        because a blended request with that salt may have left inexact blocks there.
         """
         request, ask = tracker.request, tracker.asked.blend
         if ask is None:
@@ -155,10 +165,10 @@ class BlendRequests(CacheListener):
             if is_salted(request):
                 request.skip_reading_prefix_cache = True
             return
-        # vLLM does not let a request wait for its pages if it skips the prefix cache, as a caller may demand. Under a
-        # salt of its own there is nothing to skip.
+        # A caller may demand that a request skips the prefix cache, but vLLM does not let such a request wait for its
+        # segments. A request with its own salt finds nothing in the prefix cache anyway.
         request.skip_reading_prefix_cache = False
-        # Its KV is not exact, so none of it may serve other requests.
+        # The request's KV is not exact, so other requests must not use it.
         tracker.settings = replace(tracker.settings, skip_save=True, skip_load=True)
         tracker.kept_out.ask(True, 0, 0)
         self._live[found.request_id] = found
@@ -172,7 +182,7 @@ class BlendRequests(CacheListener):
             return refused
         if ask.store and tracker.asked.ttl_s is not None:
             return BlendResult.TIME_TO_LIVE
-        # Also remembered for a request that is refused below: its blocks are exact but have this salt.
+        # The salt is remembered even if the request is refused below, because its blocks have this salt in any case.
         if not self._remember(str(request.cache_salt)):
             return BlendResult.USED_SALT
         prompt = tokens_of(request)
@@ -186,7 +196,7 @@ class BlendRequests(CacheListener):
         return BlendedRequest(tracker, spans, prompt, ratio, pages=self._pages_of(spans))
 
     def _remember(self, salt: str) -> bool:
-        """Remembers a salt. Returns False if it was used before."""
+        """Remembers a salt. Returns False if it was remembered already."""
         digest = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
         if digest in self._salts:
             return False
@@ -199,17 +209,17 @@ class BlendRequests(CacheListener):
         return sum(-(-(end - first) // PAGE_TOKENS) for first, end in spans)
 
     def match(self, request: Request, computed_tokens: int) -> bool | None:
-        """Called when the engine looks a request up. Returns whether the request is blended, or None if it must wait;
-        then the engine asks again.
+        """Decides about a request that the engine looks up. Returns whether the request is blended, or None if it has
+        to wait; the engine then asks again in its next step.
 
         Args:
-            computed_tokens: tokens that the engine has in its own prefix cache.
+            computed_tokens: how many of the request's tokens the engine's own prefix cache has.
         """
         blended = self._live.get(request.request_id)
         if blended is None:
             return None if request.request_id in self._spoiled else False
         if computed_tokens and not request.num_preemptions:
-            # Blocks of another request that used this request's own salt.
+            # The engine has a hit, so another request has used this request's salt.
             self._give_up(blended, BlendResult.USED_SALT)
             self._spoiled[blended.request_id] = request
             return None
@@ -226,7 +236,7 @@ class BlendRequests(CacheListener):
         return None
 
     def _begin(self, blended: BlendedRequest) -> None:
-        """Reserves room for the request's pages, if there is any, and orders their load."""
+        """Reserves staging blocks for the request's pages and orders their load. Does nothing if there are too few."""
         if self._held_pages + blended.pages > self._spec.most_pages:
             return
         self._held_pages += blended.pages
@@ -239,7 +249,7 @@ class BlendRequests(CacheListener):
         self.orders.load.append(SegmentOrder(blended.request_id, blended.load, segments, blended.caller))
 
     def take_arrived(self, rank: int, arrived: Mapping[RequestId, Arrival]) -> None:
-        """Takes a rank's report; see `BlendPages.take_arrived`."""
+        """Handles a rank's report of the loads that have ended; see `BlendPages.take_arrived`."""
         for request_id, arrival in arrived.items():
             blended = self._live.get(request_id)
             if blended is None or blended.phase is not Phase.LOADING or blended.load != arrival.load:
@@ -249,18 +259,18 @@ class BlendRequests(CacheListener):
                 self._agree(blended)
 
     def _await_store(self, number: int) -> None:
-        """Counts a segment once every rank has reported its outcome."""
+        """Begins to wait for all ranks' reports of a new segment's store. The segment is then counted."""
         self._storing[number] = {}
         if len(self._storing) > MOST_STORES:
             del self._storing[next(iter(self._storing))]
             self._count(BlendResult.LATE)
 
     def take_stored(self, rank: int, stored: Mapping[int, BlendResult]) -> None:
-        """Takes a rank's report; see `BlendPages.take_stored`."""
+        """Handles a rank's report of the segments whose stores have ended; see `BlendPages.take_stored`."""
         for number, result in stored.items():
             reported = self._storing.get(number)
             if reported is None:
-                continue  # a preempted prompt, computed twice
+                continue  # counted already; a prompt that was preempted is computed and reported again
             reported[rank] = result
             if len(reported) == self._ranks:
                 del self._storing[number]
@@ -268,14 +278,14 @@ class BlendRequests(CacheListener):
                 self._count(lost[0] if lost else BlendResult.STORED)
 
     def take_disk_busy(self, rank: int, is_busy: bool) -> None:
-        """Takes a rank's report of whether its disks have work."""
+        """Handles a rank's report of whether its disks are busy."""
         if is_busy:
             self._disk_busy.add(rank)
         else:
             self._disk_busy.discard(rank)
 
     def _agree(self, blended: BlendedRequest) -> None:
-        """Called when every rank has answered: only rows that all ranks have loaded are reused."""
+        """Determines, after every rank has reported, the rows that all ranks have loaded. Only these are reused."""
         loaded = list(blended.loaded.values())
         blended.loaded.clear()
         common = [min(tokens) for tokens in zip(*(each.tokens for each in loaded), strict=True)]
@@ -289,7 +299,8 @@ class BlendRequests(CacheListener):
         self._loading.discard(blended.request_id)
 
     def chunk(self, tracker: RequestTracker) -> None:
-        """Called in each step that computes tokens of a request, whose tracker has the step's tokens and blocks."""
+        """Orders what the ranks do with a request's rows in this step. Called in each step that computes tokens of the
+        request, after its tracker was updated."""
         blended = self._live.get(tracker.request_id)
         if blended is None:
             return
@@ -312,30 +323,30 @@ class BlendRequests(CacheListener):
             self._count_once(blended, BlendResult.BLENDED)
 
     def preempted(self, request_id: RequestId) -> None:
-        """Called when the engine has taken a request's blocks: its prompt is computed again."""
+        """Restarts a request's deadline, because the engine has taken its blocks and will compute its prompt again."""
         if (blended := self._live.get(request_id)) is not None:
             blended.asked_s = None
 
     def end(self, request_id: RequestId) -> None:
-        """Called when a request has ended."""
+        """Drops a request that has ended, and releases its pages."""
         self._spoiled.pop(request_id, None)
         if (blended := self._live.pop(request_id, None)) is not None:
             self._release(blended)
 
     def reset(self) -> None:
-        """Called when the weights change: no live request is blended any more."""
+        """Stops blending all live requests, and drops all segments. Called when the weights change."""
         for blended in list(self._live.values()):
             self._give_up(blended, BlendResult.RESET)
         self.orders.forget = True
 
     def on_erase(self, name: str) -> None:
-        """Drops all segments, because ranks do not know their namespaces."""
+        """Drops all segments, because the ranks do not know which of them belong to the erased namespace."""
         self.reset()
 
     # --- the step ---
 
     def take_orders(self) -> BlendOrders | None:
-        """The orders given since the last step; None if there are none."""
+        """Returns the orders given since the last step; None if there are none."""
         for request in self._spoiled.values():
             request.skip_reading_prefix_cache = True
         self._spoiled.clear()
@@ -346,29 +357,29 @@ class BlendRequests(CacheListener):
 
     @property
     def has_work(self) -> bool:
-        """Whether the ranks need another step, for orders or to continue the work of their disks."""
+        """Whether the ranks need another step, to get orders or to continue the work of their disks."""
         return bool(self.orders) or self.disk_busy
 
     @property
     def disk_busy(self) -> bool:
-        """Whether some rank reads segments from disk or writes them."""
+        """Whether some rank is reading segments from disk or writing them."""
         return bool(self._disk_busy)
 
     @property
     def moves_pages(self) -> bool:
-        """Whether ranks load segments, or read them from disk or write them."""
+        """Whether some rank is loading segments, reading them from disk or writing them."""
         return self.disk_busy or bool(self._loading)
 
     # --- ends ---
 
     def _give_up(self, blended: BlendedRequest, why: BlendResult) -> None:
-        """Computes the request fully from now on. Its blocks are still kept out of the cache."""
+        """Stops blending the request, which is then computed completely. Its blocks are still not stored."""
         del self._live[blended.request_id]
         self._release(blended)
         self._count_once(blended, why)
 
     def _release(self, blended: BlendedRequest) -> None:
-        """Gives the request's pages back; after a preemption they are loaded again."""
+        """Releases the request's pages on all ranks. If the request is looked up again, they are loaded again."""
         if blended.phase is not Phase.NEW:
             self._held_pages -= blended.pages
             unsent = [order for order in self.orders.load if order.request == blended.request_id]

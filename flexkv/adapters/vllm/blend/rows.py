@@ -1,4 +1,5 @@
-"""Arithmetic on the rows of a batch: where a request's rows are, which are kept, and the runs that they form."""
+"""Arithmetic on the rows of a batch: where a request's rows are, which of them later layers compute, and which runs
+these form."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The rows of one forward pass. Each of the engine's sequences has consecutive rows.
+    """The rows of one forward pass, one per token. Each of the engine's sequences has consecutive rows.
 
     Attributes:
-        starts: first row of each sequence and the number of all rows, int64 [sequences + 1].
-        slots: slot of each row in the engine's pool, int64 [rows].
-        positions: position of each row in its request, int64 [rows].
+        starts: the first row of each sequence, followed by the number of all rows, int64 [sequences + 1].
+        slots: the slot of each row in the engine's pool, int64 [rows].
+        positions: the position of each row's token in its request, int64 [rows].
     """
 
     starts: Numbers
@@ -33,11 +34,12 @@ class BatchRows:
 
     @property
     def last(self) -> Numbers:
-        """The last row of each sequence, from which the engine may sample."""
+        """The last row of each sequence, from whose output the engine may sample."""
         return self.starts[1:][np.diff(self.starts) > 0] - 1
 
     def place(self, first: int, slots: Numbers) -> int | None:
-        """The first row of the sequence that has exactly these slots, from position `first` on; None if none has."""
+        """Returns the first row of the sequence that begins at position `first` and has exactly these slots; None if
+        there is no such sequence."""
         if not len(slots):
             return None
         for row in np.flatnonzero(self.slots == slots[0]).tolist():
@@ -58,12 +60,13 @@ def kept_rows(
     difference: NDArray[np.float64],
     run_rows: int = 1,
 ) -> NDArray[np.bool_]:
-    """Which rows are computed after the check layer: all rows that are not covered, the covered rows that differ most,
-    and the last row of each sequence.
+    """Returns which rows the layers after the check layer compute, bool [rows]. These are all rows without cached rows,
+    those rows with cached rows that differ most from them, and the last row of each sequence.
 
     Args:
-        reused: for each request its covered rows, and the share of them that is kept.
-        difference, run_rows: see `rows_to_keep`, [rows].
+        reused: for each request, the rows that have cached rows, and the share of them that is computed.
+        difference: for each row with a cached row, the squared distance between its cached and fresh keys, [rows].
+        run_rows: how many adjacent rows are chosen together; see `rows_to_keep`.
     """
     keep = np.ones(batch.rows, np.bool_)
     for rows, ratio in reused:
@@ -78,13 +81,15 @@ def kept_rows(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Kept rows as separate sequences: each run of consecutive positions of one request is one. Its rows attend to
-    everything up to their own positions, which a kernel's causal mask expresses only if the run has no gap.
+    """The kept rows, divided into runs. A run consists of kept rows at consecutive positions of one request, and is a
+    sequence of its own for the attention kernel. Its rows attend to all tokens up to their own positions. A kernel's
+    causal mask can express this only for rows without gaps.
 
     Attributes:
-        starts: first kept row of each run and the number of all, int32 [runs + 1].
-        lengths: position of each run's last row plus one, int32 [runs].
-        sequences: the engine's sequence to which each run belongs, int64 [runs].
+        starts: the index of each run's first row among the kept rows, followed by the number of kept rows, int32
+            [runs + 1].
+        lengths: the position of each run's last row, plus one, int32 [runs].
+        sequences: the number of the engine's sequence to which each run belongs, int64 [runs].
     """
 
     starts: NDArray[np.int32]
@@ -93,9 +98,10 @@ class Runs:
 
     @classmethod
     def of(cls, batch: BatchRows, kept: Numbers) -> Runs:
-        """
+        """Divides the kept rows of a batch into runs.
+
         Args:
-            kept: the kept rows, ascending; at least one.
+            kept: the numbers of the kept rows, ascending; at least one.
         """
         positions = batch.positions[kept]
         sequences = np.searchsorted(batch.starts, kept, side="right") - 1

@@ -1,15 +1,16 @@
-"""Blends a prompt whose answer is known, on the engine's own pool, before the engine's first request.
+"""Blends a prompt whose correct result is known, on the engine's own pool, before the engine's first request.
 
-The test shows three things. The layers, called one by one, compute what the model computes. A ratio of 1 also computes
-what the model computes. If the cached rows are those of a full computation, every kept row gets that computation's keys
-in every later layer and its output, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a
-row that it must not see, or to one that was not written. The next token would show neither fault. Each row is compared
-by itself, because among a hundred right rows one wrong row is less than rounding.
+The test checks three things. First, the layers, called one by one, compute what the model computes. Second, blending
+with a ratio of 1 computes what the model computes. Third (the oracle): if the cached rows come from a full computation,
+every kept row has the same keys in every later layer and the same output as in that computation, whichever rows are
+kept. The oracle fails if a kept row attends to a row that it must not see, or to a row that was not written. The next
+token would reveal neither fault. Rows are compared one by one, because one wrong row among a hundred right ones would
+change their sum by less than rounding does.
 
 The first two comparisons run the same kernels on the same rows. The oracle's kernels get fewer rows after the check
-layer, and their roundings add up over the layers. So the error that rounding explains is measured on the model itself:
-how far each layer's keys and the output move if the input of every layer after the check layer is rounded once more. A
-wrong row is already off in the first of these layers, where that error is smallest.
+layer, and rounding errors add up over the layers. So the test measures on the model itself which error rounding can
+explain: how much each layer's keys and the output change if the input of every layer after the check layer is rounded
+once more. A wrong row is off in the first of these layers already, where that error is smallest.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ logger = get_logger(__name__)
 
 ROWS = 96
 FIRST, END = 7, 80
-"""The reused rows."""
+"""The reused rows are [FIRST, END)."""
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Relative errors of rounding that are allowed in any layer of any model."""
+"""The relative error that is allowed in any layer of any model, by dtype."""
 ROUNDINGS = 3.0
-"""How many times as far as by one more rounding of each layer's input rows may be off: a layer rounds several times."""
+"""Rows may be off by this many times the change that one more rounding of each layer's input causes, because a layer
+rounds several times."""
 LARGEST_LIMIT = 0.25
-"""No row that is off by more than that is called rounded, however deep the model is."""
+"""The largest relative error that is ever explained by rounding, however many layers the model has."""
 
 TESTS = ("the model layer by layer", "a ratio of 1", "the oracle")
 
 
 class KnownRows:
-    """Rows of one full computation: a `RowSource` and its layers."""
+    """Cached rows that were taken from one full computation. Both a `RowSource` and its `RowLayers`."""
 
     def __init__(self, planes: Sequence[Planes], rows: Numbers) -> None:
         self._planes, self._rows = planes, rows
@@ -63,16 +65,16 @@ class KnownRows:
         return keys[at], values[at]
 
     def close(self, wait: bool = True) -> None:
-        """Nothing was begun."""
+        """Does nothing: no work was begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Relative errors that rounding explains.
+    """The largest relative errors that rounding explains.
 
     Attributes:
-        keys: error of each layer's keys.
-        output: error of the model's output.
+        keys: the limit for the keys of each layer.
+        output: the limit for the model's output.
     """
 
     keys: Sequence[float]
@@ -80,17 +82,18 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: torch.dtype, keys: Sequence[float], output: float) -> Limits:
-        """The errors derived from the changes that one more rounding per layer causes."""
+        """Derives the limits from the changes of the keys and of the output that one more rounding per layer causes."""
         found = [min(LARGEST_LIMIT, max(LIMITS[dtype], ROUNDINGS * moved)) for moved in (*keys, output)]
         return cls(found[:-1], found[-1])
 
 
 class SelfTest:
-    """The test that an engine's start runs before blending is on.
+    """The test that runs at an engine's start before blending is turned on.
 
     Args:
-        model: one of flexkv's model classes, with its KV cache.
-        num_blocks: blocks of the engine's pool, none of which is in use.
+        model: a model of one of flexkv's classes, which has its KV cache.
+        forward: runs blended forward passes of the model.
+        num_blocks: number of blocks in the engine's pool, of which none is in use.
     """
 
     def __init__(self, model: Any, forward: BlendForward, vllm_config: Any, num_blocks: int) -> None:
@@ -99,7 +102,7 @@ class SelfTest:
         self._device = attention.kv_cache.device
         self._block_tokens = attention.get_kv_cache_spec(vllm_config).block_size
         self._blocks = -(-ROWS // self._block_tokens)
-        # Block 0 is the engine's null block.
+        # The test uses blocks from 1 on, because block 0 is the engine's null block.
         self._has_room = num_blocks > self._blocks and vllm_config.model_config.max_model_len >= ROWS
         at = np.arange(ROWS, dtype=np.int64)
         slots = (1 + at // self._block_tokens) * self._block_tokens + at % self._block_tokens
@@ -109,21 +112,22 @@ class SelfTest:
         self._positions = torch.from_numpy(at).to(self._device)
 
     def refusal(self) -> str:
-        """Why blending must be off, equal on every rank; empty if the test passed."""
+        """Runs the test. Returns why blending must be off; empty if the test passed. Some rank's failure makes it
+        non-empty on every rank."""
         if not self._has_room:
             return f"the engine has no room for a prompt of {ROWS} tokens to test it with"
         raised = ""
         try:
             with torch.inference_mode():
                 errors = self._errors()
-        except Exception as error:  # errors of vLLM's own code, which has no stable interface
+        except Exception as error:  # vLLM's internal code, which is called here, may raise anything
             logger.warning("blending's test at the start fails", exc_info=True)
             raised = f"{type(error).__name__}: {error}"
             errors = dict.fromkeys(TESTS, math.nan)
         worst = torch.tensor([errors[name] for name in TESTS], dtype=torch.float32, device=self._device)
         group = get_tp_group()
         if group.world_size > 1:
-            # A NaN on one rank counts on all ranks.
+            # `amax` passes a NaN of any rank on to all ranks.
             worst = group.all_gather(worst[None], dim=0).amax(dim=0)
         found = dict(zip(TESTS, worst.cpu().tolist(), strict=True))
         wrong = [
@@ -134,7 +138,7 @@ class SelfTest:
         return f"its test at the start fails: {raised or '; '.join(wrong)}" if wrong else ""
 
     def _errors(self) -> dict[str, float]:
-        """How far the worst row of each test is off, as a multiple of what rounding explains."""
+        """Returns for each test how far its worst row is off, as a multiple of the error that rounding explains."""
         whole = self._compute(lambda: self._model(self._ids, self._positions))
         planes: list[Planes] = []
         everything = TakenRows(self._batch.positions, lambda layer, fresh: planes.append(fresh))
@@ -156,15 +160,16 @@ class SelfTest:
         return dict(zip(TESTS, found, strict=True))
 
     def _limits(self, planes: Sequence[Planes], whole: Any, dtype: torch.dtype) -> Limits:
-        """Measures what rounding explains: computes the prompt once more, with the input of each layer after the check
-        layer moved by the largest change of one rounding to nearest, and rounded again.
+        """Measures the error that rounding explains. Computes the prompt once more, and changes each element of the
+        input of every layer after the check layer by a random amount, up to the largest error of one rounding to
+        nearest.
 
         Args:
-            planes: each layer's keys and values of the full computation.
-            whole: its outputs.
+            planes: for each layer, the keys and values of the full computation.
+            whole: the output of the full computation.
         """
         eps = torch.finfo(dtype).eps
-        seed = torch.Generator().manual_seed(3)  # every rank rounds alike
+        seed = torch.Generator().manual_seed(3)  # all ranks make the same changes
 
         def round_again(layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             positions, hidden, residual = arguments
@@ -196,11 +201,14 @@ class SelfTest:
         whole: Any,
         limits: Limits,
     ) -> float:
-        """How far the keys of a row in `keep` are off in any layer after the check layer, or its output, as a multiple
-        of what rounding explains there. The other rows come from a full computation.
+        """Returns how far the kept rows are off at most, in their keys in any layer after the check layer or in their
+        output, as a multiple of the error that rounding explains there. The other rows are those of a full computation.
 
         Args:
-            whole: the outputs of the full computation.
+            rows: the numbers of the reused rows.
+            planes: for each layer, the keys and values of the full computation.
+            keep: which rows are kept.
+            whole: the output of the full computation.
         """
         later = range(self._forward.check_layer + 1, len(planes))
         seen: dict[int, Any] = {}
@@ -220,7 +228,7 @@ class SelfTest:
         errors = [
             row_error(seen[layer], planes[layer][0][kept].flatten(1)) / limits.keys[layer] for layer in later
         ]
-        # max() may pass over a NaN.
+        # Not `max`, which may ignore a NaN.
         return float(torch.tensor([*errors, row_error(out[kept], whole[kept]) / limits.output]).amax())
 
     def _run(self, reused: Sequence[ReusedRows], taken: Sequence[TakenRows] = ()) -> Any:
@@ -243,13 +251,14 @@ class SelfTest:
             self._config,
             num_tokens=ROWS,
             slot_mapping=dict.fromkeys(names, slots),
-            # vLLM compiles the model at its first call, which must be its own.
+            # Without this, vLLM would compile the model in this call. It must be compiled in a call of vLLM's own.
             skip_compiled=True,
         ):
             return compute()
 
 
 def row_error(found: Any, wanted: Any) -> float:
-    """How far the worst row is off, relative to its own size; both arrays are [rows, elements]."""
+    """Returns the largest relative error of a row: the norm of its difference, divided by the norm of the wanted row.
+    Both arrays are [rows, elements]."""
     off, length = (found.float() - wanted.float()).norm(dim=1), wanted.float().norm(dim=1)
     return float((off / length).amax())

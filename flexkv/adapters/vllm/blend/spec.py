@@ -1,4 +1,4 @@
-"""Facts about an engine that the scheduler's side needs for blending; read at the engine's start."""
+"""Reads at the engine's start the facts and settings that the scheduler's side needs for blending."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 PAGE_TOKENS = 16
-"""Tokens of a segment's page: the last page of a segment wastes little."""
+"""Number of tokens in a page of a segment. It is small, so that a segment's last page wastes little memory."""
 
 
 def most_pages(vllm_config: VllmConfig) -> int:
-    """Number of pages that a rank can hold for requests: those of the longest prompt, in as many segments as it may
-    have.
+    """Returns how many pages a rank can hold for requests. This is the number for the longest prompt, if it has the
+    largest number of segments.
     """
     return -(-vllm_config.model_config.max_model_len // PAGE_TOKENS) + MOST_SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class BlendSpec:
-    """Facts about an engine, and its settings, that the scheduler's side needs for blending.
+    """The facts and settings that the scheduler's side needs for blending.
 
     Attributes:
-        separators: the configured separators' tokens.
-        most_pages: see the function.
-        deadline_s: how long a request waits for its pages.
+        settings: the settings of blending.
+        separators: the tokens of each configured separator.
+        most_pages: how many pages a rank can hold for requests.
+        deadline_s: how long a request waits for its segments, in seconds.
     """
 
     settings: BlendConfig
@@ -44,7 +45,7 @@ class BlendSpec:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: FlexKVConfig) -> BlendSpec | None:
-        """None if blending is not requested.
+        """Reads the facts from vLLM's configuration. Returns None if blending is off.
 
         Raises:
             ConfigError: a separator's text cannot be encoded.

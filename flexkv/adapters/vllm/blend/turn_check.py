@@ -1,4 +1,4 @@
-"""Rotates rows on the device of the engine's pool, as requests do, before there is a request."""
+"""Checks at the engine's start that cached rows are rotated correctly on the device of the engine's pool."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from flexkv.blend.turned_rows import Stretch
 from flexkv.errors import FlexKVError
 
 ROWS, FIRST = 40, 3
-"""Rows of the segment; the first one that is turned."""
+"""`ROWS` is the number of rows in the test's segment, `FIRST` the first row that is rotated."""
 POSITIONS = 50, 1000
-"""Where the two halves of its rows stand in the prompt."""
+"""The positions in the prompt to which the first and second half of the segment's rows are rotated."""
 
 
 def check_turning(pages: BlendPages) -> None:
-    """Loads rows of random numbers and rotates them through the load pipeline on the pool's device. Precondition: no
-    load or store is under way.
+    """Loads rows of random numbers, rotates them through the load pipeline on the pool's device, and compares them with
+    rows that the CPU has rotated.
+
+    Preconditions:
+        No load or store is in flight.
 
     Raises:
-        NotBlendable: the rows do not arrive, or differ from those that the CPU rotates; the message says where and why.
+        NotBlendable: the rows do not arrive, or differ from the CPU's; the message says in which layers, or why.
     """
     cache = pages.cache
     rows = min(ROWS, len(cache.staging.free) * cache.block_tokens)
@@ -41,7 +44,7 @@ def check_turning(pages: BlendPages) -> None:
             raise NotBlendable(f"rows turned on {pages.device} differ from the CPU's in layers {wrong}")
     except NotBlendable:
         raise
-    except Exception as error:  # torch's and the device's own, too
+    except Exception as error:  # also errors of torch and the device
         reason = str(error) if isinstance(error, FlexKVError) else f"{type(error).__name__}: {error}"
         raise NotBlendable(f"cached rows cannot be turned on {pages.device}: {reason}") from error
     finally:
@@ -57,7 +60,7 @@ def _random_rows(pages: BlendPages, blocks: int) -> np.ndarray:
 def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]) -> list[int]:
     layers, wrong = pages.loaded_rows(load, stretches).open(0), []
     try:
-        # One more than a load has buffers, so that one buffer is reused.
+        # Checks one layer more than a load has buffers, so that one buffer is reused.
         for layer in range(min(pages.cache.prefetch_layers + 1, pages.cache.shape.layers)):
             found = torch.stack(layers.take(layer)).cpu().view(torch.uint8).numpy()
             wanted = [_turned(pages, stretch, layer) for stretch in stretches]
@@ -69,7 +72,7 @@ def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]
 
 
 def _turned(pages: BlendPages, stretch: Stretch, layer: int) -> np.ndarray:
-    """The rows as the CPU rotates them in one call, [2, rows, heads, bytes of a head]."""
+    """Returns the rows, rotated by the CPU in one call, [2, rows, heads, bytes of a head]."""
     cache, shape = pages.cache, pages.cache.shape
     old = np.arange(stretch.first, stretch.first + stretch.rows)
     tables = [
@@ -81,7 +84,7 @@ def _turned(pages: BlendPages, stretch: Stretch, layer: int) -> np.ndarray:
     target = RowPlaces(np.arange(stretch.rows, dtype=np.int64) * shape.row_bytes, head_bytes)
     at = stretch.hit.blocks.astype(np.int64)[old // cache.block_tokens], old % cache.block_tokens
     for plane, table in enumerate(tables):
-        # In another order than that of the loads.
+        # Gathers the rows token by token, which is not the order in which loads copy them.
         rows = np.ascontiguousarray(cache.staging.rows[layer][at[0], plane, at[1]])
         pages.rotation.apply(rows, target, out[plane], target, table)
     return out.view(np.uint8)

@@ -1,4 +1,4 @@
-"""One rank's part in blending: carries out the scheduler's orders, and gives each forward pass its rows."""
+"""One rank's part in blending: executes the scheduler's orders, and blends the model's forward passes."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ logger = get_logger(__name__)
 ANOTHER = "another rank cannot blend: see its log"
 
 GPU_RUN_ROWS = 16
-"""Rows of a run on a GPU: the smallest tile of queries for which attention kernels read all keys. Not measured."""
+"""Number of rows in a run on a GPU. Attention kernels read all keys once per tile of queries, and their smallest tile
+has this many. The effect was not measured."""
 
 
 def run_rows_of(blend: BlendConfig, device: Any) -> int:
-    """The length of the runs in which an engine on this torch device recomputes reused rows."""
+    """Returns the length of the runs in which an engine on this torch device recomputes reused rows."""
     if blend.run_tokens is not None:
         return blend.run_tokens
     return 1 if device.type == "cpu" else GPU_RUN_ROWS
 
 
 class BlendWorker:
-    """One rank's part in blending; off, with a reason, if the engine cannot blend.
+    """One rank's part in blending. If the engine cannot blend, blending is off, and `refusal` says why.
 
     Attributes:
         refusal: why blending is off; empty if it is on.
-        may_begin_again: whether the step's forward pass may begin again after some of its layers, so that what these
-            wrote is not final.
+        may_begin_again: whether the step's forward pass may begin again after some layers have run, so that the KV that
+            these layers wrote is not final.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class BlendWorker:
             test = self._prepare(vllm_config, settings, rank, geometry)
         except FlexKVError as error:
             refusal = str(error)
-        except Exception as error:  # errors of vLLM's own code, which has no stable interface
+        except Exception as error:  # vLLM's internal code, which is called here, may raise anything
             logger.warning("blending cannot be prepared", exc_info=True)
             refusal = f"{type(error).__name__}: {error}"
-        # Called here, because the test computes with all ranks, and would wait for a rank that does not take part.
+        # Asks all ranks first, because the test computes on all ranks, and would wait for one that does not take part.
         alone = vllm_config.parallel_config.tensor_parallel_size == 1
         all_can = [test is not None] if alone else _on_all_ranks([test is not None])
         return test.refusal() if test is not None and all(all_can) else refusal
@@ -95,10 +96,11 @@ class BlendWorker:
     def _prepare(
         self, vllm_config: Any, settings: FlexKVConfig, rank: int, geometry: PoolGeometry
     ) -> SelfTest:
-        """Sets up what this rank needs to blend. Does not communicate with other ranks.
+        """Prepares this rank for blending: the cache of segments, the rotation and the forward pass. Returns the test
+        that has to run next. Does not communicate with other ranks.
 
         Raises:
-            FlexKVError: the engine or its model cannot be blended, or there is no room for segments; the message says
+            FlexKVError: the engine or its model cannot be blended, or there is no memory for segments; the message says
                 why.
         """
         if refusal := engine_refusal(vllm_config):
@@ -131,7 +133,7 @@ class BlendWorker:
         return SelfTest(model, self.forward, vllm_config, geometry.num_blocks)
 
     def begin_step(self, orders: BlendOrders | None) -> None:
-        """Called before a step's forward pass."""
+        """Executes a step's orders, and prepares the model for its forward pass. Called before each forward pass."""
         if self._pages is None:
             return
         missed, self._model.blend_step = self._model.blend_step, None
@@ -151,7 +153,7 @@ class BlendWorker:
             self.may_begin_again = self._pages.streams
 
     def _count_missed(self, step: BlendStep) -> None:
-        """Counts the rows of a step for which the model's forward pass was not called, and warns once."""
+        """Counts the rows of a step in which vLLM did not call the model's forward pass, and warns once."""
         step.count_unplaced()
         if not self._warned:
             self._warned = True
@@ -161,20 +163,20 @@ class BlendWorker:
             )
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
-        """See `BlendPages.take_arrived`."""
+        """Returns the loads that have ended since the last call; see `BlendPages.take_arrived`."""
         return {} if self._pages is None else self._pages.take_arrived()
 
     def take_stored(self) -> dict[int, BlendResult]:
-        """See `BlendPages.take_stored`."""
+        """Returns the results of stores that have ended since the last call; see `BlendPages.take_stored`."""
         return {} if self._pages is None else self._pages.take_stored()
 
     @property
     def disk_busy(self) -> bool:
-        """Whether segments are being stored, read from disk or written to it, which needs further steps."""
+        """Whether segments are being stored, read from disk or written to disk, so that the engine has to step."""
         return self._pages is not None and self._pages.busy
 
     def close(self) -> None:
-        """Idempotent."""
+        """Turns blending off on this rank, and closes the segments' cache. Idempotent."""
         if self._model is not None:
             self._model.blend_step = None
         if self._pages is not None:
@@ -184,11 +186,7 @@ class BlendWorker:
 
 @dataclass(frozen=True, slots=True)
 class BlendStep:
-    """The blending work of one forward pass.
-
-    Args:
-        chunks: equal on every rank.
-    """
+    """The blending work of one forward pass. Its chunks are equal on all ranks."""
 
     _forward: BlendForward
     _pages: BlendPages
@@ -196,7 +194,8 @@ class BlendStep:
     _counters: Counters
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
-        """The model's hidden states; None if the model itself must compute the step."""
+        """Computes the model's hidden states. If segments are lost meanwhile, begins again without them. Returns None
+        if the model's own forward pass must compute the step."""
         batch = self._batch_or_warn(positions)
         for waits in (False, True):
             try:
@@ -207,14 +206,13 @@ class BlendStep:
         return None
 
     def _blend(self, input_ids: Any, positions: Any, batch: BatchRows | None, waits: bool) -> Any:
-        """Computes the hidden states; see `forward`.
+        """Computes the hidden states once. Returns None if no row is reused or captured.
 
         Args:
-            waits: whether to reuse only segments that have arrived completely, and to wait until each has arrived or is
-                lost.
+            waits: whether to wait until each segment has arrived completely or is lost, and to reuse only the former.
 
         Raises:
-            RowsLost: on all ranks alike.
+            RowsLost: some rank has lost segments. All ranks raise this.
         """
         reused: list[ReusedRows] = []
         taken: list[TakenRows] = []
@@ -256,8 +254,9 @@ class BlendStep:
     def _agree(
         self, batch: BatchRows | None, waits: bool
     ) -> list[tuple[ChunkOrder, int | None, tuple[tuple[int, int], ...]]]:
-        """Each chunk with its first row in the batch and the spans that it reuses. The row is None if some rank does
-        not find the chunk or lacks its rows; a span that some rank has lost is empty. Waits for all ranks."""
+        """Returns for each chunk its first row in the batch and the spans that it reuses. The row is None if some rank
+        does not find the chunk in the batch or lacks its rows. A span that some rank has lost has 0 tokens. Waits for
+        all ranks."""
         found = [self._find_or_warn(batch, chunk, waits) for chunk in self._chunks]
         flags = [place is not None for place, _ in found]
         flags += [
@@ -280,7 +279,7 @@ class BlendStep:
         self._counters.add("flexkv_blend_rows_total", rows, kind=kind)
 
     def count_unplaced(self) -> None:
-        """Counts all rows of the step as not found."""
+        """Counts all rows of the step as `unplaced`, because they were not found in the batch."""
         for chunk in self._chunks:
             self._count_unplaced(chunk)
 
@@ -291,28 +290,28 @@ class BlendStep:
             self._pages.lose_capture(chunk.request, asks)
 
     def _batch_or_warn(self, positions: Any) -> BatchRows | None:
-        """The rows of the forward pass; None if the engine does not describe them as one batch, or if an error occurs,
-        because the other ranks wait for this one.
+        """Returns the rows of the forward pass; None if the engine does not describe them as one batch. Also returns
+        None if an error occurs, instead of raising it, because the other ranks wait for this one.
         """
         try:
             return self._forward.batch(positions)
-        except Exception:  # including errors of torch and vLLM
+        except Exception:  # also errors of torch and vLLM
             logger.warning("the rows of a step cannot be read", exc_info=True)
             return None
 
     def _find_or_warn(
         self, batch: BatchRows | None, chunk: ChunkOrder, waits: bool
     ) -> tuple[int | None, set[int]]:
-        """See `_find`; also None if that raises an error, because the other ranks wait for this one."""
+        """Returns the result of `_find`. If that raises, the row is None, because the other ranks wait for this one."""
         try:
             return (None, set()) if batch is None else self._find(batch, chunk, waits)
-        except Exception:  # including torch's errors
+        except Exception:  # also torch's errors
             logger.warning("rows of a step cannot be blended", exc_info=True)
             return None, set()
 
     def _find(self, batch: BatchRows, chunk: ChunkOrder, waits: bool) -> tuple[int | None, set[int]]:
-        """The chunk's first row in the batch (None if the chunk is not there or this rank lacks its rows), and the
-        numbers of its segments that this rank has."""
+        """Returns the chunk's first row in the batch, and the numbers of those of its segments that this rank has. The
+        row is None if the chunk is not in the batch or this rank lacks its rows."""
         asks, left = chunk.asks, set[int]()
         if isinstance(asks, Reuse):
             left = self._pages.drop_lost(chunk.request, waits)
@@ -336,7 +335,8 @@ class BlendStep:
 
 @dataclass(frozen=True, slots=True)
 class RowsWhenOpened:
-    """A `RowSource` of a chunk's spans that is made when it is opened, so a failure there is a failure on all ranks."""
+    """A `RowSource` for a chunk's spans, whose rows are looked up when it is opened. A failure of the lookup then is
+    handled like that of a load, on all ranks alike."""
 
     pages: BlendPages
     chunk: ChunkOrder
@@ -349,22 +349,23 @@ class RowsWhenOpened:
 
 
 def _spans(chunk: ChunkOrder) -> dict[int, tuple[int, int]]:
-    """The spans that a chunk's request reuses, by the numbers of their segments."""
+    """Returns the spans that a chunk's request reuses, by the numbers of their segments; none if it reuses nothing."""
     return dict(enumerate(chunk.asks.spans)) if isinstance(chunk.asks, Reuse) else {}
 
 
 def _on_all_ranks(here: list[bool]) -> list[bool]:
-    """Which values are true on every rank. Waits for all ranks; each must pass equally many values."""
+    """Returns for each value whether it is true on every rank. Waits for all ranks, which must pass equally many
+    values."""
     group = get_tp_group()
     if group.world_size == 1:
         return here
-    # Not every backend sums numbers of other types.
+    # Summed as float32, because some backends cannot sum other types.
     flags = torch.tensor(here, dtype=torch.float32, device=group.device)
     return [count == group.world_size for count in group.all_reduce(flags).cpu().tolist()]
 
 
 def _covered(chunk: ChunkOrder) -> int:
-    """The number of a chunk's rows that cached segments cover; often 0 for the last chunk of a prompt."""
+    """Returns how many of a chunk's rows cached segments cover; often 0 for the last chunk of a prompt."""
     asks = chunk.asks
     return (
         len(segment_rows(asks.spans, chunk.first, chunk.first + len(chunk.slots)))
