@@ -20,8 +20,9 @@ from flexkv.observe import PageLoss
 
 
 class SegmentFetch:
-    """A fetch of one prompt's segments to host memory. It waits up to `disk.wait_s` for free slots in host memory, and
-    up to `disk.wait_s` for reads. If full blocks are streamed, their load may take the same time again.
+    """A fetch of one prompt's segments to host memory. No method blocks. Pages that have no slot in host memory after
+    `disk.wait_s` are given up, and so are pages whose reads take longer than `disk.wait_s`. If full blocks are
+    streamed, their load may take the same time again.
 
     Call order:
         `advance` or `begin_load` repeatedly, until `begin_load` returns a load; or `give_up`.

@@ -1,4 +1,4 @@
-"""Loads segments of one prompt from the host pool, layer by layer."""
+"""Loads segments of one prompt from the host pool to the staging pool, layer by layer."""
 
 from __future__ import annotations
 

@@ -175,8 +175,8 @@ def _spacing(
         head_bytes: bytes of K and V of one head in one layer.
 
     Returns:
-        Bytes from one layer to the next. And bytes from one head to the next if each head has its own piece for every
-        layer, heads outermost; 0 if each layer's bytes are contiguous.
+        Bytes from one layer to the next, and bytes from one head to the next. The latter is 0 if each layer's bytes are
+        contiguous; otherwise the heads are outermost, and each head has a piece for every layer.
 
     Raises:
         GeometryError: the layers are not evenly spaced.

@@ -1,4 +1,4 @@
-"""The encoding of a page. Two pools with equal format ids hold the same bytes for the same block."""
+"""The encoding of a page. Two pools with equal format ids and equal dtypes hold the same bytes for the same block."""
 
 from __future__ import annotations
 

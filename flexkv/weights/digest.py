@@ -158,7 +158,7 @@ def file_digest(size: int, ranges: Sequence[bytes]) -> str:
 
 
 def lower_priority() -> None:
-    """Gives the calling thread the lowest priority for CPU and disk, as far as the system allows."""
+    """Sets the calling thread to the lowest priority for CPU and disk, as far as the system allows."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), READER_NICE)
     if (number := IOPRIO_SET.get(platform.machine())) is not None:

@@ -54,7 +54,7 @@ Chosen = TypeVar("Chosen")
 
 @dataclass(frozen=True, slots=True)
 class SampledRun:
-    """Bytes [start, end) of a file."""
+    """The range of bytes [start, end) of a file."""
 
     start: int
     end: int

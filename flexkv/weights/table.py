@@ -101,7 +101,7 @@ class WeightsTable:
             logger.warning("%s: %s; the next start reads %s again", self.path, error.strerror, path)
 
     def _read(self) -> Known:
-        """The table's rows; none if there is no table or it is damaged. The weights are then read again."""
+        """The table's rows. Empty if there is no table or it is damaged; the weights are then read again."""
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(MOST_TABLE_BYTES))

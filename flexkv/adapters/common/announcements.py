@@ -129,7 +129,7 @@ class News:
 
 
 class Announcements(CacheListener):
-    """Records where pages are. All calls must come from one thread.
+    """Records which media hold which pages, and what has been announced. All calls must come from one thread.
 
     A page is recorded when a store of it begins, even if the page turns out to be stored already, or when it is found
     in the book, which lists the pages that an earlier process left on disk.
@@ -359,7 +359,7 @@ class Announcements(CacheListener):
             elif not page.lasts:
                 # This process stores the page too, but with a record that does not last.
                 page.record, page.lasts = unpacked(each.words), True
-                if is_on_disk and page.generation:  # written by this process, without an entry
+                if is_on_disk and page.generation:  # this process wrote the page, but no entry for it
                     rewritten.append(page.entry(each.key))
             if is_on_disk:
                 page.generation = page.generation or each.generation

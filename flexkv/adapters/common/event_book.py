@@ -1,9 +1,8 @@
 """The event book: a file beside a unit's disk pages that records what KV events say about each page, so that the next
 process can announce the pages that it finds on disk.
 
-A separate thread reads and writes the file. An entry says how events describe a page, which stays true as long as the
-page exists; the caller asks the disk index whether the page exists. So if an entry is lost, its page is merely not
-announced.
+A separate thread reads and writes the file. An entry says only how events describe a page, and never that the page
+exists; for that the caller asks the disk index. So if an entry is lost, its page is merely not announced.
 
 After a crash, the index may still list a page whose slot was being overwritten. Therefore the file also records which
 pages left the disks, and each entry has its page's generation, so that the caller can make the disks forget an older
@@ -342,10 +341,10 @@ def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 def _entries_of(frame: bytes) -> Iterator[Entry]:
-    """The entries of a frame.
+    """Yields the entries of a frame that begins with STORED.
 
     Raises:
-        ValueError: the frame contains anything else.
+        ValueError: the frame is not a sequence of complete entries.
     """
     at = 1
     while at < len(frame):

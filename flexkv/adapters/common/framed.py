@@ -1,4 +1,4 @@
-"""Encodes plain values as bytes, for keys and namespaces."""
+"""Encodes plain values (numbers, texts, lists, dictionaries) as bytes, for keys and namespaces."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class FieldTable:
         return self.read[name][1](value) if name in self.read else plain_config(value)
 
     def names(self) -> list[str]:
-        """Every field of the table, once for each collection that contains it."""
+        """All fields of the table. A field that is in several collections by mistake appears several times."""
         return [*self.taken, *self.read, *self.elsewhere]
 
     def markdown(self) -> str:

@@ -25,8 +25,8 @@ MOST_LINKS = 40
 """Most symbolic links that are followed to reach one file; Linux has the same limit."""
 
 MOST_NAMED_BYTES = 128 << 20
-"""Largest adapter that is named by content. Reading it takes a tenth of a second, during which the request and the
-engine's scheduler wait."""
+"""Size of the largest adapter that is named by its content, in bytes. Reading it takes a tenth of a second, during
+which the request and the engine's scheduler wait."""
 
 READ_BYTES = 1 << 20
 """Bytes that are read at a time from a file."""
@@ -35,8 +35,8 @@ RUN_PREFIX = "run:"
 """First characters of a name that is valid only in this process."""
 
 GIT_DIGITS = 40
-"""Hexadecimal digits in the name of a git object. The hub's cache names small files by their git object, and large
-files by their SHA-256."""
+"""Number of hexadecimal digits of a git object's digest. In the hub's cache, small files are named by this digest, and
+large files by their SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +227,8 @@ def _is_as_downloaded(folder: Path) -> bool:
 
 
 def _digest_like(name: str, file: Path) -> bool:
-    """Whether `name` is the digest of the file's content, either as a git object (if it has GIT_DIGITS digits) or as
-    SHA-256."""
+    """Whether `name` is the digest of the file's content: that of its git object if the name has GIT_DIGITS digits,
+    otherwise its SHA-256."""
     size = file.stat().st_size
     digest = hashlib.sha256()
     if len(name) == GIT_DIGITS:

@@ -262,8 +262,8 @@ class RankOps:
                 after the layer's copies.
 
         Returns:
-            True if the wait succeeded. False if `ends_s` passed first or the load was given up before; the whole load
-            then counts as failed.
+            True if the layer is in place or pages of it have failed. False if `ends_s` passed first or the load was
+            given up before; the complete load then counts as failed.
         """
         self._wait_for_entry(job)
         for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
@@ -271,7 +271,7 @@ class RankOps:
                 return False
             found = self.engine.wait_layer(mine.ticket, layer, max(0.0, ends_s - time.monotonic()), stream)
             # If pages of the layer have failed, `engine.wait_layer` does not make the stream wait for the layer. The
-            # layer's other pages may still be used, so this thread waits for the whole op instead.
+            # layer's other pages may still be used, so this thread waits for the complete op instead.
             in_time = found.in_time if not found.failed or stream is None else self._wait(mine, ends_s)
             if not in_time:
                 mine.given_up = PAST_DEADLINE

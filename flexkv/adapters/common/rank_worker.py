@@ -119,7 +119,7 @@ class RankWorker:
         self.take_pool([pool])
 
     def facts(self) -> RankFacts | None:
-        """The facts that the scheduler's side needs to size the host pool; None before `take_pool`."""
+        """The facts about this rank that the scheduler's side needs to size the host pool; None before `take_pool`."""
         if not self.views:
             return None
         here = RankFacts.here(self.rank, self.views[0].num_blocks, *self._groups)

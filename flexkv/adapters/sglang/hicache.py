@@ -85,7 +85,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             pool,
             owner,
             stream_of=_no_stream,
-            fails_requests=False,  # a load reports each page separately
+            fails_requests=False,  # a failed load fails no request, because `batch_get_v1` reports each page separately
             prompt_limit=prompt_limit(server_args),
             rank=self._place.rank,
         )

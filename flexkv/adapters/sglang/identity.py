@@ -101,7 +101,7 @@ def _fields(
         # A different version of SGLang may compute different KV for the same model.
         "version": sglang_version.partition("+")[0],
         "weights": config.identity.model or _weights_of(model),
-        # Random weights are the same only for the same seed.
+        # Random weights are equal only if their seeds are equal.
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
         "architecture": _architecture(model),
         "files": _files(server_args, model, bool(config.identity.model)),
@@ -114,7 +114,7 @@ def _fields(
         # Heads and layers are split over ranks: with a different split, a page of the same tokens has different
         # bytes.
         "place": place.name.partition(".")[2],
-        # With EAGLE the engine hashes pairs of tokens.
+        # The algorithm enters the key because with EAGLE the engine hashes pairs of tokens.
         "speculative": str(server_args.speculative_algorithm),
         "hash": "sglang page hash, sha256",
         "namespace": config.identity.namespace,

@@ -58,7 +58,7 @@ class Offloads:
         offload.stored = not plan.dropped
 
     def completed(self) -> int:
-        """Number of offloads at the head of the queue that have finished."""
+        """Number of finished offloads at the head of the queue, before the first unfinished one."""
         return sum(1 for _ in takewhile(lambda offload: not offload.under_way, self._queue))
 
     def pop(self) -> bool:

@@ -134,7 +134,7 @@ class PageEvents(EngineListener):
         self._announcements.note_present(GROUP, keys)
 
     def end_store(self) -> None:
-        """Called when the oldest store has ended."""
+        """Called when the oldest store has finished."""
         self._announcements.end_store(self._stores.popleft())
 
     def end_stores(self) -> None:

@@ -246,8 +246,8 @@ class WorkerSide(RankWorker):
         alone = self._wire is None or bool(self._wire.closed)
         for request_id, load in self._loads.items():
             if alone and request_id in self._saves:
-                # The request has finished, and no order can arrive any more. The id of a request that has not finished
-                # must not be returned, because that request waits for its KV.
+                # The request has finished, and no order can arrive any more, so the id of its load may be returned. The
+                # id of a request that has not finished must not be returned, because that request waits for its KV.
                 load.started = load.cancelled = True
             if load.started:
                 continue
@@ -330,7 +330,7 @@ class WorkerSide(RankWorker):
 
     def close(self) -> None:
         super().close()
-        # The ops that ended when the lanes were closed are processed first, so that the final count of failures that
+        # The ops that finished when the lanes were closed are processed first, so that the final count of failures that
         # were not logged includes them.
         self._report(self._end_ops())
         self._failed.flush(at_end=True)

@@ -44,7 +44,7 @@ class TorchEvent(Event):
 
 
 class TorchStream(Stream):
-    """One pipeline's stream. Work is enqueued by the calling thread, with this stream as its current stream."""
+    """One pipeline's stream. The thread that calls `run` enqueues the work, with this stream as its current stream."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module

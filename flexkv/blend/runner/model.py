@@ -118,8 +118,8 @@ class LayeredModel:
         return self.rotated(query, positions), self.rotated(key, positions), value
 
     def finish(self, layer: int, hidden: Any, attended: Any) -> Any:
-        """The layer's output, given its input `hidden` [rows, hidden] and its attention's result `attended` [rows,
-        ...]."""
+        """The layer's output, given its input `hidden` [rows, hidden] and the result of its attention, `attended`
+        [rows, heads * head_dim]."""
         module = self.layers[layer]
         hidden = hidden + module.self_attn.o_proj(attended)
         return hidden + module.mlp(module.post_attention_layernorm(hidden))
