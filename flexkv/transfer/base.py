@@ -189,7 +189,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def lanes(self) -> list[LaneReport]:
-        """One entry for each kind of op that this transfer engine can run."""
+        """Returns one report for each kind of op that this transfer engine can run."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:

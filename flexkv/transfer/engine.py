@@ -181,7 +181,7 @@ class TransferEngine(DataPlane):
         """
         with self._views:
             number = self._native.detach_view(group)
-            # A concurrent close has already released the owners.
+            # There are no owners if a concurrent close has already released them.
             self._detached[number] = self._owners.pop(group, ())
         self._drop_released()
 

@@ -27,7 +27,8 @@ SlotIds = NDArray[np.int32]
 """Slot numbers in a tier, shape [pages], int32, C-contiguous."""
 
 TAG_BYTES = 40
-"""Bytes of one page's tag, the identity that a page on disk must have; `flexkv.storage.tags` defines its fields."""
+"""Size of a page's tag in bytes. The tag identifies the page that a disk slot must hold; `flexkv.storage.tags` defines
+its fields."""
 
 NEVER = 0
 """The expiry time of a page that never expires. Other expiry times are in Unix seconds; from then on lookups miss the

@@ -128,7 +128,7 @@ class HostPool:
 
     @property
     def native(self) -> c_ext.HostPool:
-        """The native pool. Transfer engines and lanes hold it, and so its memory exists for as long as they may touch
+        """The native pool. Transfer engines and lanes hold it, so that its memory exists for as long as they may touch
         it.
 
         Raises:

@@ -27,7 +27,7 @@ class HasCudaStream(Protocol):
 
 
 StreamLike: TypeAlias = SupportsIndex | HasCudaStreamMethod | HasCudaStream
-"""A `cudaStream_t` as a whole number (0 is the default stream), or an object that has one."""
+"""A `cudaStream_t` as an integer (0 is the default stream), or an object from which it can be read."""
 
 
 def stream_address(stream: StreamLike) -> int:

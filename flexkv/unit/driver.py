@@ -160,7 +160,7 @@ class UnitDriver:
                 self._give_up_writes(deadline_s)
             time.sleep(CLOSE_LOOK_S)
             self.poll()
-        self._give_up_writes(deadline_s)  # one poll may have lasted to the deadline
+        self._give_up_writes(deadline_s)  # the last `poll` may have lasted until the deadline
         # Closes all planes and tiers, whatever one of them returns.
         planes, tiers = list(self._planes.values()), list(reversed(self._behind))
         ended = _close_in_turn(planes, begun_s + deadline_s, len(tiers))

@@ -183,7 +183,7 @@ class LiveUnit(EngineUnit):
         }
 
     def close(self, close_s: float | None = None) -> bool:
-        """See `EngineUnit.close`.
+        """Closes the unit; see `EngineUnit.close`.
 
         Args:
             close_s: how many seconds the tiers may take; None for `transfer.close_s`.

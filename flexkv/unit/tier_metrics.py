@@ -28,8 +28,8 @@ STATS = {
     "tail_hits": ("flexkv_manager_events_total", "tail_hit"),
     "cut_promises": ("flexkv_manager_events_total", "cut_promise"),
 }
-"""For fields of `ManagerStats`, the metric to which each is added and the value of that metric's label `event`. The
-other fields have metrics of their own.
+"""The fields of `ManagerStats` that are counted in a metric with the label `event`: for each field, the metric and the
+label's value. The other fields have metrics of their own.
 """
 
 

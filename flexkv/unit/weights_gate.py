@@ -100,8 +100,8 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """The first call begins to open the tiers. A call opens them if they have forgotten the pages of other weights,
-        or if `OPEN_S` has passed. Returns whether every tier is now open or down."""
+        """Orders the tiers, in the first call, to forget the pages of other weights. Opens the tiers when they have
+        done so, or after `OPEN_S`. Returns whether every tier is now open or down."""
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))

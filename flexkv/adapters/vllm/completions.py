@@ -160,8 +160,8 @@ class CompletionHandler:
         )
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
-        """Keeps the block table of a request that loses its blocks until `step` is reported, because its stores may
-        still be in flight."""
+        """Keeps the block table of a request that loses its blocks, because its stores may still be in flight. The
+        table is dropped when `step` has been reported."""
         if tracker.block_ids and self._unit.unit_id != NO_UNIT:
             self._retired.append(Retired(step, tracker, tracker.block_ids))
 

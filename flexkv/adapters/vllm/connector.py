@@ -289,7 +289,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """vLLM calls this after `update_state_after_alloc`."""
+        """Returns how many of the request's loaded tokens came from each source. vLLM calls this after
+        `update_state_after_alloc`."""
         sources = self.scheduler.supplied(request, num_external_tokens)
         return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
 

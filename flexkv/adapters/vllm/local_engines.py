@@ -52,7 +52,7 @@ def workers_of_pools(pools: Sequence[PoolId]) -> tuple[WorkerSide, ...]:
 
 
 def worker_of_engine(engine: object) -> WorkerSide | None:
-    """Returns the worker's side that was announced with this object; None if there is none in this process."""
+    """Returns the worker's side for which `announce` got this object; None if there is none in this process."""
     return next((worker for worker, its in list(_engines.items()) if its is engine), None)
 
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Applies each change of `CHANGES`: now if vLLM has imported the module, otherwise when vLLM imports it.
-    Idempotent."""
+    """Applies each change of `CHANGES` to its module of vLLM: now if the module is already imported, otherwise when
+    vLLM imports it. Idempotent."""
     for module in CHANGES:
         if module in sys.modules:
             _change(sys.modules[module])

@@ -63,7 +63,7 @@ class BlockGeometry:
     @property
     def signature(self) -> bytes:
         """32 bytes computed from everything that determines the content of the group's pages and which of them a hit
-        needs. Pages of different layers, for the same tokens, so have different keys.
+        needs. So pages of different layers have different keys, even for the same tokens.
         """
         facts = {
             "rule": self.rule.value,
@@ -107,7 +107,7 @@ class PoolGeometry:
         return any(group.states_handed_over for group in self.groups)
 
     def kv_groups(self) -> list[KvGroup]:
-        """The groups in the form that the unit takes."""
+        """Returns the groups in the form that `build_unit` takes."""
         return [
             KvGroup(group.block_tokens, group.rule, group.reach, group.signature if self.is_hybrid else b"")
             for group in self.groups

@@ -141,7 +141,7 @@ class RequestTracker(StoreRequest):
     def restart(self) -> None:
         """Resets the tracker after the engine has taken all the request's blocks. It will start again with others."""
         for table in self.tables:
-            # A new list, because the old one may still be in use.
+            # Replaces the list and does not clear it, because stores in flight may still need the old one (`Retired`).
             table.ids = []
             table.cursor = 0
             table.has_pending = False

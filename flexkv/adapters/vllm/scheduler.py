@@ -386,7 +386,7 @@ class SchedulerSide:
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
         """Orders the workers to end copies from blocks that the engine has reused, before the step writes to them.
-        `reused` maps each op to the reused blocks that it copies.
+        `reused` has for each op the positions of its reused blocks.
         """
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
@@ -505,6 +505,6 @@ class SchedulerSide:
         if self.events is not None:
             # Closed after the unit, because the unit's close still writes pages that wait for the disk.
             self.events.close()
-        # Closed last, because vLLM may kill its core seconds after it asked it to end. Writing the pages comes first.
+        # Closed last: vLLM may kill its core process seconds after asking it to end, and writing pages comes first.
         for worker in self.workers:
             worker.close()

@@ -38,7 +38,7 @@ class PipelineError(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class RowPositions:
-    """For each row of a buffer, at which position of a sequence it was computed and at which it will be used.
+    """For each row of a buffer, the position in a sequence at which it was computed, and that at which it will be used.
 
     Attributes:
         old: the positions at which the rows were computed, int64 [rows]; 0 for rows that no chunk covers.

@@ -19,7 +19,7 @@ from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 ONE_THREAD = "layers"
-"""The name of the one thread, if all streams share it."""
+"""The name of the thread if all streams share one."""
 
 
 class HostEvent(Event):

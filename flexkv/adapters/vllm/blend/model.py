@@ -74,7 +74,7 @@ class FlexKVQwen3ForCausalLM(BlendingModel, Qwen3ForCausalLM):
 
 
 def model_of(vllm_config: Any) -> Any:
-    """Returns the model in this process of the engine with this configuration; None if it is not of a class in this
-    module."""
+    """Returns the model that the engine with this configuration has in this process; None if its class is not one of
+    this module's."""
     part = vllm_config.cache_config  # the same object in all parts of an engine
     return next((model for model in list(_models) if model.blend_config.cache_config is part), None)

@@ -31,7 +31,7 @@ RESULTS_OF = {
     PageLoss.SEGMENT_NO_ROOM: BlendResult.LATE,
     PageLoss.SEGMENT_UNREADABLE: BlendResult.LOST,
 }
-"""The result that is counted for a request of whose segments none arrived, by the reason why pages are missing."""
+"""The result that is counted for a request if none of its segments arrived, by the reason why pages are missing."""
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class BlendPages:
 
     def _arrival(self, order: SegmentOrder) -> Arrival:
         fetch, load = self._fetches.pop(order.request, None), self._loads.get(order.request)
-        # There is no load if it could not begin.
+        # `load` is None if the load could not begin.
         tokens, missing = [0] * len(order.segments), BlendResult.LOST if load is None else BlendResult.MISS
         for why, pages in fetch.missed.items() if fetch is not None else ():
             why.count(self._counters, pages)
