@@ -121,7 +121,7 @@ class DataPlane(ABC):
                 pass. In both cases the stores continue, and the stream does not wait for them.
 
         Raises:
-            ContractError: the ticket was never issued, or the stream is captured into a graph.
+            ContractError: the ticket was never issued, or the stream is being captured into a CUDA graph.
         """
 
     @abstractmethod
@@ -174,7 +174,7 @@ class DataPlane(ABC):
 
         Raises:
             ContractError: the ticket was never issued, or its results were polled so many graphs ago that nothing is
-                known about it. Or `stream` is not a stream, or is being captured into a graph.
+                known about it. Or `stream` is not a stream, or is being captured into a CUDA graph.
             BlockRangeError: no load of the graph has such a layer.
         """
 

@@ -110,7 +110,7 @@ class FailureCause(IntEnum):
     CONTENT = 1
     """The stored bytes are not those of the requested page."""
     SOURCE = 2
-    """The disk refused the read or cut it short."""
+    """The disk refused the read or cut it short, or the store failed to deliver or to take the page."""
     TRANSPORT = 3
     """Memory, a device, its driver or the lane failed, so that any other page would have failed, too."""
     NOT_EXECUTED = 4

@@ -79,8 +79,8 @@ class EngineSpec:
         step_tokens: how many tokens the engine computes in one step at most.
         role: how the engine uses the cache.
         prompt_limit: the longest prompt that the engine accepts; None if it is not known.
-        names: decides whether the engine's names of images and other inputs identify their content.
-        adapters: the engine's settings that change how adapters are loaded; see `adapter_settings`.
+        names: tells which names of images and other inputs are valid only in this run of the engine.
+        adapters: the engine's settings that change the KV of requests with an adapter; see `adapter_settings`.
         with_events: whether the engine publishes KV cache events.
         block_hash: name of the engine's hash function for blocks.
         blend: the settings of blending; None if blending is off.

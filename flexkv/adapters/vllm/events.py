@@ -133,7 +133,7 @@ class EventLog(Announcements):
             first = end
 
     def ended(self, op_id: OpId) -> None:
-        """Ends a store's preparation after the store has ended on every rank."""
+        """Records that a store has ended on every rank, so that no more of its blocks will become visible."""
         self.end_store(self._rows_of_op.pop(op_id, ()))
 
     # --- what is published ---

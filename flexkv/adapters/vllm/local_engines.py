@@ -99,11 +99,11 @@ class OwnPools:
 
 
 def check_agent(vllm_config: VllmConfig) -> None:
-    """Checks that the worker's connector in this process, if the engine would use it, belongs to the engine whose
-    scheduler's connector is being made.
+    """Refuses an engine whose worker runs in this process, if vLLM already keeps another engine's worker's connector
+    there. Called when the engine's scheduler makes its connector.
 
     Raises:
-        ConfigError: the worker's connector belongs to another engine.
+        ConfigError: the worker's connector in this process belongs to another engine.
     """
     if not has_kv_transfer_group() or worker_of_engine(vllm_config.cache_config) is not None:
         return

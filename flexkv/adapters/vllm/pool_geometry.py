@@ -40,7 +40,7 @@ class BlockGeometry:
         number: the engine's number of the group.
         rule: which pages of the group a hit needs.
         reach: the reach of a window in pages, or of a chunk in tokens; 0 for other rules.
-        states: the shapes of the recurrent states that a block holds, in words; empty for attention.
+        states: the shapes of the recurrent states that a block holds, as text; empty for attention.
         states_handed_over: whether the engine tells in `boundary_state_offloads` which block holds which state. It has
             to if a state in a request's block table may end within a block.
     """

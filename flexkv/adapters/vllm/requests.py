@@ -53,7 +53,8 @@ class RequestTracker(StoreRequest):
 
     Attributes:
         request: the engine's record of the request.
-        namespace: the namespace of the request's keys, 32 bytes; see `RequestNamespaces.of`.
+        namespace: the namespace of the request's keys, 32 bytes, followed by a mark if the caller named a namespace;
+            see `RequestNamespaces.of`.
         has_own_namespace: whether the namespace differs from the engine's, because the request has an adapter or its
             caller named a namespace.
         read_from: the sampling parameters from which `asked` was read. vLLM makes a new object for each piece of a

@@ -129,8 +129,8 @@ class BlockWatch(StoreWatch):
         return {op_id: self._positions(op_id, ids) for op_id, ids in reused.items()}
 
     def _find_unwatched(self) -> None:
-        """Counts watched blocks that no longer have our watcher as reused. Either the engine has called our watcher,
-        which has recorded the block already, or another watcher has replaced ours.
+        """Records as reused all blocks in `_watched` that no longer have our watcher. Either the engine has called our
+        watcher, which has recorded the block already, or another watcher has replaced ours.
         """
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
