@@ -12,16 +12,16 @@ namespace {
 
 constexpr const char* kWaitKernel = "the kernel that waits for a layer";
 
-// A point that is reached when a kernel has passed a stage. A wait for it may still be under way when the
-// word's memory is freed: in all known drivers, cuMemFree then waits for that wait, which ends because the
-// kernel has ended.
+// An event that is reached when a kernel has copied a stage. A stream may still wait for it when the memory
+// of the word `passed` is freed. In all known drivers cuMemFree then blocks until that wait has ended, and
+// the wait does end, because the copy kernel has ended.
 class StagePoint : public StreamEvent {
  public:
   StagePoint(std::shared_ptr<Copier> copier, const uint32_t* passed, uint32_t value)
       : copier_(std::move(copier)), passed_(passed), value_(value) {}
 
   std::string make_wait(StreamId stream) override { return copier_->wait(passed_, value_, stream); }
-  // Device memory cannot be read from here.
+  // The word is in device memory, which the host cannot read, so reached() answers as for an unknown state.
   bool reached() override { return true; }
 
  private:
@@ -34,7 +34,7 @@ class StagePoint : public StreamEvent {
 
 std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
                                                        CopyStream& stream, int32_t stages) {
-  // The kernel counts all stages, even if there is no memory for the points.
+  // Comes first: the kernel counts all stages even if an allocation below fails.
   uint32_t passed = stream.count_stages(stages);
   std::vector<std::shared_ptr<StreamEvent>> points;
   for (int32_t stage = 0; stage < stages; ++stage) {
@@ -62,8 +62,8 @@ Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySw
   } else if (!device_->host_addresses_work()) {
     note("no copy kernel: the device has other addresses for host memory");
   } else {
-    // A build for other devices, or for a later driver, fails here: a launch is the first call that needs the
-    // kernel's image.
+    // A kernel that was built for other devices or for a newer driver fails here, because these calls are the
+    // first that need its image.
     std::string failure = kernels_.load == nullptr ? std::string() : kernels_.load();
     if (failure.empty()) failure = try_path(Path::kKernel);
     capabilities_.kernel = failure.empty();
@@ -102,7 +102,7 @@ void Copier::note(const std::string& text) {
   notes_ += (notes_.empty() ? "" : "; ") + text;
 }
 
-// Stops using a kernel that could not be started.
+// Stops using the kernel that `means` selects, because it could not be started. `why` goes into the note.
 void Copier::give_up(bool Capabilities::* means, const std::string& why) {
   const bool copies = means == &Capabilities::kernel;
   {
@@ -112,7 +112,7 @@ void Copier::give_up(bool Capabilities::* means, const std::string& why) {
                 " is not used any more, " + why;
     }
   }
-  ++failed_launches_;  // a thread that sees this finds the note
+  ++failed_launches_;  // comes last, so that a thread that sees the new count also finds the note
 }
 
 std::string Copier::wait(const uint32_t* passed, uint32_t value, StreamId stream) {
@@ -198,7 +198,8 @@ std::string Copier::copy(Direction direction, std::span<const Copy> copies, bool
   if (copies.empty()) return {};
   int64_t bytes = 0;
   for (const Copy& one : copies) bytes += static_cast<int64_t>(one.bytes);
-  // The driver stages pageable memory itself; what batches do with it is not documented.
+  // Single calls accept pageable memory, which the driver stages itself. Whether batches do is not
+  // documented.
   const bool batch = copies.size() > 1 && registered && capabilities().batch;
   std::string error = batch ? by_batch(direction, copies, stream) : std::string();
   for (size_t i = 0; !batch && error.empty() && i < copies.size(); ++i) {
@@ -229,10 +230,10 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
     sizes[i] = copies[i].bytes;
   }
   BatchAttributes attributes;
-  // A loaded page was complete in host memory before its op could start, so its bytes may be read at any
-  // time. What a store reads is written by work that the stream waits for.
+  // A page to be loaded is complete in host memory before its op starts, so the driver may read it at any
+  // time. A store's source is written by work that the stream waits for, so it must be read in stream order.
   attributes.order = to_device ? SourceOrder::kAny : SourceOrder::kStream;
-  size_t first = 0;  // the only set of attributes applies from the first copy on
+  size_t first = 0;  // index of the first copy to which the attributes apply: all copies share them
   const Driver& driver = device_->driver();
   Code code = kSuccess;
   if (driver.batch_13000 != nullptr) {

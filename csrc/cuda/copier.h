@@ -1,4 +1,5 @@
-// Enqueues copies on a stream, in the ways that the device and its driver offer.
+// Enqueues copies on a stream, using the paths that the device and its driver support: a kernel, batched
+// copies, or one driver call per copy.
 #pragma once
 #include <array>
 #include <atomic>
@@ -17,44 +18,44 @@
 namespace flexkv::cuda {
 
 struct CopySwitches {
-  bool batch = true;   // off: never cuMemcpyBatchAsync, whatever the result of the self-test
-  bool kernel = true;  // off: never the kernel
-  std::array<std::optional<int64_t>, 2> measured_below = {};  // see Capabilities
+  bool batch = true;   // false: cuMemcpyBatchAsync is never used, whatever its self-test says
+  bool kernel = true;  // false: the copy kernel is never used
+  std::array<std::optional<int64_t>, 2> measured_below = {};  // see Capabilities::measured_below
 };
 
 struct PathCount {
-  int64_t pieces = 0;  // launches, or portions of copies
+  int64_t pieces = 0;  // kernel launches, or portions given to the copy engine
   int64_t bytes = 0;
-  int64_t calls = 0;  // driver calls and launches
+  int64_t calls = 0;  // driver calls, or kernel launches
 };
 
-// Several threads may use it, each with its own streams.
+// Several threads may share one Copier if each uses its own streams.
 class Copier {
  public:
   // Runs the self-tests of batched copies and of the kernel; a path that fails its test is not used, and
-  // notes() says why. Precondition: the device is current. Throws CapacityError.
+  // notes() says why. Precondition: the device is current.
   Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches);
 
-  // Copies `segments` of `pages`, all in memory that is registered with the device, with one kernel. False:
-  // no copy is enqueued, because there is no kernel or no room for its tables, or because it could not be
-  // started. A kernel that could not be started is not tried again. `stages`: for each stage, the number of
-  // segments up to its end; the kernel then copies the stages in order and counts them (stage_points()).
-  // Empty: it counts nothing.
+  // Copies `segments` of `pages` with one kernel launch. All host memory of the pages must be registered with
+  // the device. Returns false if nothing was enqueued: there is no usable kernel, the stream has no space for
+  // the kernel's tables, or the launch failed. After a failed launch the kernel is not used again. `stages`:
+  // for each stage, the number of segments up to its end. The kernel then copies the stages in order and
+  // counts each one that is complete (see stage_points()). If `stages` is empty, it counts none.
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream, std::span<const size_t> stages = {});
-  // Gives some copies to the copy engine. `registered`: all their host memory is registered with the device.
-  // Empty, or why it failed: some may be under way even then, and only a mark after them shows when they have
-  // ended.
+  // Enqueues copies for the copy engine. `registered`: whether all their host memory is registered with the
+  // device. Returns an empty string, or why it failed. After a failure some of the copies may still be in
+  // flight; only a mark that is enqueued after them shows when they have ended.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
-  // Makes the work that is enqueued next on the stream start when StageWords::passed has reached `value`.
-  // Empty, or why not: a kernel that could not be started is not tried again, and from then on no launch
-  // should count stages.
+  // Makes work that is enqueued later on `stream` start only when StageWords::passed has reached `value`.
+  // Returns an empty string, or why the waiting kernel could not be started. It is then not used again, and
+  // callers should pass no `stages` to launch() from then on.
   std::string wait(const uint32_t* passed, uint32_t value, StreamId stream);
   // A description of the paths that are not used and why; empty if all are used.
   std::string notes() const;
-  // Kernels that could not be started after their self-test.
+  // Number of kernel launches that failed after the self-tests.
   int64_t failed_launches() const { return failed_launches_; }
   PathCount count(Path path) const;
 
@@ -67,7 +68,7 @@ class Copier {
   void note(const std::string& text);
   void give_up(bool Capabilities::* means, const std::string& why);
   void add(Path path, int64_t bytes, int64_t calls);
-  // Empty, or why it failed; unset if there is no room for its tables.
+  // Returns an empty string, why it failed, or nullopt if the stream has no space for the kernel's tables.
   std::optional<std::string> by_kernel(Direction direction, std::span<const Segment> segments,
                                        std::span<const PageEnds> pages, CopyStream& stream,
                                        std::span<const size_t> stages) const;
@@ -76,14 +77,15 @@ class Copier {
 
   const std::shared_ptr<Device> device_;
   const CopyKernels kernels_;
-  mutable std::mutex mutex_;  // guards the next two
+  mutable std::mutex mutex_;  // guards capabilities_ and notes_
   Capabilities capabilities_;
   std::string notes_;
   std::atomic<int64_t> failed_launches_{0};
   std::array<Cell, kPaths> counts_;
 };
 
-// Call after a launch that counts `stages` stages: a point behind each of them, in order.
+// Call after a launch that counts `stages` stages. Returns one event per stage, in order, which is reached
+// when the kernel has copied that stage.
 std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
                                                        CopyStream& stream, int32_t stages);
 

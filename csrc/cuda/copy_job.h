@@ -1,5 +1,5 @@
-// The copy kernel's work, as plain tables: g++ and nvcc compile the same functor, and run_on_cpu() runs it
-// thread by thread.
+// The copy kernel's work, as plain tables. g++ and nvcc compile the same functions, so tests can run a job on
+// the CPU, thread by thread.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,14 +14,14 @@
 
 namespace flexkv::cuda {
 
-// Loads that a thread has in flight: a warp loads 4 KiB of a run at once, so that two multiprocessors fill
-// the link.
+// Number of loads that a thread has in flight. A warp thus loads 4 KiB of a run at once, and two
+// multiprocessors fill the link.
 inline constexpr int kCopyLoadsInFlight = 8;
-// Unit: bytes. The bytes that one warp copies before it takes the next item: two rounds of kCopyLoadsInFlight
-// loads of 16 bytes per thread. A multiple of 16, so that cutting a run keeps its alignment.
+// Unit: bytes. The most that one warp copies before it takes the next item: two rounds of kCopyLoadsInFlight
+// loads of 16 bytes per thread. It is a multiple of 16, so that the chunks of a run keep the run's alignment.
 inline constexpr int64_t kChunkBytes = 8192;
 
-// A part of a run, at one offset in every block.
+// A piece of a run, at the same offset in every block.
 struct CopyChunk {
   uintptr_t device_base;
   int64_t block_stride;
@@ -29,35 +29,36 @@ struct CopyChunk {
   int64_t bytes;
 };
 
-// A page: the engine's block, and where its stripe lies in registered host memory.
+// A page to copy: the number of the engine's block, and the address of the stripe in registered host memory.
 struct CopyPage {
   int64_t block;
   uintptr_t host;
 };
 
-// How many stages a kernel can count.
+// The most stages that one kernel can count.
 inline constexpr int32_t kMostStages = 256;
 
-// Words in device memory with which streams wait for a stage of a job that is still running. Null: nothing is
-// counted.
+// Words in device memory that let streams wait for one stage of a job that is still running. If the pointers
+// are null, the job counts no stages.
 struct StageWords {
-  uint32_t* warps = nullptr;   // for each stage: how many warps have passed it; 0 before and after a job
-  uint32_t* passed = nullptr;  // grows by one for each stage whose bytes have all arrived
+  uint32_t* warps = nullptr;   // per stage: how many warps have passed it; 0 before and after a job
+  uint32_t* passed = nullptr;  // grows by one for each stage whose bytes have all arrived; wraps around
 };
 
-// A job has fewer than 2^30 pieces of work, each one chunk of one page, because its tables have no more room.
+// What one launch of the copy kernel copies. A work item is one chunk of one page; a job has fewer than 2^30
+// of them, because its tables hold no more.
 struct CopyJob {
   const CopyChunk* chunks = nullptr;
   const CopyPage* pages = nullptr;
   int32_t chunk_count = 0;
   int32_t page_count = 0;
   bool to_device = false;
-  // A word in device memory, which is fast to read repeatedly: once it is `number`, warps begin no further
-  // item. Null: nothing ends the job early.
+  // A word in device memory, which is fast to read repeatedly. When it equals `number`, warps begin no
+  // further item. Null: the job cannot be ended early.
   const uint32_t* stop = nullptr;
   uint32_t number = 0;
-  // Parts of the job that are copied one after the other, for example one layer each: for each stage, the
-  // number of chunks up to its end. Null: all chunks are one stage.
+  // The job's stages, for example one layer each, are copied one after the other. This lists for each stage
+  // the number of chunks up to its end. Null: all chunks are one stage.
   const int32_t* stage_ends = nullptr;
   int32_t stage_count = 1;
   StageWords words = {};
@@ -67,8 +68,8 @@ FLEXKV_HD inline int64_t item_count(const CopyJob& job) {
   return static_cast<int64_t>(job.chunk_count) * job.page_count;
 }
 
-// Copies one of `count` chunks, from `first` on, of one page, which is what a warp does at a time. It takes
-// one division per item, none per element.
+// Copies one item of a stage, whose chunks are the `count` from `first` on. All `lanes` threads of a warp
+// call this together. It costs one division per item and none per element.
 FLEXKV_HD inline void copy_item(const CopyJob& job, int32_t first, int32_t count, int32_t item, int lane,
                                 int lanes) {
   const int32_t page = item / count;
@@ -97,8 +98,8 @@ FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
   return job.stop != nullptr && read_word(job.stop) == job.number;
 }
 
-// Copies the items of warp `warp` of `warps`, stage after stage. `pass(stage)` is called behind the warp's
-// items of each stage, also if it has none.
+// Copies the items of warp number `warp` out of `warps`, stage after stage. Calls `pass(stage)` after the
+// warp's items of each stage, even if the warp has no item in it.
 template <typename Pass>
 FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps, int lane,
                                  const Pass& pass) {
@@ -111,14 +112,14 @@ FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps
       if (is_stopped(job)) return;
       copy_item(job, first, end - first, item, lane, kWarpThreads);
     }
-    item -= items;  // the next stage begins with the warp behind the one that had the last item
+    item -= items;  // the next stage begins with the warp after the one that had the last item
     first = end;
     pass(stage);
   }
 }
 
-// The same job with its tables in one piece of memory: the chunks, the pages, then, if it has several stages,
-// their ends.
+// Returns the same job with pointers to tables that lie one after the other at `tables`: the chunks, the
+// pages, and then, if the job has several stages, their ends.
 FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
   CopyJob placed = job;
   placed.chunks = static_cast<const CopyChunk*>(tables);
@@ -128,29 +129,31 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
   return placed;
 }
 
-// Segments cut to chunks, in order.
+// Cuts segments into chunks of at most kChunkBytes, in order.
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
-// Unit: bytes. Tables up to this size are passed with the launch, which then need not wait for a copy of
-// them: kernels of any toolkit accept this much as parameters, beside the job.
+// Unit: bytes. Tables up to this size are passed as a parameter of the launch, which then need not wait until
+// they have been copied to the device. Kernels of every toolkit accept a parameter of this size beside the
+// job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
 // Functions that start kernels on a stream. Each returns an empty string, or why it failed.
 struct CopyKernels {
-  // Loads all kernels into the current context. Otherwise the first launch of each would load it, which may
-  // wait for the device's work, and so must not happen beside a kernel that itself waits.
+  // Loads all kernels into the current context. Without this the first launch of each kernel would load it.
+  // Loading may wait for the device's work, so it must not happen while a kernel runs that itself waits.
   std::string (*load)() = nullptr;
-  // `multiprocessors` bounds how many multiprocessors the job takes from the engine's kernels. Its tables lie
-  // in memory that the device can read until the stream has passed the job; or they are `tables`, at most
-  // kTablesInLaunch bytes of the caller's memory, which are read before this returns.
+  // Launches the copy kernel. `multiprocessors` is the most multiprocessors that the job takes from the
+  // engine's kernels. If `tables` is empty, the job points to its tables, and the device must be able to read
+  // them until the job has ended. Otherwise `tables` has at most kTablesInLaunch bytes in the caller's
+  // memory, which are read before this returns.
   std::string (*copy)(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors,
                       void* stream) = nullptr;
-  // Work enqueued on the stream after this starts when StageWords::passed, whose number wraps around, has
-  // reached `value`.
+  // Work that is enqueued on the stream after this call starts only when `*passed` has reached `value`. See
+  // StageWords::passed; the comparison allows for its wrapping around.
   std::string (*wait)(const uint32_t* passed, uint32_t value, void* stream) = nullptr;
 };
 
-// The kernels of this build; null without a CUDA toolkit.
+// The kernels of this build. All pointers are null if it was built without a CUDA toolkit.
 CopyKernels copy_kernels();
 
 }  // namespace flexkv::cuda

@@ -1,4 +1,4 @@
-// The copy kernel's code; copy_kernel.cu launches it.
+// The device code of the copy kernel and of the kernel that waits for a stage; copy_kernel.cu launches both.
 #pragma once
 #include "base/kernel_grid.h"
 #include "cuda/copy_job.h"
@@ -11,8 +11,8 @@ struct LaunchTables {
 
 namespace {
 
-// Counts this warp as past the stage, and the stage as passed if it is the last warp. The fences order the
-// bytes of all warps before the count that a stream waits for.
+// Counts that this warp has passed the stage. The last warp also counts the stage as passed. The fences make
+// the bytes of all warps visible before the count that a stream waits for.
 __device__ inline void pass_stage(const CopyJob& job, int32_t stage, int32_t warps) {
   if (job.words.passed == nullptr) return;
   __syncwarp();
@@ -35,7 +35,7 @@ __device__ inline void copy_own_share(const CopyJob& job) {
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
 
-// Ends when that many stages have been passed. docs/gpu.md has the cost of a stream's own wait for a word.
+// Runs until `*passed` has reached `value`. docs/gpu.md says what a stream's own wait for a word would cost.
 __global__ void __launch_bounds__(1, 1) wait_kernel(const uint32_t* passed, uint32_t value) {
   while (static_cast<int32_t>(read_word(passed) - value) < 0) __nanosleep(200);
   __threadfence();

@@ -1,4 +1,4 @@
-// How the runs of some pages are listed as copies between a device and host memory. Arithmetic only: no
+// Lists the runs of pages as copies between a device and host memory. This is arithmetic only and calls no
 // driver.
 #pragma once
 #include <array>
@@ -22,43 +22,43 @@ enum class Path {
 inline constexpr int kPaths = 3;
 const char* to_string(Path path);
 
-// The abilities of the device and its driver.
+// Which copy paths the device and its driver support.
 struct Capabilities {
   bool kernel = false;
   bool batch = false;
-  bool stage_words = false;  // streams can wait for one stage of a kernel that still runs
-  // Unit: bytes. For loads and for stores: the kernel copies shorter runs, as was measured on this device.
-  // Nothing: the built-in lengths of copy_ways.h.
+  bool stage_words = false;  // streams can wait for one stage of a kernel that is still running
+  // Unit: bytes. For loads and for stores: the kernel copies runs shorter than this, a length that was
+  // measured on this device. If it is unset, the built-in lengths of copy_ways.h apply.
   std::array<std::optional<int64_t>, 2> measured_below = {};
 };
 
-// One contiguous copy, in either direction.
+// One contiguous copy between device and host memory, in either direction.
 struct Copy {
   uintptr_t device = 0;
   std::byte* host = nullptr;
   size_t bytes = 0;
-  int64_t piece = 0;     // of host memory; see PinPieces
-  uintptr_t region = 0;  // of device memory: different numbers may be different allocations
+  int64_t piece = 0;     // number of the registered piece of host memory; see PinPieces
+  uintptr_t region = 0;  // of device memory; two regions may be two allocations
 };
 
-// A page to copy: a block of the engine's pool and its stripe.
+// The two ends of a page's copy: a block of the engine's pool, and its stripe in host memory.
 struct PageEnds {
   int64_t block = 0;
   std::byte* stripe = nullptr;
-  int64_t piece = 0;  // the piece with which the stripe's slot was registered
+  int64_t piece = 0;  // number of the piece in which the stripe's slot was registered; see PinPieces
 };
 
-// Lists all runs of some pages as copies, page by page and some at a time. Neighbours in one piece and region
-// that are contiguous on both sides make one copy, and empty runs none; a copy that would be longer than
-// `longest` is cut. Segments that lie within each other's blocks belong to one region, as in pools with all
-// layers in a block; other segments may be layers that were allocated separately. Segments and pages must
-// live as long as the lister.
+// Lists all runs of some pages as copies, page by page, a limited number per call. Consecutive runs in one
+// piece and one region that are contiguous on both sides become one copy. Empty runs become none, and a copy
+// longer than `longest` is cut. Segments that lie within each other's blocks belong to one region, as in
+// pools that have all layers in a block; other segments may be layers that were allocated separately. The
+// caller must keep segments and pages valid as long as the lister exists.
 class CopyLister {
  public:
   CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest);
   bool ended() const { return page_ == pages_.size(); }
-  // Replaces `copies` by the next ones: at most `most_copies`, of at most `most_bytes` in all. Returns their
-  // bytes; 0 only at the end.
+  // Replaces the contents of `copies` with the next copies: at most `most_copies`, with at most `most_bytes`
+  // in total. Returns their total size in bytes, which is 0 only when all have been listed.
   int64_t next(int64_t most_bytes, size_t most_copies, std::vector<Copy>& copies);
 
  private:
@@ -69,7 +69,7 @@ class CopyLister {
   const std::span<const Segment> segments_;
   const std::span<const PageEnds> pages_;
   const int64_t longest_;
-  std::vector<uintptr_t> regions_;  // per segment
+  std::vector<uintptr_t> regions_;  // the region of each segment
   size_t page_ = 0;
   size_t segment_ = 0;
   int64_t offset_ = 0;  // into the run

@@ -12,12 +12,13 @@ namespace flexkv::cuda {
 namespace {
 
 constexpr size_t kAlign = 64;
-// Number of words that kernels look at to stop. If the sixteenth stop after another overwrites its word, that
-// kernel only ends later.
+// Number of stop words, which the kernels of consecutive marks use in turn. If two stopped kernels share a
+// word, the earlier one may miss its stop; then it only ends later.
 constexpr uint32_t kStopWords = 16;
-// Unit: seconds. How long the trial of a word may take; on an idle stream it takes some microseconds.
+// Unit: seconds. How long a stream may take to write a word in the trial of words_work(); an idle stream
+// takes some microseconds.
 constexpr double kWordTrialS = 1;
-// Unit: words, of device memory behind the tables.
+// Number of 4-byte words in device memory after the tables: the stop words and the stage words.
 constexpr size_t kWords = kStopWords + kMostStages + 1;
 
 }  // namespace
@@ -40,7 +41,7 @@ CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t mar
 
 CopyStream::~CopyStream() {
   const QuietCurrent here(*device_);
-  // Marks and kernels write to memory that is freed after this.
+  // Waits, because marks and kernels write to memory that is freed next.
   device_->driver().stream_synchronize(handle());
   device_->driver().stream_synchronize(stops_.handle());
 }
@@ -71,7 +72,7 @@ std::string CopyStream::mark() {
                          std::forward_as_tuple(device_, handle()));
     return {};
   } catch (const CapacityError& error) {
-    // If this fails too, no work has ended successfully.
+    // If this call fails too, the stream is broken, and the mark must not count as reached.
     if (driver.stream_synchronize(handle()) == kSuccess) {
       events_.clear();
       word_->store(marks_, std::memory_order_release);
@@ -129,7 +130,7 @@ std::string CopyStream::stop(uint32_t mark) {
       "cuStreamWriteValue32");
 }
 
-// If that fails, the context is broken.
+// Ignores a failure of the write: it means that the context is broken.
 void CopyStream::forget_stop(uint32_t mark) {
   device_->driver().stream_write_value(stops_.handle(), stop_word_of(mark), 0, kWriteValueDefault);
 }

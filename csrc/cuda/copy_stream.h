@@ -1,4 +1,4 @@
-// Our own stream for copying pages, with marks that show its progress and memory for kernels' tables.
+// flexkv's own stream for copying pages, with marks that show its progress, and memory for kernels' tables.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,10 +16,11 @@
 
 namespace flexkv::cuda {
 
-// For one thread, whose current device it must be.
+// Only one thread may use it, and the stream's device must be that thread's current device.
 class CopyStream {
  public:
-  // `marks`: the number before the first mark's. Throws CapacityError.
+  // `urgent`: its kernels get multiprocessors before those of other streams. `marks`: the first mark has the
+  // number after this one. Throws CapacityError.
   CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t marks = 0);
   ~CopyStream();
   CopyStream(const CopyStream&) = delete;
@@ -27,48 +28,51 @@ class CopyStream {
 
   StreamHandle handle() const { return stream_.handle(); }
 
-  // The number that the next mark() will have. Numbers wrap around, and 0 is none.
+  // The number of the mark that the next mark() makes. Numbers wrap around; 0 is never used.
   uint32_t next_mark() const { return marks_ + 1 == 0 ? 1 : marks_ + 1; }
-  // Marks the end of the work enqueued so far: by a word in pinned memory, which the stream writes when it
-  // gets there and a thread reads in some nanoseconds, or by an event if the driver refuses that. Empty, or
-  // why there is no mark: then this has waited for the stream instead, or the stream is broken.
+  // Marks the end of the work enqueued so far. When that work has ended, the stream writes the mark's number
+  // to a word in pinned memory, which a thread reads in some nanoseconds; if the driver refuses such writes,
+  // an event takes its place. Returns an empty string, or why there is no mark: this call has then waited for
+  // the stream instead, or the stream is broken.
   std::string mark();
-  // Whether the work enqueued before that mark has ended successfully. It stays false if the stream is
-  // broken; failure() then says why.
+  // Whether the work enqueued before `mark` has ended successfully. If the stream is broken, this stays
+  // false, and failure() says why.
   bool reached(uint32_t mark);
-  // Why nothing moves any more on the stream; empty while it does.
+  // Why the stream makes no more progress. Empty while work is in flight, and when all work has ended well.
   std::string failure() const;
 
   struct Tables {
-    std::byte* host;       // pinned: what the thread writes
-    DeviceAddress device;  // where send() copies it: a kernel that stores must not read over the link
+    std::byte* host;       // pinned memory, which the caller writes
+    DeviceAddress device;  // where send() copies it, so that a kernel that stores need not read over the link
   };
-  // Room for a kernel's tables, free again when the next mark has been reached. Unset: the room is in use, or
-  // too small.
+  // Reserves space for a kernel's tables until the next mark has been reached. Returns nullopt if the free
+  // space is too small.
   std::optional<Tables> reserve(size_t bytes);
   // Enqueues a copy of the tables to the device. Empty, or why it failed.
   std::string send(const Tables& tables, size_t bytes);
 
-  // For a kernel on this stream that counts its stages.
+  // The words in which a kernel on this stream counts its stages.
   StageWords stage_words() const;
-  // Call after the launch of a kernel that counts `stages` stages. Returns the number that StageWords::passed
-  // has before the first of them; it wraps around.
+  // Call after the launch of a kernel that counts `stages` stages. Returns the value of StageWords::passed
+  // before the first of these stages is counted; the value wraps around.
   uint32_t count_stages(int32_t stages) {
     return std::exchange(stages_, stages_ + static_cast<uint32_t>(stages));
   }
 
-  // A kernel that is launched before the next mark reads this word; see CopyJob::stop.
+  // Address of the word that a kernel launched before the next mark reads; see CopyJob::stop.
   DeviceAddress stop_word() const;
-  // Makes the kernel before that mark end soon, whether it has started or not. Empty, or why it failed.
+  // Makes the kernel that was launched before `mark` end soon, whether it has started or not. Returns an
+  // empty string, or why it failed.
   std::string stop(uint32_t mark);
-  // Undoes stop() once the mark has been reached, because its number will come again.
+  // Call when a mark passed to stop() has been reached: clears its stop word, because the number will be used
+  // again after a wrap-around.
   void forget_stop(uint32_t mark);
 
-  // Unit: bytes. The room for all tables.
+  // Unit: bytes. The space for all tables.
   static constexpr size_t kTablesBytes = 1 << 20;
 
  private:
-  struct InUse {  // tables, until this mark is reached
+  struct InUse {  // a range of the table memory, in use until the mark `until` is reached
     uint32_t until;
     size_t begin, end;
   };
@@ -77,14 +81,14 @@ class CopyStream {
 
   const std::shared_ptr<Device> device_;
   const Stream stream_, stops_;
-  const PinnedMemory host_;    // the tables, then the word
+  const PinnedMemory host_;    // the tables, then the word of the marks
   const DeviceMemory memory_;  // the tables, then the stop words, then the stage words
   std::atomic<uint32_t>* const word_;
   uint32_t marks_;
-  std::deque<std::pair<uint32_t, Event>> events_;  // instead of the word
+  std::deque<std::pair<uint32_t, Event>> events_;  // marks that are events, if the word cannot be used
   bool by_word_ = true;
-  uint32_t stages_ = 0;       // that kernels have counted, or will have
-  std::deque<InUse> in_use_;  // in the order of their marks
+  uint32_t stages_ = 0;       // counted so far by kernels, including those in flight
+  std::deque<InUse> in_use_;  // ordered by mark
 };
 
 }  // namespace flexkv::cuda

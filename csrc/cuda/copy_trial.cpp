@@ -9,7 +9,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes, runs, pages. What is compared: odd sizes at odd distances, more than one of each.
+// What the test copies: several runs of several pages, with an odd length (in bytes) and a distance (in
+// bytes) that is longer, so that the gaps can be checked.
 constexpr int64_t kTestRunBytes = 1237;
 constexpr int64_t kTestRunStep = 1536;
 constexpr int32_t kTestRuns = 4;
@@ -30,7 +31,8 @@ std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mov
     wanted[i] = in_run ? sent[i] : std::byte{};
   }
   std::memset(back, 0, kBytes);
-  // Layer-first on the device: the rows of all pages of a run, then of the next.
+  // The device memory is layer-first: the first run of all pages, then the second run of all pages, and so
+  // on.
   std::vector<Segment> segments;
   for (int32_t run = 0; run < kTestRuns; ++run) {
     segments.push_back({memory.address() + static_cast<uintptr_t>(run * kTestPages * kTestRunStep),
@@ -44,7 +46,8 @@ std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mov
   for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
     const auto& pages = direction == Direction::kToDevice ? there : home;
     const std::string failure = move(direction, segments, pages, stream);
-    // Waits after a failure too: some copies may be under way, in memory that is written or freed next.
+    // Waits even after a failure, because some copies may be in flight, and their memory is written or freed
+    // next.
     const Driver& driver = device->driver();
     const std::string ended =
         driver.failure(driver.stream_synchronize(stream.handle()), "cuStreamSynchronize");

@@ -1,4 +1,4 @@
-// Tests, before any page is copied, whether copies bring the right bytes.
+// Tests whether a copy path copies correctly, before it is used for any page.
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,12 +10,13 @@
 
 namespace flexkv::cuda {
 
-// Enqueues segments of pages in one way. Empty, or why it failed.
+// Enqueues the copies of some segments of some pages on one path. Returns an empty string, or why it failed.
 using Mover =
     std::function<std::string(Direction, std::span<const Segment>, std::span<const PageEnds>, CopyStream&)>;
 
-// Copies some odd runs there and back by `move`, and compares them. Empty if they arrived and nothing else
-// changed. Precondition: the device is current.
+// Copies runs of odd lengths to the device and back using `move`, and compares them. Returns an empty string
+// if all bytes of the runs came back and no other host byte changed; otherwise what went wrong. Precondition:
+// the device is current.
 std::string try_copies(const std::shared_ptr<Device>& device, const Mover& move);
 
 }  // namespace flexkv::cuda

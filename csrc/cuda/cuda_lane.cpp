@@ -22,7 +22,7 @@ struct CudaLane::Shared {
   }
   LaneDirection& of(OpKind kind) { return kind == OpKind::kH2D ? to_device : to_host; }
 
-  std::optional<Current> current;  // while streams are made and copies tried
+  std::optional<Current> current;  // set while the constructor makes streams and tests the copy paths
   const std::shared_ptr<DigestCrew> digests;
   const std::shared_ptr<Copier> copier;
   LaneDirection to_device, to_host;
@@ -36,9 +36,11 @@ CudaLane::CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const Co
 
 CudaLane::~CudaLane() { abandon(); }
 
-// Only the threads hold the source: if the lane did, scheduler and lane would keep each other alive for ever.
+// Only the threads own the source. If the lane owned it too, scheduler and lane would keep each other alive
+// for ever.
 void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
-  // One after the other, so that a start that failed for lack of threads can be repeated.
+  // Starts only the threads that do not exist yet, so that the call can be repeated after it failed for lack
+  // of threads.
   static constexpr std::pair<OpKind, const char*> kThreads[] = {{OpKind::kH2D, "flexkv-h2d"},
                                                                 {OpKind::kD2H, "flexkv-d2h"}};
   while (threads_.size() < std::size(kThreads)) {

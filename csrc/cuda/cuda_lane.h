@@ -18,17 +18,18 @@ namespace flexkv::cuda {
 
 class CudaLane : public Lane {
  public:
-  // Makes streams and runs the self-tests. The crew makes and checks both directions' digests. Throws
-  // CapacityError.
+  // Makes the streams and runs the self-tests of the copy paths. The crew writes and checks the digests of
+  // both directions. Throws CapacityError.
   CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches,
            std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>());
   ~CudaLane() override;
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  // Stuck items of one direction do not mean that the other is stuck.
+  // There is no fixed limit, so stuck items never count as a stuck lane: the other direction may still move.
   int32_t concurrency() const override { return INT32_MAX; }
-  // Enough of an op for the thread to look ahead; a more urgent op waits for two such items, about 3 ms.
+  // Large enough for the thread to prepare the next copies early. A more urgent op waits for two such items,
+  // about 3 ms.
   int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }
@@ -43,7 +44,7 @@ class CudaLane : public Lane {
   const Copier& copier() const;
 
  private:
-  struct Shared;  // outlives the lane when a device hangs
+  struct Shared;  // also owned by the threads; outlives the lane if a device hangs
 
   void end_threads();
 

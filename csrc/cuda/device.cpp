@@ -20,7 +20,7 @@ class DeviceRegistrar : public Registrar {
 
   void remove(void* base) override {
     const QuietCurrent current(*device_);
-    // At exit the driver may already be unloaded; then there is nothing left to undo.
+    // Ignores a failure: at exit the driver may already be unloaded, and then nothing is registered any more.
     device_->driver().host_unregister(base);
   }
 
@@ -66,7 +66,7 @@ std::shared_ptr<Device> Device::open(int ordinal, const Driver& driver) {
   };
   device->multiprocessors_ = attribute(kAttributeMultiprocessors);
   device->host_addresses_work_ = attribute(kAttributeHostPointerIsDevicePointer) != 0;
-  const RelaxedCapture relaxed(driver);  // a context that is made now allocates
+  const RelaxedCapture relaxed(driver);  // because a new context allocates memory
   require(driver.primary_context_retain(&device->context_, device->number_), "cuDevicePrimaryCtxRetain");
   return device;
 }
@@ -77,7 +77,7 @@ Device::~Device() {
   driver_.primary_context_release(number_);
 }
 
-// If the driver refuses, as it does for a mode that it does not know, the thread keeps its own.
+// If the driver refuses, as it does for a mode that it does not know, the thread keeps its mode.
 RelaxedCapture::RelaxedCapture(const Driver& driver)
     : driver_(driver), exchanged_(driver.exchange_capture_mode(&before_) == kSuccess) {}
 

@@ -1,4 +1,4 @@
-// One GPU, by its primary context: the one that the engine's framework uses too.
+// One GPU, used through its primary context, which the engine's framework uses too.
 #pragma once
 #include <memory>
 #include <string>
@@ -10,8 +10,8 @@ namespace flexkv::cuda {
 
 class Device {
  public:
-  // Retains the primary context. Throws ConfigError for an ordinal that does not exist or without a driver,
-  // CapacityError when the driver refuses the context.
+  // Retains the primary context. Throws ConfigError if the machine has no driver or no device with this
+  // ordinal, and CapacityError if the driver refuses the context.
   static std::shared_ptr<Device> open(int ordinal);
   static std::shared_ptr<Device> open(int ordinal, const Driver& driver);
   ~Device();
@@ -23,10 +23,10 @@ class Device {
   const std::string& name() const { return name_; }
   // Unit: bytes. All of the device's memory.
   int64_t total_bytes() const { return total_bytes_; }
-  // Its address on the bus, such as "0000:17:00.0".
+  // The device's address on the PCI bus, such as "0000:17:00.0".
   const std::string& pci() const { return pci_; }
   int multiprocessors() const { return multiprocessors_; }
-  // Whether registered host memory has the same address on the device: if not, kernels must not touch it.
+  // Whether registered host memory has the same address on the device. If not, kernels must not access it.
   bool host_addresses_work() const { return host_addresses_work_; }
 
  private:
@@ -45,9 +45,10 @@ class Device {
   bool host_addresses_work_ = false;
 };
 
-// For a scope, lets this thread call the driver while another thread captures a graph: in the mode that every
-// thread starts with, registration, allocation or a query of an event would fail and invalidate the engine's
-// capture (vllm-project/vllm#48053). We enqueue no work on a stream that is being captured.
+// For a scope, lets this thread call the driver while another thread captures a graph. In the mode that every
+// thread starts with, a registration, an allocation or a query of an event would fail and invalidate the
+// engine's capture (vllm-project/vllm#48053). This is safe because flexkv enqueues no work on a stream that
+// is being captured.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver);
@@ -61,17 +62,18 @@ class RelaxedCapture {
   const bool exchanged_;
 };
 
-// Makes a device this thread's current one for a scope, with relaxed capture, and leaves both as they were:
-// the calling thread may be the engine's. Pushing a retained primary context creates no other. Restoring with
-// the runtime's cudaSetDevice would, in a thread that never chose a device, create the primary context of
-// device 0. For callers that report a refusal, or can do nothing about it.
+// Makes a device this thread's current device for a scope, with relaxed capture, and then restores the former
+// device and capture mode, because the calling thread may be the engine's. It pushes the retained primary
+// context, which creates no new context. To restore with the runtime's cudaSetDevice would create the primary
+// context of device 0 in a thread that never chose a device. For callers that read error(), or that can do
+// nothing about a refusal.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);
   ~QuietCurrent();
   QuietCurrent(const QuietCurrent&) = delete;
   QuietCurrent& operator=(const QuietCurrent&) = delete;
-  // Empty, or why the context was refused.
+  // Why the driver refused the context; empty if it did not.
   const std::string& error() const { return error_; }
 
  private:
@@ -86,16 +88,17 @@ class Current : public QuietCurrent {
   explicit Current(const Device& device);
 };
 
-// Makes the device current on one of our own threads until the thread ends. Returns why the context was
-// refused; empty for success.
+// Makes the device current, with relaxed capture, on one of flexkv's own threads until the thread ends.
+// Returns an empty string, or why the driver refused.
 std::string bind_thread(const Device& device);
 
-// Throws ContractError while the engine's stream is being captured: none of our calls may touch it then,
-// because an event on it would draw our streams into the graph. Throws CapacityError if the driver cannot
-// tell. Precondition: its device is current.
+// Throws ContractError while the engine's `stream` is being captured into a graph: flexkv must not use it
+// then, because an event on it would make flexkv's streams part of the graph. Throws CapacityError if the
+// driver cannot tell whether it is. Precondition: the stream's device is current.
 void require_no_capture(const Device& device, StreamHandle stream);
 
-// Registers host memory with a device, for all contexts (cuMemHostRegister, portable).
+// Returns a registrar that pins host memory for a device with cuMemHostRegister. The memory is then
+// registered for all contexts (the portable flag).
 std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device);
 
 }  // namespace flexkv::cuda

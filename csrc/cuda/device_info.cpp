@@ -58,7 +58,8 @@ int64_t bar_bytes(const std::string& pci, const std::string& devices) {
     letter = letter >= 'A' && letter <= 'F' ? static_cast<char>(letter + 32) : letter;
   std::ifstream windows(devices + "/" + folder + "/resource");
   int64_t most = 0;
-  // A line per window: first byte, last byte, flags; zeros for one that there is not.
+  // Each line describes one window: its first byte, last byte and flags. The line of an absent window has
+  // zeros.
   std::string flags;
   for (uint64_t first = 0, last = 0; windows >> std::hex >> first >> last >> flags;) {
     if (last > first) most = std::max(most, static_cast<int64_t>(last - first + 1));

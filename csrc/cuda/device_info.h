@@ -1,5 +1,5 @@
-// The CUDA support of this build and this machine. These calls are safe on every machine: without CUDA they
-// start nothing.
+// What CUDA support this build and this machine have. These functions can be called on every machine, also
+// one without CUDA.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,31 +9,32 @@
 namespace flexkv::cuda {
 
 struct Info {
-  bool built = false;      // with a CUDA toolkit, and so with the copy kernel
-  int driver_version = 0;  // as CUDA counts (13000 is 13.0); 0: no driver
+  bool built = false;      // this build was made with a CUDA toolkit, so it has the copy kernel
+  int driver_version = 0;  // in CUDA's notation (13000 is 13.0); 0: no driver
   int device_count = 0;
-  std::string reason;  // why no device can be used; empty when one can
+  std::string reason;  // why no device can be used; empty if one can
 };
 
 Info device_info();
 
-// What distinguishes a device from others of the same kind.
+// Identifies a device among others of the same model.
 struct Identity {
-  std::string uuid;  // "GPU-" and its digits
-  std::string pci;   // its address on the bus, such as "0000:17:00.0"
+  std::string uuid;  // such as "GPU-1b2c3d4e-...", as nvidia-smi shows it
+  std::string pci;   // address on the PCI bus, such as "0000:17:00.0"
 };
 
-// Makes no context. Throws ConfigError for an ordinal that does not exist or without a driver.
+// Creates no context. Throws ConfigError if the machine has no driver or no device with this ordinal.
 Identity identify(int ordinal);
 Identity identify(int ordinal, const Driver& driver);
 
-// Unit: bytes. The largest window of a PCI device's memory on the bus, which for an NVIDIA GPU is BAR1: disks
-// reach no more of it at once. 0 if the kernel does not report it. `pci`: its address, such as
-// "0000:17:00.0".
+// Unit: bytes. The size of the largest window (BAR) through which other devices reach a PCI device's memory.
+// For an NVIDIA GPU this is BAR1, and disks reach no more of its memory at once. 0 if the Linux kernel does
+// not report it. `pci`: the device's address, such as "0000:17:00.0". `devices`: the folder in which the
+// kernel lists PCI devices.
 int64_t bar_bytes(const std::string& pci, const std::string& devices = "/sys/bus/pci/devices");
 
-// The device whose context is current for this thread; 0 if there is none. Precondition: device_info() has
-// devices.
+// The ordinal of the device whose context is current for this thread; 0 if there is none. Precondition:
+// device_info() found a device.
 int current_device();
 
 }  // namespace flexkv::cuda

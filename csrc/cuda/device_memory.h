@@ -1,5 +1,5 @@
-// Owned memory of a GPU, and the speed of bare copies to and from it, which is the baseline of `flexkv bench
-// transfer`.
+// Memory of a GPU that an object owns. It can also time bare copies to and from the host, which are the
+// baseline of `flexkv bench transfer`.
 #pragma once
 #include <memory>
 
@@ -18,9 +18,9 @@ class DeviceMemory {
   uintptr_t address() const { return static_cast<uintptr_t>(address_); }
   size_t bytes() const { return bytes_; }
   int multiprocessors() const { return device_->multiprocessors(); }
-  // The seconds that `calls` copies of `call_bytes` to or from pinned host memory take, with one driver call
-  // each, on a separate stream, until the last has ended. The calls walk through the memory. Throws
-  // CapacityError, or ContractError when one call is larger than the memory.
+  // Returns how many seconds `calls` copies of `call_bytes` to or from pinned host memory take until the last
+  // has ended. Each copy is one driver call on a separate stream, at the next place in the memory. Throws
+  // ContractError if `call_bytes` is 0 or more than the memory has, and CapacityError if the driver fails.
   double time_copies(bool to_device, size_t call_bytes, int64_t calls) const;
 
  private:

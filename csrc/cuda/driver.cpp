@@ -5,8 +5,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: CUDA version. The versions that entry points are requested for; cuGetProcAddress_v2 itself came with
-// 12.0.
+// CUDA versions whose variant of a function is requested. The base is 12.0, which introduced
+// cuGetProcAddress_v2.
 constexpr int kBaseVersion = 12000;
 constexpr int kBatchVersion = 12080;
 constexpr int kBatchVersionWithoutIndex = 13000;
@@ -21,7 +21,7 @@ bool find_one(FindFunction find, const char* name, int version, Function& functi
 }
 
 LoadedDriver load_system_driver() {
-  // Never closed: the driver keeps threads.
+  // The library is never closed, because the driver keeps threads.
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return {{}, "no NVIDIA driver"};
   const auto find = reinterpret_cast<FindFunction>(dlsym(library, "cuGetProcAddress_v2"));
@@ -95,8 +95,8 @@ LoadedDriver find_functions(FindFunction find) {
     loaded.missing = d.error_text(code, "cuInit");
     return loaded;
   }
-  // The version decides the parameters, so exactly one version is requested. Without this function, each copy
-  // needs its own call.
+  // The parameters depend on the version, so exactly one version is requested. If the driver has no such
+  // function, each copy needs its own call.
   if (d.version >= kBatchVersionWithoutIndex) {
     find_one(find, "cuMemcpyBatchAsync", kBatchVersionWithoutIndex, d.batch_13000);
   } else if (d.version >= kBatchVersion) {
@@ -106,7 +106,7 @@ LoadedDriver find_functions(FindFunction find) {
 }
 
 const Driver* system_driver(std::string* missing) {
-  // Never destroyed: threads that use it may outlive main().
+  // Never destroyed, because threads that use the table may outlive main().
   static const auto* loaded = new LoadedDriver(load_system_driver());
   if (missing != nullptr) *missing = loaded->missing;
   return loaded->missing.empty() ? &loaded->driver : nullptr;

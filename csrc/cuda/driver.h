@@ -1,6 +1,6 @@
 // The CUDA driver's functions, found at run time: libcuda is loaded if the machine has it, and never linked.
-// The declarations are our own, so that every build has them, with or without a toolkit; those of cuda.h have
-// the same binary form.
+// The declarations are flexkv's own, so that a build needs no CUDA toolkit; they have the same binary form as
+// those of cuda.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,10 +12,10 @@ using Code = int;  // CUresult
 inline constexpr Code kSuccess = 0;
 inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
-inline constexpr Code kErrorCaptureImplicit = 906;  // for the legacy stream, while another one is captured
+inline constexpr Code kErrorCaptureImplicit = 906;  // legacy stream used while another is captured
 
-// CUstreamCaptureMode. Every thread starts in global mode: while another thread captures a graph in that
-// mode, each potentially unsafe call of this thread fails and invalidates the capture.
+// CUstreamCaptureMode. Every thread starts in global mode. While another thread captures a graph in global
+// mode, each potentially unsafe call of a thread in that mode fails and invalidates the capture.
 inline constexpr int kCaptureGlobal = 0;
 inline constexpr int kCaptureThreadLocal = 1;
 inline constexpr int kCaptureRelaxed = 2;
@@ -39,8 +39,8 @@ inline constexpr int kAttributeMultiprocessors = 16;
 inline constexpr int kAttributeHostPointerIsDevicePointer = 91;
 inline constexpr unsigned kMemoryTypeHost = 1;
 inline constexpr unsigned kMemoryTypeDevice = 2;
-inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute: a CUmemorytype
-inline constexpr uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY; 0 may mean the thread's own stream
+inline constexpr int kPointerMemoryType = 2;   // a CUpointer_attribute, whose value is a CUmemorytype
+inline constexpr uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY; 0 may mean a per-thread stream
 
 struct Uuid {  // CUuuid
   char bytes[16] = {};
@@ -51,11 +51,11 @@ struct MemoryLocation {
   int id = 0;
 };
 
-// When the source of a batched copy is read.
+// When the driver may read the source of a batched copy.
 enum class SourceOrder : int {
-  kStream = 1,         // after the work before it in the stream
-  kDuringApiCall = 2,  // while the call runs
-  kAny = 3,            // at any time before the copy ends; only if its bytes are already complete
+  kStream = 1,         // after the work that precedes the copy in the stream
+  kDuringApiCall = 2,  // before the driver call returns
+  kAny = 3,            // any time before the copy ends; the source must already be complete
 };
 
 struct BatchAttributes {  // CUmemcpyAttributes_v1
@@ -66,8 +66,8 @@ struct BatchAttributes {  // CUmemcpyAttributes_v1
 };
 static_assert(sizeof(BatchAttributes) == 24);
 
-// cuMemcpyBatchAsync of CUDA 12.8 reports which copy failed; that of 13.0 has the same name but no such
-// parameter.
+// cuMemcpyBatchAsync of CUDA 12.8 has a parameter that reports which copy failed. The function of CUDA 13.0
+// has the same name, but not this parameter.
 using BatchCopy12080 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
                                 BatchAttributes* attributes, size_t* attribute_indices,
                                 size_t attribute_count, size_t* failed_index, StreamHandle stream);
@@ -75,13 +75,13 @@ using BatchCopy13000 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t
                                 BatchAttributes* attributes, size_t* attribute_indices,
                                 size_t attribute_count, StreamHandle stream);
 
-// cuGetProcAddress_v2.
+// The type of cuGetProcAddress_v2, which returns the address of a driver function.
 using FindFunction = Code (*)(const char* name, void** function, int cuda_version, uint64_t flags,
                               int* status);
 
-// One table for the process. A function is null only where the comment says so.
+// The driver's functions that flexkv calls. Only those with a comment may be null.
 struct Driver {
-  int version = 0;  // as CUDA counts: 13000 is 13.0
+  int version = 0;  // in CUDA's notation: 13000 is 13.0
 
   Code (*get_error_string)(Code, const char**) = nullptr;
   Code (*init)(unsigned flags) = nullptr;
@@ -124,13 +124,13 @@ struct Driver {
   Code (*copy_any)(DeviceAddress, DeviceAddress, size_t, StreamHandle) = nullptr;
   Code (*memset_bytes)(DeviceAddress, unsigned char, size_t, StreamHandle) = nullptr;
   Code (*pointer_attribute)(void*, int attribute, DeviceAddress) = nullptr;
-  BatchCopy12080 batch_12080 = nullptr;  // with drivers from 12.8 on, before 13.0
-  BatchCopy13000 batch_13000 = nullptr;  // with drivers from 13.0 on
+  BatchCopy12080 batch_12080 = nullptr;  // null unless the driver is from 12.8 on and before 13.0
+  BatchCopy13000 batch_13000 = nullptr;  // null unless the driver is from 13.0 on
 
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
-  // "what: the driver's message"
+  // An error message: `what`, a colon, and the driver's description of `code`.
   std::string error_text(Code code, const char* what) const;
-  // error_text(), or empty for success.
+  // error_text() of a failure; empty if `code` is kSuccess.
   std::string failure(Code code, const char* what) const {
     return code == kSuccess ? std::string() : error_text(code, what);
   }
@@ -138,14 +138,15 @@ struct Driver {
 
 struct LoadedDriver {
   Driver driver;
-  std::string missing;  // why it cannot be used; empty when it can
+  std::string missing;  // why the driver cannot be used; empty if it can
 };
 
-// Fills a table from the driver's own finder, and initialises the driver.
+// Fills the table with functions that `find` returns, and initialises the driver.
 LoadedDriver find_functions(FindFunction find);
 
-// The driver of this machine, loaded and initialised once at the first call; null with a reason if there is
-// none. Do not call this before the driver is needed: an initialised driver does not survive a fork.
+// The driver of this machine, which the first call loads and initialises. Returns null if there is none, and
+// sets `*missing` to the reason. Do not call this before the driver is needed: an initialised driver does not
+// survive a fork.
 const Driver* system_driver(std::string* missing = nullptr);
 
 }  // namespace flexkv::cuda

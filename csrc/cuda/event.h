@@ -1,4 +1,4 @@
-// Streams and events of one device, owned.
+// Owners of a device's streams and events, which they destroy.
 #pragma once
 #include <memory>
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace flexkv::cuda {
 
-// A stream of our own. It does not wait for the legacy null stream, and the null stream does not wait for it.
+// A stream that flexkv creates. It does not wait for the legacy null stream, nor the null stream for it.
 class Stream {
  public:
   // `urgent`: its kernels get multiprocessors before those of other streams. Throws CapacityError.
@@ -24,10 +24,10 @@ class Stream {
   StreamHandle handle_ = nullptr;
 };
 
-// A recorded event. Waiting for it on the host sleeps.
+// A recorded event. A thread that waits for it sleeps instead of spinning.
 class Event : public StreamEvent {
  public:
-  // Records it on `stream`, whose device must be current. Throws CapacityError.
+  // Records the event on `stream`, whose device must be current. Throws CapacityError.
   Event(std::shared_ptr<Device> device, StreamHandle stream);
   ~Event() override;
   Event(const Event&) = delete;
@@ -37,8 +37,8 @@ class Event : public StreamEvent {
   bool reached() override;
   // Whether the work enqueued before the event has ended successfully. Precondition: the device is current.
   bool ended_well() const;
-  // Sleeps until the work enqueued before the event has ended. Empty, or how it failed; after a failure no
-  // work moves any more either.
+  // Sleeps until the work enqueued before the event has ended. Returns an empty string, or how it failed;
+  // that work is then not in progress any more, either.
   std::string wait();
 
  private:
@@ -46,8 +46,9 @@ class Event : public StreamEvent {
   EventHandle handle_ = nullptr;
 };
 
-// An event recorded after all work enqueued on the engine's `stream` so far. Throws ContractError while
-// the stream is being captured into a graph, whose events mean nothing outside it, and CapacityError.
+// Records an event after all work enqueued on the engine's `stream` so far. Throws ContractError while the
+// stream is being captured into a graph, because an event of a graph means nothing outside it. Throws
+// CapacityError if the driver refuses.
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream);
 
 }  // namespace flexkv::cuda

@@ -6,8 +6,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes. How much is given to the copy engine, or has its digests checked, as one part: the pages of a
-// part end together for whatever waits for them.
+// Unit: bytes. The most that one part has if the copy engine copies it or its digests are checked. The limit
+// keeps waits short, because all pages of a part end together.
 constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
@@ -29,8 +29,8 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Whether one kernel can copy several stages of all pages and a stream can wait for each stage. Not if the
-// bytes of later stages are checked while those of earlier stages move.
+// Whether one kernel can copy several stages of all pages while a stream waits for each stage. It cannot if
+// the pages have digests, because the bytes of later stages are checked while those of earlier stages move.
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
   if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
@@ -40,7 +40,8 @@ bool ItemMove::may_count_stages() const {
   return has_short_runs_only(stage_);
 }
 
-// In pools with all layers in a block a layer's runs are short even if a page is one long run.
+// Checks one stage's segments, because in pools with all layers in a block a layer's runs are short even if a
+// page is one long run.
 bool ItemMove::has_short_runs_only(int32_t stage) const {
   const auto layers = item_->layers_of(stage);
   const auto segments = view_.segments(layers.first, layers.second);
@@ -48,8 +49,9 @@ bool ItemMove::has_short_runs_only(int32_t stage) const {
                      [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Stages with the same fence are copied together: for a layerwise op, as long as their layers are small or
-// one kernel can copy them; for any other op, all of them.
+// Chooses the stages of the next pass, which all have the same fence. For a layerwise op, stages are added as
+// long as their layers are small or one kernel can copy them all. For any other op, all stages with this
+// fence are added.
 void ItemMove::begin_pass(int64_t layers_bytes) {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
@@ -69,7 +71,7 @@ void ItemMove::begin_pass(int64_t layers_bytes) {
     if (item_->fence_of(next) != item_->fence_of(stage_)) break;
     last_of_pass_ = next;
   }
-  // A kernel with one stage, or with so little work, ends as early as its count would come.
+  // If a kernel has only one stage or little work, its end comes as early as a count of its first stage.
   if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 
@@ -80,7 +82,7 @@ int64_t ItemMove::most_bytes(bool registered) const {
   return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
 
-// Cuts the next part, without the ends of its pages, and moves the cursor behind it.
+// Returns the next part, whose `pages` are still to be filled in, and moves the cursor past it.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
   part->registered = view_.pool().registered(item_->page(page_).slot);
@@ -90,7 +92,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   };
   part->first_stage = stage_;
   part->last_stage = last_of_pass_;
-  // A longer page is copied in ranges of its layers.
+  // A page longer than `most` is copied in ranges of its layers.
   while (part->last_stage > stage_ && bytes_to(part->last_stage) > most) --part->last_stage;
   size_t count = 1;
   if (part->last_stage == last_of_pass_ && stage_ == first_of_pass_) {
@@ -100,10 +102,11 @@ std::shared_ptr<Part> ItemMove::cut() {
   const bool whole_pass = part->last_stage == last_of_pass_;
   for (; page_ < pages_.size() && part->indices.size() < count; ++page_) {
     if (!may_move(page_)) continue;
-    // Pages that the kernel cannot reach would force the others onto the copy engine, too.
+    // A part has only registered or only unregistered pages: one page that the kernel cannot reach would
+    // force all others onto the copy engine.
     if (view_.pool().registered(item_->page(page_).slot) != part->registered) break;
     part->indices.push_back(page_);
-    if (!whole_pass) break;  // the page's other layers are next
+    if (!whole_pass) break;  // the next part has more layers of this page
   }
   first_ = false;
   stage_ = whole_pass ? first_of_pass_ : part->last_stage + 1;
@@ -112,7 +115,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   return part;
 }
 
-// Moves the cursor to a page that may move, or behind the pass.
+// Moves the cursor to the next page that may still be copied, or past the pass.
 void ItemMove::skip_bad_pages() {
   for (; page_ < pages_.size() && !may_move(page_); ++page_) stage_ = first_of_pass_;
   if (page_ == pages_.size()) stage_ = last_of_pass_ + 1;
@@ -163,7 +166,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   return now_ = part;
 }
 
-// Makes the page end with `why`, once none of its copies is under way.
+// Gives the page the result `why`; the page ends when none of its copies is in flight.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = std::make_unique<MoveResult>(why);

@@ -1,5 +1,5 @@
-// A work item under way: the parts in which it is enqueued, and how each of its pages ends. One direction's
-// thread uses it; this code does not call the driver.
+// A work item in flight: the parts in which it is enqueued, and the result of each of its pages. Only the
+// thread of one direction uses it. This code does not call the driver.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -14,56 +14,58 @@
 
 namespace flexkv::cuda {
 
-// Some pages of an item on their way through some of its stages. It ends when all its portions have ended.
+// Some pages of an item that are copied through some of its stages. A part ends when all its portions have
+// ended.
 struct Part {
-  std::vector<size_t> indices;  // of the item's positions
+  std::vector<size_t> indices;  // of its pages, in WorkItem::positions()
   std::vector<PageEnds> pages;  // one for each of `indices`
   int32_t first_stage = 0, last_stage = 0;
-  bool last_of_stages = false;  // with this part, all pages of the item are on their way through its stages
-  bool registered = true;       // all of the pages' memory is registered with the device
+  bool last_of_stages = false;  // no later part has pages for these stages
+  bool registered = true;       // all host memory of the pages is registered with the device
   SplitRuns runs;
-  // If one kernel copies all runs and counts its stages: for each stage, the number of runs.by_kernel up to
-  // its end.
+  // If one kernel copies all runs and counts its stages: for each stage, the number of segments in
+  // runs.by_kernel up to its end. Otherwise empty.
   std::vector<size_t> stage_runs;
-  std::vector<std::shared_ptr<StreamEvent>> stage_points;  // behind each stage, once that kernel is enqueued
-  std::optional<CopyLister> copies;                        // lists runs.by_engine, from the first portion on
-  // The lane keeps these from the first portion until the part ends.
-  int portions = 0;  // under way
+  std::vector<std::shared_ptr<StreamEvent>> stage_points;  // one per stage, once that kernel is enqueued
+  std::optional<CopyLister> copies;                        // lists runs.by_engine; set with the first portion
+  // LaneDirection updates the next members from the first portion until the part ends.
+  int portions = 0;  // in flight
   bool enqueued = false;
-  MoveResult bad;  // how all its pages end, if not kOk
+  MoveResult bad;  // the result of all its pages, unless it is kOk
 };
 
 class ItemMove {
  public:
-  // `usable` decides which way its runs go; see copy_ways.h.
+  // `usable`: the copy paths among which its runs are divided; see copy_ways.h.
   ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Capabilities& usable);
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether the item may still get later stages: some were not open or had not arrived when it was taken.
-  // False once it is over.
+  // Whether later stages may still be added to the item, because they were not open or had not arrived when
+  // it was taken. False after stop().
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
-  // The part that is being enqueued. If there is none, begins the next one; its pages are under way from then
-  // on. Null if there is no next one. If a load has digests, the crew checks the bytes of its pages here:
-  // only pages with the right bytes are in the part, and the others are refused. `layers_bytes` bounds what
-  // one kernel takes of several layers; see kLayersLaunchBytes.
+  // Returns the part that is being enqueued. If there is none, this begins the next part, whose pages then
+  // count as in flight. Returns null if no part is left. For a load with digests, the crew checks the bytes
+  // of the part's pages here: only pages with the right bytes are in the part, and the others are refused.
+  // `layers_bytes`: the most that one kernel copies of several layers; see kLayersLaunchBytes.
   const std::shared_ptr<Part>& part(DigestCrew& digests, int64_t layers_bytes = kLayersLaunchBytes);
-  // Whether part() may be enqueued now. Not while a refused page is under way: its earlier layers must end
-  // before the page does, and before later layers are reported.
+  // Whether part() may be enqueued now. This is false while earlier layers of a refused page are in flight:
+  // they must end before the page does, and before later layers are reported.
   bool may_enqueue() const { return !over_ && refused_under_way_ == 0 && (now_ || has_next()); }
-  // The first stage that part() has or will have.
+  // The first stage of the current part, or of the next part if there is none.
   int32_t stage() const { return now_ ? now_->first_stage : stage_; }
   // Call when all of part() is enqueued.
   void part_is_enqueued() { now_.reset(); }
 
-  // Enqueues no more of the item; pages that are not completely enqueued end with `why`.
+  // Lets no more of the item be enqueued. Pages that are not completely enqueued get the result `why`.
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
-  // Records that the part has ended, and ends the pages that wait for no other part.
+  // Records that the part has ended, and finishes its pages that are complete or bad and are in no other part
+  // in flight.
   void end(const Part& part);
 
-  // Pages that have ended since the last call.
+  // The pages that have ended since the last call, with their results.
   struct Ended {
     std::vector<size_t> indices;
     std::vector<MoveResult> results;
@@ -72,9 +74,9 @@ class ItemMove {
 
  private:
   struct Page {
-    int32_t under_way = 0;            // parts
-    std::unique_ptr<MoveResult> bad;  // how it ends, if not successfully
-    bool through = false;             // it has passed all of the item's stages
+    int32_t under_way = 0;            // number of parts in flight with this page
+    std::unique_ptr<MoveResult> bad;  // the page's result, if it is not a success
+    bool through = false;             // all of the item's stages have been copied
     bool finished = false;
   };
 
@@ -102,10 +104,10 @@ class ItemMove {
   size_t refused_under_way_ = 0;
   std::optional<MoveResult> over_;
   std::shared_ptr<Part> now_;
-  // Where the next part begins. A pass takes all pages through the stages from first_of_pass_ to
-  // last_of_pass_; before the first pass, last_of_pass_ is less than stage_.
+  // Where the next part begins: stage_ and page_. A pass copies all pages through the stages from
+  // first_of_pass_ to last_of_pass_. Before the first pass, last_of_pass_ is less than stage_.
   int32_t first_of_pass_, last_of_pass_;
-  bool counts_stages_ = false;  // one kernel takes the pass, and counts its stages
+  bool counts_stages_ = false;  // one kernel copies the whole pass and counts its stages
   int32_t stage_;
   size_t page_ = 0;
   bool first_ = true;

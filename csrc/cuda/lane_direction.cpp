@@ -13,23 +13,24 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: seconds per byte. A portion is assumed to take between these; for kRestShare of that time the thread
-// does not look for its end.
+// Unit: seconds per byte. The bounds of a portion's assumed speed. For the share kRestShare of the time that
+// a portion should take, the thread does not poll for its end.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
 constexpr double kRestShare = 0.96;
-// Unit: seconds. How long before a portion is due the thread wakes up, because a sleep may last longer than
+// Unit: seconds. The thread wakes up this long before a portion is due, because a sleep may last longer than
 // requested.
 constexpr double kEarlyS = 40e-6;
-// Unit: seconds. For how long after a portion was due the thread looks for its end without a pause.
+// Unit: seconds. For this long after a portion was due, the thread polls for its end without a pause.
 constexpr double kPollS = 2e-3;
-// Unit: seconds. Pauses between looks for a portion that is even later, or that waits behind the engine's
+// Unit: seconds. The pauses between polls for a portion that is even later, or that waits for the engine's
 // work.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
-// Unit: items. Layerwise items taken at once: they take turns, so that all have their first layers soon.
+// Unit: items. The most layerwise items that wait to be enqueued at the same time. They take turns, so that
+// the first layers of all arrive soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. How much is digested between two looks at the copies under way.
+// Unit: bytes. The thread makes digests of this much between two polls for the copies in flight.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace
@@ -58,7 +59,7 @@ void LaneDirection::end() {
 }
 
 void LaneDirection::run(WorkSource& source, int32_t lane) {
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the usual 50 us would be half of a portion
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the default of 50 us would be half of a portion's time
   const QuietCurrent here(*device_);
   refused_ = here.error();
   for (;;) {
@@ -73,7 +74,7 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-// Whether another portion may be enqueued in its turn.
+// Whether the queue's stream may get another portion of an item that takes its turn.
 bool LaneDirection::has_room(const Queue& queue) const {
   if (queue.under_way.empty()) return true;
   const bool by_kernel = queue.under_way.back().by_kernel;
@@ -81,7 +82,8 @@ bool LaneDirection::has_room(const Queue& queue) const {
          (by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)]);
 }
 
-// Takes items until enough of them wait to be enqueued, and lets items under way grow or end early.
+// Takes items until enough of them wait to be enqueued. Also extends items in flight by stages that have
+// become free, and stops cancelled items.
 void LaneDirection::look_at_items(WorkSource& source, int32_t lane) {
   if (woken_.exchange(false)) {
     may_take_ = true;
@@ -116,24 +118,25 @@ void LaneDirection::begin_move(std::shared_ptr<WorkItem> item) {
 
 void LaneDirection::stop_cancelled(WorkSource& source) {
   for (auto at = moves_.begin(); at != moves_.end();) {
-    const std::shared_ptr<ItemMove> move = *at++;  // which may leave the list
+    const std::shared_ptr<ItemMove> move = *at++;  // copied, because the item may leave the list
     if (!move->item()->cancelled() || move->stopped()) continue;
     Queue& queue = queue_of(*move);
     move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
-    // Only for stores: a forward may wait for what a load has under way.
+    // Only kernels of stores are stopped, because a forward may wait for the copies of a load.
     if (direction_ == Direction::kToHost) {
       for (Portion& portion : queue.under_way) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
         portion.stopped = queue.stream->stop(portion.mark).empty();
       }
-      // So a caller that orders the engine's stream behind the op must wait only for the portions under way.
+      // This lets the engine's stream wait only for the portions in flight, not for the end of the op.
       say_issued(source, *move, move->item()->stages() - 1);
     }
     finish_pages(source, *move);
   }
 }
 
-// Without an event, a caller that would make a stream wait for it waits for the end of the op instead.
+// Reports that the stages up to `stage` are enqueued. If there is no memory for an event, nothing is
+// reported, and callers wait for the end of the op instead.
 void LaneDirection::say_issued(WorkSource& source, const ItemMove& move, int32_t stage) {
   std::shared_ptr<StreamEvent> event;
   try {
@@ -179,7 +182,8 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
   }
 }
 
-// Sets when to look for the end of the oldest portion: those behind it begin when it has ended.
+// Sets when the oldest portion is due. Called when it begins to move: the portions after it begin when it has
+// ended.
 void LaneDirection::set_due(Queue& queue) {
   Portion& next = queue.under_way.front();
   const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
@@ -189,7 +193,7 @@ void LaneDirection::set_due(Queue& queue) {
 void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
-  // Otherwise the time when it began is not known.
+  // Only if the portion followed another directly is the time known when it began.
   const bool followed = std::exchange(queue.went_on, !queue.under_way.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];
@@ -197,7 +201,7 @@ void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   pace = seen < pace ? seen : pace + (seen - pace) / 8;
 }
 
-// Makes digests of stored pages, some at a time. False: there are none to make.
+// Makes the digests of at most kDigestBytes of stored pages. Returns false if no page lacks its digests.
 bool LaneDirection::make_digests(WorkSource& source) {
   if (undigested_.empty()) return false;
   Undigested& next = undigested_.front();
@@ -236,8 +240,8 @@ void LaneDirection::finish_pages(WorkSource& source, ItemMove& move) {
   if (move.ended()) std::erase_if(moves_, [&](const auto& one) { return one.get() == &move; });
 }
 
-// Enqueues a portion of an item that the engine's stream must be ordered behind, whether there is room or
-// not. False: there is no such portion.
+// Enqueues one portion of an op that the engine's stream waits for, however much is in flight. Returns false
+// if there is none.
 bool LaneDirection::enqueue_expedited(WorkSource& source) {
   for (const auto& move : moves_) {
     if (!move->item()->expedited() || !move->may_enqueue()) continue;
@@ -247,8 +251,8 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
   return false;
 }
 
-// Enqueues one portion: of the layerwise load that is furthest behind, because each forward pass waits for
-// its next layer; else of the oldest item.
+// Enqueues one portion of the layerwise load that is furthest behind, because each forward pass waits for its
+// next layer; if there is no such load, of the oldest item. Returns false if nothing can be enqueued.
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
@@ -262,8 +266,8 @@ bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   return true;
 }
 
-// Number of layerwise loads that take turns, at least 1: each launch gets its share, so that all first layers
-// arrive soon.
+// Number of layerwise loads that take turns, at least 1. Each gets an equal share of a launch's limit, so
+// that the first layers of all arrive soon.
 int64_t LaneDirection::layerwise_moves() const {
   const auto count = std::count_if(moves_.begin(), moves_.end(), [](const auto& move) {
     return move->item()->layerwise() && move->may_enqueue();
@@ -279,7 +283,7 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   } catch (const std::exception& failure) {
     move->stop({Status::kFailed, failure.what(), {}, FailureCause::kTransport});
   }
-  finish_pages(source, *move);  // those that were refused
+  finish_pages(source, *move);  // the pages that part() refused
   if (!part || move->ended() || !move->may_enqueue()) return;
   Queue& queue = queue_of(*move);
   Portion portion;
@@ -293,7 +297,8 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
     } catch (const std::exception& failure) {
       error = failure.what();
     }
-    // Also after a failure, because earlier work still moves and the pages stay pinned until it has ended.
+    // Makes a mark even after a failure, because earlier work is still in flight and the pages stay pinned
+    // until it has ended.
     if (std::string unmarked = queue.stream->mark(); error.empty()) error = std::move(unmarked);
   }
   ++part->portions;
@@ -310,10 +315,11 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   }
 }
 
-// Enqueues the part's runs for the kernel, then its other runs portion by portion. Empty, or why it failed.
+// Enqueues the next portion of the part: first all runs for the kernel, then the others, one portion per
+// call. Returns an empty string, or why it failed.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
-  // Waits for the engine's stream first: the forwards enqueued before must have written what a store reads,
-  // and must have read what a load overwrites.
+  // The stream first waits for the engine's stream: forwards that were enqueued earlier must have written
+  // what a store reads, and must have read what a load overwrites.
   const auto& fence = item.fence_of(part.last_stage);
   if (fence && fence != queue.waited_for) {
     const auto stream = reinterpret_cast<StreamId>(queue.stream->handle());
@@ -353,7 +359,7 @@ void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& p
   if (move.may_grow()) source.extend(move.item());
 }
 
-// If no work moves on the stream any more, ends the portions under way on it.
+// If the stream is broken, ends all portions in flight on it.
 void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   if (queue.under_way.empty()) return;
   const std::string failure = queue.stream->failure();
@@ -364,7 +370,8 @@ void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   }
 }
 
-// When to look for the end of the oldest portion. `now`: at once, without a pause.
+// Returns when to poll next for the end of the oldest portion. If that is `now`, the caller polls again
+// without a pause.
 Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clock::time_point now) {
   Portion& oldest = queue.under_way.front();
   const double late = std::chrono::duration<double>(now - oldest.due).count();
@@ -384,7 +391,7 @@ Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clo
   return now + pause;
 }
 
-// Sleeps until there may be something to do. False: there never will be.
+// Sleeps until there may be something to do. Returns false when the thread should end.
 bool LaneDirection::rest(WorkSource& source) {
   const auto now = Clock::now();
   auto look = Clock::time_point::max();

@@ -1,10 +1,10 @@
-// One direction of a GPU's lane: a thread that takes items, enqueues their copies, and ends items whose
-// copies have ended.
-// A kernel copies as much of an item as its tables have room for. The copy engine gets portions, of which
-// kPortionsUnderWay are under way, and serves other streams between them. Work that the engine's stream waits
-// for is enqueued at once, however much is under way. When a portion is due, the thread looks for its end in
-// a loop that does not call the driver. A late portion probably waits behind the engine's work, so the thread
-// only looks for its end from time to time.
+// One direction of a GPU's lane: a thread that takes work items, enqueues their copies, and finishes pages
+// whose copies have ended. The copy engine gets portions of limited size, so that it serves other streams
+// between them; kPortionsUnderWay of them are in flight. The kernel gets larger portions, up to the limits in
+// copy_ways.h. If the inference engine's stream waits for an op, the op is enqueued at once, however much is
+// in flight. When a portion is due, the thread polls for its end in a loop that does not call the driver. A
+// portion that is late probably waits behind the engine's work, so the thread then polls only from time to
+// time.
 #pragma once
 #include <array>
 #include <atomic>
@@ -27,15 +27,15 @@ class LaneDirection {
   LaneDirection(Direction direction, std::shared_ptr<Device> device, std::shared_ptr<Copier> copier,
                 std::shared_ptr<DigestCrew> digests);
 
-  // The thread runs this until end(). If it cannot get the device's context, every item fails with that
-  // reason.
+  // Runs in the direction's thread until end() is called and no work is left. If the thread cannot get the
+  // device's context, every item fails with that reason.
   void run(WorkSource& source, int32_t lane);
-  // Any thread may call the next two.
+  // Any thread may call wake() and end().
   void wake();
   void end();
 
  private:
-  // Work enqueued on a stream as one unit.
+  // Copies of one part that are enqueued on a stream together, with one mark after them.
   struct Portion {
     std::shared_ptr<ItemMove> move;
     std::shared_ptr<Part> part;
@@ -43,17 +43,17 @@ class LaneDirection {
     int64_t bytes = 0;
     bool by_kernel = false;
     bool stopped = false;
-    std::shared_ptr<StreamEvent> fence;  // of the engine's stream, for which it may still wait
-    Clock::time_point due;               // it will hardly end before this
+    std::shared_ptr<StreamEvent> fence;  // event of the engine's stream; null once reached
+    Clock::time_point due;               // the portion is not expected to end before this time
   };
   struct Queue {
     std::unique_ptr<CopyStream> stream;
     std::deque<Portion> under_way;
     std::shared_ptr<StreamEvent> waited_for;
     Clock::time_point last_end;
-    bool went_on = false;  // another portion was under way when the last one ended
+    bool went_on = false;  // another portion was in flight when the last one ended
     Clock::time_point last_query;
-    // Unit: seconds per byte. Speed of the latest portions, by the copy engine and by kernel.
+    // Unit: seconds per byte. What the latest portions took: by the copy engine [0] and by the kernel [1].
     std::array<double, 2> pace{};
   };
 
@@ -86,15 +86,15 @@ class LaneDirection {
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Copier> copier_;
   const std::shared_ptr<DigestCrew> digests_;
-  std::string refused_;                         // why the thread has no context
-  mutable std::array<Queue, 2> queues_;         // [1]: layerwise loads; [0]: all others
-  std::list<std::shared_ptr<ItemMove>> moves_;  // in the order they were taken
+  std::string refused_;                         // why the thread has no context; empty if it has one
+  mutable std::array<Queue, 2> queues_;         // [1]: layerwise loads; [0]: everything else
+  std::list<std::shared_ptr<ItemMove>> moves_;  // items in flight, in the order in which they were taken
   struct Undigested {
     std::shared_ptr<ItemMove> move;
     std::shared_ptr<Part> part;
-    size_t done = 0;  // pages
+    size_t done = 0;  // how many of the part's pages have their digests
   };
-  std::deque<Undigested> undigested_;  // stored parts that have arrived
+  std::deque<Undigested> undigested_;  // parts of stores that are in host memory but lack digests
   std::vector<Copy> copies_;
   bool may_take_ = false;
   std::mutex mutex_;

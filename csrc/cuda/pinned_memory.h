@@ -1,4 +1,4 @@
-// Host memory that is pinned for all devices, owned.
+// Host memory that is pinned for all devices. The object allocates and frees it.
 #pragma once
 #include <cstddef>
 #include <memory>
