@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from build_support.ninja_file import ROOT
 from tests.conftest import LONGEST_FIRST, TOGETHER
@@ -19,15 +18,14 @@ def test_two(): test_one()
 FILES = ("unit/test_a.py", "unit/test_b.py", "native/test_c.py", "native/test_d.py", "engines/test_e.py")
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("run")
+def run_files(folder: Path, workers: int) -> str:
+    """Runs FILES by this number of workers, with the suite's own order; returns what pytest printed."""
     for name in FILES:
         path = folder / "tests" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TEST)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-rP"]
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "-v", "-rP"]
     command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "--import-mode=importlib"]
     done = subprocess.run(
         command,
@@ -41,9 +39,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-def test_what_belongs_together_runs_on_one_worker(said: str) -> None:
+def test_what_belongs_together_runs_on_one_worker(tmp_path: Path) -> None:
     workers: dict[str, set[str]] = {}
-    for line in said.splitlines():
+    for line in run_files(tmp_path, 2).splitlines():
         if " PASSED " in line:
             worker, name = line.split("]")[0], line.split()[-1].partition("::")[0]
             workers.setdefault(name, set()).add(worker)
@@ -53,10 +51,13 @@ def test_what_belongs_together_runs_on_one_worker(said: str) -> None:
     assert len(set.union(*workers.values())) == 2
 
 
-def test_the_longest_folders_begin(said: str) -> None:
-    begun = [line.split("/")[1] for line in said.splitlines() if line.startswith("tests/")]
-    assert set(begun[:2]) == {"native", "engines"}
-    assert begun[-1] == "unit"
+def test_the_longest_folders_begin(tmp_path: Path) -> None:
+    """With one worker, whose tests begin in the order in which several would take them."""
+    lines = run_files(tmp_path, 1).splitlines()
+    begun = [line.split("/")[1] for line in lines if line.startswith("tests/")]
+    order = [folder for at, folder in enumerate(begun) if folder not in begun[:at]]
+    assert order == [folder for folder in LONGEST_FIRST if folder in {"engines", "native", "unit"}]
+    assert begun == sorted(begun, key=order.index), "a folder's files begin one after the other"
 
 
 def test_every_folder_has_its_place() -> None:
