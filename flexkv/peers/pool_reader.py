@@ -21,14 +21,14 @@ PAGES_AT_ONCE = 16
 only between calls.
 """
 
-COPIED, FORMAT = 0, 4
+COPIED, ABSENT, CHANGED, DIGEST_FAULT, FORMAT = range(5)
 OUTCOMES = ("copied", "absent", "changed", "digest", "format")
 """The outcomes of `PeerDirectory.bring` for a page, by number."""
 
 REASONS = {
-    1: "absent: no peer has the page any more",
-    2: "changed: the peer gave the slot to another page during the copy",
-    3: "digest: a run of the peer's page does not match its digest",
+    ABSENT: "absent: no peer has the page any more",
+    CHANGED: "changed: the peer gave the slot to another page during the copy",
+    DIGEST_FAULT: "digest: a run of the peer's page does not match its digest",
     FORMAT: "format: the peer has left",
 }
 """Why a page was not copied, by outcome of `PeerDirectory.bring` or `read`."""
@@ -119,7 +119,7 @@ class PoolReader(PageReader):
             return end
         stripes = [(how.codec.stripe_offset(rank), size) for rank, size in enumerate(how.group.stripe_bytes)]
         if how.digests and not self._has_digests(how, image):
-            return 3
+            return DIGEST_FAULT
         self._put_stripes(group, image, stripes, how.rewrites, self._pool.slot(slot))
         return COPIED
 

@@ -17,12 +17,10 @@ def write_line(path: Path, text: str) -> None:
         OSError: the file could not be written.
     """
     new = path.with_name(f"{path.name}.new")
-    fd = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        os.write(fd, f"{text} {line_digest(text)}\n".encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with os.fdopen(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(f"{text} {line_digest(text)}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, path)
     sync_folder(path.parent)
 

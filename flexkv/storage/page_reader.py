@@ -142,8 +142,8 @@ class PageReader(ABC):
     def close(self, deadline_s: float) -> bool:
         """Cancels the waiting ops and ends the thread. Idempotent.
 
-        Returns False if a read has not finished within `deadline_s` seconds. It is then abandoned, so that no host slot
-        is written any more.
+        Returns False if a read has not finished within `deadline_s` seconds. It is then abandoned, and no host slot is
+        written any more; only a page whose copying to its slot takes longer than `WRITE_S` is still written.
         """
         with self._lock:
             self._closed = True

@@ -120,7 +120,7 @@ def _sample_file(file: Path, budget: Budget) -> bytes:
             else:
                 runs = even_runs(size)
             for run in runs:
-                digest.update(os.pread(descriptor, len(run), run.start))
+                digest.update(_read(file, descriptor, len(run), run.start))
     except OSError as error:
         raise ConfigError(f"weights file {file} cannot be read: {error.strerror}") from error
     return digest.digest()
@@ -190,7 +190,20 @@ def _read_header(file: Path, descriptor: int, size: int) -> bytes:
     length = int.from_bytes(head, "little")
     if len(head) < 8 or not 0 < length <= min(MOST_HEADER_BYTES, size - 8):
         raise _damaged(file, f"a header of {length} bytes in a file of {size}")
-    return head + os.pread(descriptor, length, 8)
+    return head + _read(file, descriptor, length, 8)
+
+
+def _read(file: Path, descriptor: int, length: int, at: int) -> bytes:
+    """
+    Raises:
+        ConfigError: the file has fewer bytes: it was cut after its size had been read.
+    """
+    found = os.pread(descriptor, length, at)
+    if len(found) != length:
+        raise ConfigError(
+            f"weights file {file} has {len(found)} of {length} bytes from byte {at} on: it is being changed"
+        )
+    return found
 
 
 def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, SampledRun]]:

@@ -42,7 +42,6 @@ class HelperProber:
 
     def _answer(self, message: Probe) -> Answer:
         ends_s = time.monotonic() + ANSWER_SHARE * self._work.setup.probe_s
-        presence: list[NDArray[np.uint8]] = []
         reached = True
         # Groups that restore whole prefixes are asked about first: if the first page of one is missing, all other pages
         # are useless.

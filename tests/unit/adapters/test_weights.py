@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,18 @@ def test_a_revision_that_may_move_identifies_nothing(revision: str | None) -> No
 def test_a_folder_without_weights_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"identity\.model"):
         weights_identity(str(tmp_path), None)
+
+
+def test_a_file_that_is_cut_while_it_is_sampled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(write(tmp_path / "a"))
+    assert identity(folder).startswith("sampled:"), "the control"
+    monkeypatch.setattr(
+        "flexkv.weights.fingerprint.os.posix_fadvise",
+        lambda *_: os.truncate(folder / "model.bin", SIZE // 2 + 1),
+    )
+    with pytest.raises(
+        ConfigError, match=rf"model\.bin has \d+ of {SAMPLE_BYTES} bytes .*it is being changed"
+    ):
+        identity(folder)

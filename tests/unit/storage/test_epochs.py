@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -215,3 +216,17 @@ def test_an_epoch_that_is_none_is_named_and_the_index_decides(make_disks: MakeDi
     world = make_disks()
     assert len(world.unit.rows(0)) == 6
     assert read_epoch(slab.parent) == 0
+
+
+def test_an_epoch_that_is_written_in_part_leaves_the_former_one(tmp_path: Path) -> None:
+    write_epoch(tmp_path, 7)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))  # a longer write is cut there, and the next one refused
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_epoch(tmp_path, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_epoch(tmp_path) == 7
+    write_epoch(tmp_path, 8)
+    assert read_epoch(tmp_path) == 8, "the control"
