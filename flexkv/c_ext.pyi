@@ -1,4 +1,4 @@
-"""The native core, one section per area. Whoever changes csrc/bindings/bind_<area>.cpp keeps its section in step."""
+"""Types of the native core, one section per area. A change of csrc/bindings/bind_<area>.cpp must be made here too."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypedDict
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from flexkv.transfer.graph import Edge, TransferOp
 
 class Buffer(Protocol):
-    """Any object with the C-contiguous buffer protocol (numpy arrays, bytearray, memoryview, mmap)."""
+    """Any object that supports the buffer protocol and is C-contiguous (numpy array, bytearray, memoryview, mmap)."""
 
 # --- module -------------------------------------------------------------------------------------------------
 
@@ -17,15 +17,15 @@ __variant__: str
 """`cpu` or `cuda`, with `-address` or `-thread` for a sanitizer build."""
 
 __interface__: str
-"""A digest of this file as it was at the build; `flexkv/native_core.py` compares it with the package's file."""
+"""Digest of this stub file when the module was built. `flexkv/native_core.py` compares it with the package's file."""
 
 def build_info() -> dict[str, bool | str | int]:
-    """What this module was built with: cuda, sanitizer, compiler, cpp_standard."""
+    """Returns what this module was built with: cuda, sanitizer, compiler, cpp_standard."""
 
 def load_nvtx(library: str) -> None:
-    """Makes the lanes' threads name their work to a profiler, by the NVTX of `library`, a name or a path.
+    """Makes lane threads annotate their work for a profiler, with the NVTX functions of `library`, a name or a path.
 
-    This is permanent, because threads may be inside a range: if a library was loaded before, nothing changes.
+    Does nothing if a library was loaded before: it cannot be replaced, because threads may be inside a range.
 
     Raises:
         ConfigError: the library cannot be loaded, or lacks nvtxRangePushA or nvtxRangePop.
@@ -34,10 +34,10 @@ def load_nvtx(library: str) -> None:
 # --- layout -------------------------------------------------------------------------------------------------
 
 class KvView:
-    """Where the runs of every block of one KV group lie in one rank's pool. Holds addresses, not memory.
+    """Where the runs of each block of one KV group are in one rank's pool. Contains addresses and owns no memory.
 
-    `runs`, `segments` and `segments_of_layers` are int64 [n, 5]: base, block_stride, run_bytes, page_offset,
-    layer.
+    `runs`, `segments` and `segments_of_layers` are int64 [n, 5] with the columns base, block_stride, run_bytes,
+    page_offset and layer.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class KvView:
     def check(self) -> None: ...
 
 class PageConversion:
-    """Rewrites stripes from one order of the elements of K and V into another.
+    """Converts stripes between two layouts, in which the elements of K and V have different orders.
 
     Args:
-        counts: layers, tokens, heads, elements of a head; the last is 1 if both orders keep a head's row together.
-        element_bytes: bytes of the unit that is moved unchanged: an element, or the row.
-        source, target: for K and V, bytes from one layer, token, head and element to the next; and the offset at which
-        V begins.
+        counts: numbers of layers, tokens, heads, and elements per head; the last is 1 if a head's row is contiguous in
+            both layouts.
+        element_bytes: bytes that are moved as a unit: an element, or a head's row if the last count is 1.
+        source, target: the strides in bytes of layers, tokens, heads and elements, for K and for V; then V's offset.
 
     Raises:
-        GeometryError: the elements of one of the orders leave gaps or overlap.
+        GeometryError: in one of the layouts, elements overlap or leave gaps.
     """
 
     def __init__(
@@ -82,12 +82,11 @@ class PageConversion:
     @property
     def stripe_bytes(self) -> int: ...
     def convert(self, source: Buffer, target: Buffer) -> None:
-        """Rewrites `source` to `target`. Raises GeometryError unless both hold `stripe_bytes` bytes and share none."""
+        """Converts the stripe in `source` and writes it to `target`. Raises GeometryError if one of them does not have
+        `stripe_bytes` bytes, or if they overlap."""
 
 class SlotImage:
-    """Geometry of a slot image: stripes and trailer, each from a 4 KiB boundary. Offsets and sizes in
-    bytes.
-    """
+    """Geometry of a slot image. Stripes and trailer each begin at a 4 KiB boundary. Offsets and sizes are in bytes."""
 
     def __init__(self, stripe_bytes: list[int], trailer_bytes: int = 0) -> None: ...
     def stripe_offset(self, rank: int) -> int: ...
@@ -102,27 +101,27 @@ class SlotImage:
     def total_bytes(self) -> int: ...
 
 def gather(view: KvView, block: int, stripe: Buffer) -> None:
-    """Copies a block from a host-memory pool to `stripe` (exactly view.stripe_bytes bytes, writable)."""
+    """Copies a block from a host-memory pool to `stripe`, which is writable and has view.stripe_bytes bytes."""
 
 def scatter(view: KvView, block: int, stripe: Buffer) -> None:
     """Copies `stripe` to a block of a host-memory pool."""
 
 def gather_layers(view: KvView, lo: int, hi: int, block: int, stripe: Buffer) -> None:
-    """Copies layers [lo, hi) of a block; the rest of the stripe is not changed."""
+    """Copies layers [lo, hi) of a block to the stripe; the stripe's other layers are not changed."""
 
 def scatter_layers(view: KvView, lo: int, hi: int, block: int, stripe: Buffer) -> None:
     """Copies layers [lo, hi) of the stripe to a block; the block's other layers are not changed."""
 
 def run_digest(run: Buffer) -> int:
-    """The 64-bit digest of a run's bytes (docs/digest.md)."""
+    """Returns the 64-bit digest of a run's bytes (docs/digest.md)."""
 
 def page_digests(view: KvView, stripe: Buffer) -> NDArray[np.uint64]:
-    """One digest for each of `view.runs`, from the runs' bytes in `stripe` (exactly view.stripe_bytes bytes)."""
+    """Returns the digest of each run in `view.runs`, from its bytes in `stripe`, which has view.stripe_bytes bytes."""
 
 # --- pool ---------------------------------------------------------------------------------------------------
 
 class HostPool:
-    """Native host pool; use `flexkv.transfer.host_pool.HostPool`."""
+    """The native host pool. Python code uses it through `flexkv.transfer.host_pool.HostPool`."""
 
     def __init__(
         self,
@@ -151,39 +150,39 @@ class HostPool:
     def closed(self) -> bool: ...
     @property
     def settled(self) -> bool:
-        """Whether bring-up has ended, complete or not."""
+        """Whether bring-up has ended, even if not all slots could be brought up."""
     @property
     def ready_slots(self) -> int: ...
     @property
     def stopped_reason(self) -> str: ...
     @property
     def creator_gone(self) -> bool:
-        """For an attached pool, whether its creator has ended or closed it."""
+        """For an attached pool, whether the process that created it has ended or has closed the pool."""
     def pin(self, device: int) -> None: ...
     @property
     def pinned_slots(self) -> int: ...
     @property
     def registration_error(self) -> str:
-        """The first slots that the GPU refused at every try, and why; empty if there are none."""
+        """The first slots that the GPU's driver refused to register at every try, and why; empty if none."""
     def wait_ready(self, slots: int, deadline_s: float) -> bool: ...
     def address(self) -> tuple[int, int, bytes, int]:
-        """pid, fd, token, file_bytes."""
+        """Returns the pool's pid, fd, token and file_bytes, which `attach` needs."""
     @property
     def file_layout(self) -> tuple[int, int, int]:
-        """Offset of slot 0 in the file of a shared pool, slots per extent, bytes from one extent to the next."""
+        """For a shared pool: offset of slot 0 in its file, slots per extent, and bytes from one extent to the next."""
     def report(self) -> list[tuple[int, int, str, int, float, bool, int]]:
-        """index, bytes, pages_kind, huge_bytes, bring_up_s, registered, numa_node of each extent."""
+        """Returns index, bytes, pages_kind, huge_bytes, bring_up_s, registered and numa_node of each extent."""
     def extent_of(self, slot: int) -> NDArray[np.uint8]: ...
     def slot(self, slot: int) -> NDArray[np.uint8]: ...
     def settle(self, slots: NDArray[np.int32], read: int, verified: bool) -> None:
-        """Reports that a read from disk has ended for these slots' pages: loads that wait for it continue or fail."""
+        """Reports the end of read `read` for these slots' pages. Loads that wait for the pages continue or fail."""
     def close(self) -> None: ...
 
 class SlotBoard:
-    """What a unit tells other units about one tier's slots: csrc/share/slot_board.h. Not thread-safe.
+    """Shared memory that shows peers the pages in one tier's slots (csrc/share/slot_board.h). Not thread-safe.
 
     Raises:
-        CapacityError: there is no memory for so many slots. BlockRangeError: no slot.
+        CapacityError: there is not enough memory. BlockRangeError: `slots` is 0.
     """
 
     def __init__(self, slots: int) -> None: ...
@@ -199,29 +198,29 @@ class SlotBoard:
         expiries: NDArray[np.uint64],
         epoch: int,
     ) -> None:
-        """Records what the pages' rows will say once they are published; empty arrays stand for zeros.
+        """Records data of the pages in these slots, for their rows when they are published; empty arrays mean zeros.
 
         Raises:
-            BlockRangeError: there is no such slot. ContractError: arrays of other lengths.
+            BlockRangeError: there is no such slot. ContractError: the arrays differ in length.
         """
     def hide(self, slots: NDArray[np.int32]) -> None:
-        """Withdraws the slots' pages: peers do not find them any more, although the slots still hold them.
+        """Hides the pages in these slots, so that peers do not find them any more. The slots keep the pages.
 
         Raises:
             BlockRangeError: there is no such slot.
         """
     def show(self, slots: NDArray[np.int32], group: int, keys: NDArray[np.uint8]) -> None:
-        """Publishes pages that `hide` has withdrawn. Precondition: each slot holds the page of its key, `note` has
-        given the page's other facts, and the slot is not being written.
+        """Publishes pages that `hide` has hidden. Preconditions: each slot contains the page with its key and is not
+        being written, and `note` was called for it.
 
         Raises:
-            BlockRangeError: there is no such slot. ContractError: not one key per slot.
+            BlockRangeError: there is no such slot. ContractError: there is not one key per slot.
         """
     def retire(self) -> None:
-        """Makes every reader leave permanently."""
+        """Withdraws all pages permanently, and makes peers stop reading the board."""
 
 class PeerDirectory:
-    """Which pages other units have, and where: csrc/share/peer_directory.h. Thread-safe."""
+    """The pages that peers have, and their slots (csrc/share/peer_directory.h). Thread-safe."""
 
     def __init__(self) -> None: ...
     def add(
@@ -232,23 +231,23 @@ class PeerDirectory:
             ((), ()),
         ),
     ) -> int:
-        """Maps a peer's memory, to be read only; returns the peer's number.
+        """Maps a peer's memory read-only, and returns the peer's number.
 
         Args:
-            board: descriptor and bytes.
-            pool: descriptor, bytes of the file, offset of slot 0, bytes of a slot, slots per extent, bytes from one
+            board: file descriptor and bytes.
+            pool: file descriptor, bytes of the file, offset of slot 0, bytes per slot, slots per extent, bytes from one
                 extent to the next.
-            formats: for each of the peer's KV groups the pieces of its pages (offset in the peer's slot, offset in
-                ours, bytes; none if the caller converts them) and their runs (offset in our slot, bytes, offset of the
-                digest in the peer's slot and in ours; -1 for none). Pages of other groups are not known.
+            formats: for each of the peer's KV groups, the pieces of a page (offset in the peer's slot, offset in ours,
+                bytes; empty if the caller converts pages) and its runs (offset in our slot, bytes, offset of the digest
+                in the peer's slot and in ours, -1 for none). Pages of further groups are ignored.
 
         Raises:
-            ClosedError: a file is not what was announced. CapacityError: it cannot be mapped.
+            ClosedError: a file is not as described. CapacityError: a file cannot be mapped.
         """
     def drop(self, peer: int, keep: bool = False) -> None:
-        """Forgets a peer. `keep`: its pages stay known, as last seen."""
+        """Removes a peer and its pages. With `keep`, its pages stay known as they were last seen."""
     def follow(self) -> int:
-        """Reads what has changed; returns how many rows it looked at."""
+        """Reads the changes on all peers' boards, and returns how many rows it examined."""
     @property
     def has_news(self) -> bool: ...
     def take(
@@ -256,8 +255,8 @@ class PeerDirectory:
     ) -> tuple[
         NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]
     ]:
-        """News of up to `most` pages: keys, groups, tokens, expiries, and whether a peer has the page now. Lost pages
-        come first, each once; a page that came back is also among those that are there.
+        """Removes and returns the changes of up to `most` pages: keys, groups, tokens, expiries, and whether a peer has
+        the page now. Lost pages come first, each once; a page that a peer has again is also among the later ones.
         """
     def take_of(
         self, group: int, keys: NDArray[np.uint8]
@@ -271,7 +270,7 @@ class PeerDirectory:
         ]
         | None
     ):
-        """The same for only these pages; None if there is no news."""
+        """Removes and returns the changes of these pages, like `take`; None if there are none."""
     def bring(
         self,
         pool: HostPool,
@@ -281,11 +280,11 @@ class PeerDirectory:
         expiries: NDArray[np.uint64],
         slots: NDArray[np.int32],
     ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
-        """Copies pages to slots; returns for each how it ended (0 copied, 1 absent, 2 changed, 3 digest, 4 another
-        format), and for 4 the peer and its slot. A page that expires before the time given counts as absent.
+        """Copies pages to slots of `pool`. Returns each page's outcome (0 copied, 1 absent, 2 changed meanwhile, 3 bad
+        digest, 4 other format), and for 4 the peer and its slot. Pages that expire before `expiries` count as absent.
 
         Raises:
-            BlockRangeError: a slot is not up. ContractError: arrays of other lengths.
+            BlockRangeError: a slot is not up. ContractError: the arrays differ in length.
         """
     def read(
         self,
@@ -297,28 +296,28 @@ class PeerDirectory:
         expiry: int,
         image: NDArray[np.uint8],
     ) -> int:
-        """Copies the start of a page's slot in the peer's own format; returns how that ended, as `bring`.
+        """Copies the start of a peer's slot to `image`, in the peer's own format. Returns the outcome as in `bring`.
 
         Raises:
-            ContractError: not one key.
+            ContractError: `key` is not one key.
         """
     def find(
         self, group: int, keys: NDArray[np.uint8], without: NDArray[np.int32] = ...
     ) -> tuple[
         NDArray[np.int32], NDArray[np.int32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]
     ]:
-        """For each key a peer that has it, other than those in `without` (-1: none), its slot, generation, expiry and
-        epoch."""
+        """Returns, for each key, a peer not in `without` that has its page (-1 if none), and the page's slot,
+        generation, expiry and epoch there."""
     def retired(self, peer: int) -> bool: ...
     def counts(self, peer: int) -> tuple[int, int, int, int, int]:
-        """Number of pages requested from the peer, by outcome."""
+        """Returns the number of pages requested from the peer, by outcome."""
     def pages(self, peer: int) -> int: ...
     @property
     def overruns(self) -> int:
-        """How often all rows of a peer were read again, because too many had changed."""
+        """How often all rows of a peer's board were read again because too many had changed since the last time."""
 
 def available_memory(proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup") -> tuple[int, str]:
-    """Bytes that this process may still take, and the limit that decides them."""
+    """Returns how many bytes this process may still allocate, and which limit determines this number."""
 
 class CudaInfo(TypedDict):
     built: bool
@@ -327,10 +326,10 @@ class CudaInfo(TypedDict):
     reason: str
 
 def cuda_info() -> CudaInfo:
-    """Whether built with CUDA, driver version (13000 is 13.0; 0 for none), devices, and why none can be used."""
+    """Whether CUDA is built in, the driver version (13000 is 13.0, 0: none), devices, and why none can be used."""
 
 def cuda_identity(device: int) -> tuple[str, str]:
-    """A device's UUID ("GPU-...") and its PCI address ("0000:17:00.0"). Makes no context.
+    """Returns a device's UUID ("GPU-...") and its PCI address ("0000:17:00.0"). Does not create a CUDA context.
 
     Raises:
         ConfigError: there is no such device, or no driver.
@@ -339,23 +338,21 @@ def cuda_identity(device: int) -> tuple[str, str]:
 # --- transfer -----------------------------------------------------------------------------------------------
 
 class PageMover:
-    """Moves pages of host lanes. Safe to share between engines. At most 64 others may wrap one (ContractError)."""
+    """Moves pages for host lanes. Engines may share one. A mover around more than 64 others raises ContractError."""
 
 class HostMover(PageMover):
-    """Copies between an engine pool in plain memory and the host pool."""
+    """A mover that copies between an engine's pool in plain memory and the host pool."""
 
     def __init__(self) -> None: ...
 
 class Lane:
-    """Executes the ops of some kinds. Belongs permanently to one TransferEngine: a second one raises ContractError."""
+    """Executes the ops of some kinds. Passing a lane to a second TransferEngine raises ContractError."""
 
 class StreamPoint:
-    """A point in a device stream's work, made by `TransferEngine.record`."""
+    """A point in the work of a device stream; `TransferEngine.record` makes it."""
 
 class CudaLane(Lane):
-    """Copies between a GPU and the host pool. Raises ConfigError if there is no such device, and unless 1 <=
-    digest_threads <= 16.
-    """
+    """The lane that copies between a GPU and the host pool."""
 
     def __init__(
         self,
@@ -366,27 +363,30 @@ class CudaLane(Lane):
         load_kernel_below: int | None = None,
         store_kernel_below: int | None = None,
     ) -> None:
-        """`load_kernel_below`, `store_kernel_below`: the kernel copies runs of fewer bytes; None: the built-in limits.
+        """
+        Args:
+            digest_threads: 1 to 16.
+            load_kernel_below, store_kernel_below: the kernel copies runs of fewer bytes; None for built-in limits.
 
         Raises:
             ConfigError: there is no such device, or an argument is out of range.
         """
     @property
     def ways(self) -> dict[str, str]:
-        """A description, for "h2d" and "d2h", of which runs the kernel copies and what copies the others."""
+        """For "h2d" and "d2h", a description of which runs the kernel copies and what copies the other runs."""
     @property
     def notes(self) -> str:
-        """The ways that are not used, and why; empty if all are used."""
+        """The paths that are not used for copies, and why; empty if all are used."""
     @property
     def failed_launches(self) -> int:
-        """Number of launches that failed after the self-test, of the kernel that copies or of the kernel that waits for
-        a layer. The first failure of either ends its use.
+        """Number of failed launches, after the self-test, of the kernel that copies or the kernel that waits for a
+        layer. After its first failure, a kernel is not used any more.
         """
     def counts(self) -> list[tuple[str, int, int, int]]:
-        """path, pieces, bytes, driver calls of each path."""
+        """Returns name, pieces, bytes and driver calls of each path."""
 
 class DeviceMemory:
-    """Memory of a GPU, for measurements. Raises ConfigError where there is no such device."""
+    """Memory of a GPU, for measurements. Raises ConfigError if there is no such device."""
 
     def __init__(self, device: int, bytes: int) -> None: ...
     @property
@@ -394,13 +394,13 @@ class DeviceMemory:
     @property
     def multiprocessors(self) -> int: ...
     def time_copies(self, to_device: bool, call_bytes: int, calls: int) -> float:
-        """Seconds of `calls` copies of `call_bytes` to or from pinned memory, one driver call each."""
+        """Returns the seconds of `calls` copies of `call_bytes` bytes to or from pinned memory, each by one call."""
 
 CUDA_THRESHOLDS: dict[str, int]
-"""The numbers that decide how a GPU's bytes are copied; csrc/cuda/copy_plan.h says where they come from."""
+"""The limits that decide how runs are copied to and from a GPU; csrc/cuda/copy_plan.h says where they come from."""
 
 class OpResult:
-    """How an op ended; `flexkv.transfer.graph.OpResult` says what the fields mean."""
+    """The result of an op. `flexkv.transfer.graph.OpResult` describes the fields."""
 
     @property
     def op_id(self) -> int: ...
@@ -418,7 +418,7 @@ class OpResult:
     def causes(self) -> NDArray[np.uint8]: ...
 
 class TransferEngine:
-    """Native engine; use `flexkv.transfer.engine.TransferEngine`."""
+    """The native transfer engine. Python code uses it through `flexkv.transfer.engine.TransferEngine`."""
 
     def __init__(
         self,
@@ -441,10 +441,10 @@ class TransferEngine:
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> int | None:
-        """Reads each op and edge by the names of its fields.
+        """Submits a graph. Reads the fields of each op and edge by name.
 
         Raises:
-            ContractError: a field is missing, not of its type, or its value is refused.
+            ContractError: a field is missing, or its type or value is not allowed.
         """
     def record(self, stream: int) -> StreamPoint: ...
     def order_after(self, ticket: int, deadline_s: float, stream: int | None = None) -> bool: ...
@@ -456,10 +456,10 @@ class TransferEngine:
     def wait_layer(
         self, ticket: int, layer: int, deadline_s: float, stream: int | None = None
     ) -> tuple[bool, list[tuple[int, NDArray[np.int32]]]]:
-        """Whether the layer was in time, and (op_id, failed positions) of the ops with failed pages."""
+        """Returns whether the layer arrived in time, and (op_id, failed positions) of each op with failed pages."""
     def cancel(self, ticket: int) -> int: ...
     def lanes(self) -> list[tuple[int, str, bool, str, int, int, list[int], int]]:
-        """kind, lane, up, reason, open ops, held places, stuck op ids, times down."""
+        """Returns, per kind of op: kind, lane, up, reason, open ops, used queue entries, stuck op ids, times down."""
     def close(self, deadline_s: float) -> bool: ...
 
 # --- storage ------------------------------------------------------------------------------------------------
@@ -467,15 +467,15 @@ class TransferEngine:
 PAGE_VERSION: int
 
 def uring_refusal() -> str:
-    """Why io_uring cannot be used; empty if it can."""
+    """Returns why io_uring cannot be used; empty if it can."""
 
 class PageCodec:
-    """The slot image of a KV group: stripes, and the trailer that identifies and verifies them (docs/disk-format.md).
+    """Writes and checks a KV group's slot images: stripes, and a trailer that verifies them (docs/disk-format.md).
 
     Args:
-        runs: each rank's runs, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, filling the stripe.
-        host_digests: `seal` finds the run digests in the image and keeps them.
-        group: number of the KV group, in [0, 2**32): its pages name it, and a page that names another is a miss.
+        runs: each rank's runs, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, without gaps.
+        host_digests: whether images already contain the run digests when they are sealed.
+        group: number of the KV group, in [0, 2**32). It is written to trailers, and a page of another group is a miss.
 
     Raises:
         GeometryError: the runs do not fill the stripes.
@@ -503,33 +503,34 @@ class PageCodec:
     def stripe_offset(self, rank: int) -> int: ...
     def digest_offset(self, rank: int) -> int: ...
     def seal(self, image: Buffer, slab_id: int, slot: int, tag: bytes, written: int) -> None:
-        """Writes the trailer into `image` (image_bytes bytes, writable)."""
+        """Writes the page's trailer into `image`, which is writable and has image_bytes bytes."""
 
     def check(
         self, image: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int, data: bool = True
     ) -> tuple[str, str]:
-        """`("none", "")`, or the name of the miss and the reason. Without `tag`, any page is accepted."""
+        """Returns `("none", "")` if the page is good, otherwise the name of the miss and the reason. If `tag` is None,
+        any page is accepted."""
 
     def seal_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes, written: int
     ) -> None:
-        """Writes a page's trailer into `trailer` (trailer_bytes bytes, writable). The page's stripes lie in `image`
-        (trailer_offset bytes or more; with host_digests image_bytes, which include the run digests)."""
+        """Writes a page's trailer into `trailer`, which is writable and has trailer_bytes bytes. The page's stripes are
+        in `image`, which has at least trailer_offset bytes; with host_digests image_bytes, with the run digests."""
 
     def check_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int
     ) -> tuple[str, str]:
-        """Like `check`, for stripes in `image` (writable) and their trailer elsewhere. With host_digests it writes the
-        run digests into `image` if the page passes."""
+        """Like `check`, for a page with its stripes in `image` (writable) and its trailer in `trailer`. If the page is
+        good and host_digests is set, writes the run digests into `image`."""
 
     def trailer(self, image: Buffer) -> tuple[int, int, bytes, int]:
-        """slab_id, slot, tag and written from the trailer, unchecked."""
+        """Returns slab_id, slot, tag and written from the trailer, without checking them."""
 
 class SlabFile:
-    """An open slab. `lock_fd`: the folder's lock, kept for as long as an I/O may be under way.
+    """An open slab. `lock_fd` is the folder's lock, which is kept as long as I/O may be in flight.
 
     Raises:
-        DiskError: it cannot be opened. GeometryError: the sizes describe no slab.
+        DiskError: the slab cannot be opened. GeometryError: the sizes are not those of a slab.
     """
 
     def __init__(
@@ -547,7 +548,7 @@ class SlabFile:
         """Whether I/O bypasses the page cache."""
     @property
     def buffered_because(self) -> str:
-        """Why I/O goes through the page cache; empty if it does not."""
+        """Why I/O goes through the page cache; empty if it bypasses the cache."""
     @property
     def fd(self) -> int: ...
     @property
@@ -555,13 +556,13 @@ class SlabFile:
         """Path, header bytes, slot bytes, slots, id."""
     @property
     def in_place(self) -> bool:
-        """Whether the path still leads to this file."""
+        """Whether the path still refers to this file."""
     def offset(self, slot: int) -> int: ...
     def sync(self) -> int:
-        """0 when everything written is on the disk, else -errno."""
+        """Waits until everything written is on the disk. Returns 0, or -errno if that failed."""
 
 class QueueWrapper:
-    """Wraps the I/O queue of each disk in a queue of its own. Abstract."""
+    """Abstract base of objects that wrap the I/O queue of each disk in another queue."""
 
 class DiskCounts(TypedDict):
     read_pages: int
@@ -573,16 +574,16 @@ class DiskCounts(TypedDict):
     misses: dict[str, int]
 
 class DiskLane(Lane):
-    """Executes DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `StripedSlabs.lane`.
+    """The lane for the DISK_READ, DISK_WRITE and DISK_SEAL ops of one ownership unit; `StripedSlabs.lane` makes it.
 
     Args:
-        slabs: each disk's slabs, one per group; the same one for groups that share it.
-        zero_fill: clears slots that have space and were never written, ahead of the pages, while a disk is idle.
-        register_buffers: io_uring keeps the pools' pages pinned; if the kernel refuses that, I/O goes on without.
+        slabs: each disk's slabs, one per group; groups that share a slab have the same one.
+        zero_fill: whether idle disks write zeros to allocated slots that were never written, before pages come.
+        register_buffers: whether io_uring registers the pools' memory; if the kernel refuses, I/O works without.
 
     Raises:
-        GeometryError: a pool's or slab's slots are not images of its group. ConfigError: `io` or `depth` is not
-            allowed. DiskError: io_uring is requested and refused.
+        GeometryError: the slots of a pool or slab do not have the size of the group's images.
+        ConfigError: `io` or `depth` is not allowed. DiskError: io_uring is requested but cannot be used.
     """
 
     def __init__(
@@ -598,17 +599,17 @@ class DiskLane(Lane):
         register_buffers: bool = False,
     ) -> None: ...
     def take_out(self, disk: int, reason: str) -> None:
-        """Takes a disk out. Raises BlockRangeError for a disk that the lane does not have."""
+        """Takes a disk out of use. Raises BlockRangeError if the lane has no such disk."""
     @property
     def zero_fill(self) -> bool:
-        """Whether idle disks write zeros to slots that have space and were never written."""
+        """Whether idle disks write zeros to allocated slots that were never written."""
     @property
     def files_closed(self) -> bool:
-        """Whether the slabs were closed, because the lane's engine was closed and nothing moves."""
+        """Whether the slabs were closed, because the lane's engine was closed and no I/O is in flight."""
     def states(self) -> list[tuple[bool, str, str, str]]:
-        """For each disk: whether it is lost, why, its backend, and why that is not the requested one."""
+        """Returns, for each disk: whether it is lost, why, its I/O backend, and why that is not the requested one."""
     def full_reasons(self) -> list[str]:
-        """For each disk: why it accepts no page in slots without space of their own; empty while it does."""
+        """Returns, for each disk, why it accepts no page in slots without allocated space; empty if it accepts them."""
     def counts(self, disk: int) -> DiskCounts: ...
 
 # --- rope ---------------------------------------------------------------------------------------------------
@@ -630,27 +631,27 @@ def rotate_rows(
     dst_head_stride: int,
     stream: int = 0,
 ) -> None:
-    """Rotates rows of keys and writes them to their places, in one pass (csrc/rope/rotation.h).
+    """Rotates rows of keys and copies them from `src` to `dst`, in one pass (csrc/rope/rotation.h).
 
     Head h of row r is read at byte `src_offsets[r] + h * src_head_stride` of `src` and written at byte
     `dst_offsets[r] + h * dst_head_stride` of `dst`. Tensors are contiguous, of any library, all in host memory or all
-    on the current GPU. No two rows may be written to the same place. On the host it returns when done; on a GPU the
-    launch is enqueued. The tables must have passed `check_rotation` before they were copied to the GPU, and must exist
-    until the launch has run.
+    on the current GPU. Rows must not overlap in `dst`. In host memory, this returns when the rows are written; on a
+    GPU, when the kernel is enqueued. The tables must then have passed `check_rotation` before they were copied to the
+    GPU, and must exist until the kernel has run.
 
     Args:
         src_offsets, dst_offsets: int64 [rows], bytes.
         turn_of_row: int32 [rows], index into `turns`; -1 writes zeros, -2 copies the row unchanged.
-        turns: float32 [turns, 2, rotary_dim / 2], cosines and sines.
+        turns: the rotations, float32 [turns, 2, rotary_dim / 2], cosines and sines.
         dtype: dtype of the keys: float32, bfloat16 or float16.
         pairing: neox or gptj.
         src_head_stride, dst_head_stride: bytes.
         stream: cudaStream_t as a number.
 
     Raises:
-        GeometryError: impossible dimensions, strides or dtypes, or memory that source and destination share.
-        BlockRangeError: a row outside its memory, or a turn that does not exist.
-        TransferError: the GPU refused the launch. ConfigError: a build without CUDA.
+        GeometryError: dimensions, strides or dtypes are not possible, or `src` and `dst` overlap.
+        BlockRangeError: a row is outside its memory, or an index into `turns` is out of range.
+        TransferError: the GPU refused the launch. ConfigError: the module was built without CUDA.
     """
 
 def check_rotation(
@@ -669,9 +670,9 @@ def check_rotation(
     src_head_stride: int,
     dst_head_stride: int,
 ) -> None:
-    """Checks all that `rotate_rows` checks, and moves no byte: for tables that are then taken to a GPU.
+    """Checks the arguments of `rotate_rows` without moving bytes, before the tables are copied to a GPU.
 
-    `src` and `dst` may lie on the GPU; the tables lie in host memory.
+    `src` and `dst` may be on the GPU; the tables are in host memory.
 
     Raises:
         GeometryError, BlockRangeError: as for `rotate_rows`.
@@ -680,10 +681,10 @@ def check_rotation(
 # --- index: hashes and key chains -------------------------------------------------------------------------------------
 
 def sha256(data: bytes, portable: bool = False) -> bytes:
-    """The SHA-256 of `data`; with `portable`, without the CPU's SHA instructions."""
+    """Returns the SHA-256 of `data`. With `portable`, does not use the CPU's SHA instructions."""
 
 def sha256_is_native() -> bool:
-    """Whether the CPU's SHA instructions are used."""
+    """Whether `sha256` uses the CPU's SHA instructions."""
 
 def tail_keys(
     namespace: bytes,
@@ -695,71 +696,72 @@ def tail_keys(
     shortest: int,
     base_block: int,
 ) -> NDArray[np.uint8]:
-    """Keys of the first `longest`, ..., `shortest` tokens as partial blocks, shape [longest - shortest + 1, 16].
-    `namespace` as in `EngineKeyChain`."""
+    """Returns the keys of partial blocks with the first `longest`, ..., `shortest` of `tokens`, shape
+    [longest - shortest + 1, 16]. `namespace`: see `EngineKeyChain`."""
 
 class EngineKeyChain:
-    """Index keys of one request's blocks, made from the engine's own block keys as they grow.
+    """The index keys of one request's blocks, made from the engine's own block keys as their number grows.
 
     Args:
-        namespace: 32 bytes, from `namespace_digest`; or with a mark of 2 bytes after them, with which each key ends.
-        group: KV group.
+        namespace: 32 bytes from `namespace_digest`, or these and a mark of 2 bytes, with which each key then ends.
+        group: number of the KV group.
 
     Raises:
-        KeySchemeError: the namespace has another length.
+        KeySchemeError: the namespace has a different length.
     """
 
     def __init__(self, namespace: bytes, group: int) -> None: ...
     def extend(self, engine_keys: object, start: int = 0) -> int:
-        """Appends the keys of new blocks; returns their number. Blocks that the chain has cost nothing.
+        """Appends the keys of new blocks, and returns their number. Blocks that the chain already has cost nothing.
 
         Args:
-            engine_keys: list or tuple of bytes, or uint8 [blocks, bytes]; element 0 is block `start`. Usually the whole
-                list of the request.
+            engine_keys: list or tuple of bytes, or uint8 [blocks, bytes], from block `start` on. Usually the request's
+                complete list.
 
         Raises:
             KeySchemeError: a key is not 16 to 64 bytes of a cryptographic hash. Nothing is appended.
-            ContractError: `start` lies beyond the chain's end.
+            ContractError: `start` is beyond the chain's end.
         """
 
     def truncate(self, blocks: int) -> None:
-        """Keeps the first `blocks` keys. Arrays returned before do not change."""
+        """Removes all but the first `blocks` keys. Arrays that `keys` returned before do not change."""
 
     @property
     def keys(self) -> NDArray[np.uint8]:
-        """uint8 [blocks, 16], read-only, not a copy; it does not grow with the chain."""
+        """The keys, uint8 [blocks, 16]: a read-only view without keys that are appended later."""
 
     def __len__(self) -> int: ...
 
 class TokenChain:
-    """Chained SHA-256 block digests from tokens, equal to the page hashes that SGLang makes.
+    """Chained SHA-256 digests of blocks of tokens, equal to SGLang's page hashes.
 
     Args:
-        seed: empty, or 32 bytes that stand before the first block.
-        bigram: hash each token with its successor (EAGLE); a block then reads one token of the next.
+        seed: empty, or 32 bytes that are hashed before the first block.
+        bigram: whether each token is hashed with the token after it (EAGLE), the last one of a block with the first of
+            the next block.
 
     Raises:
-        ConfigError: `block_tokens` is 0. KeySchemeError: a seed of another length.
+        ConfigError: `block_tokens` is 0. KeySchemeError: the seed has a different length.
     """
 
     def __init__(self, block_tokens: int, seed: bytes = b"", bigram: bool = False) -> None: ...
     def extend(self, tokens: object, start: int = 0) -> int:
-        """Appends new whole blocks; returns their number. Reads no token of a block that the chain has.
+        """Appends new whole blocks, and returns their number. Does not read tokens of blocks that the chain has.
 
         Args:
-            tokens: list, tuple or int32/int64/uint32 array; element 0 is token `start` of the request. Tokens after the
-                last whole block are not kept and must be given again.
+            tokens: list, tuple or int32/int64/uint32 array, from the request's token `start` on. Tokens after the last
+                whole block are not kept and must be passed again.
 
         Raises:
-            TokenError: a token is not an integer in [0, 2**32) (a bool is not one), and the message names position and
-                value; or there are more than 2**27 tokens. Nothing is appended.
-            ContractError: `start` lies beyond the chain's end.
+            TokenError: a token is not an integer in [0, 2**32), or is a bool; the message names its position and value.
+                Or there are more than 2**27 tokens. Nothing is appended.
+            ContractError: `start` is beyond the chain's end.
         """
 
     def truncate(self, blocks: int) -> None: ...
     @property
     def digests(self) -> NDArray[np.uint8]:
-        """uint8 [blocks, 32], read-only, not a copy."""
+        """The digests, uint8 [blocks, 32]: a read-only view."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -768,33 +770,33 @@ class TokenChain:
 # --- index: blocks ----------------------------------------------------------------------------------------------------
 
 def in_a_row(slots: NDArray[np.int32]) -> bool:
-    """Whether there is a slot, and each further one follows the slot before it."""
+    """Whether the slots are consecutive and ascending, and there is at least one."""
 
 def eviction_policies() -> list[str]:
-    """The names that `BlockIndex` takes, the default first."""
+    """Returns the names of the policies that `BlockIndex` accepts, the default first."""
 
 class BlockIndex:
-    """Which blocks a tier holds, and in which slots. Contracts: csrc/index/block_index.h.
+    """The blocks in a tier, and their slots. Contracts: csrc/index/block_index.h.
 
     Keys are uint8 [blocks, 16]; entries are uint32 [blocks], 0xFFFFFFFF for none; flags are uint8 [blocks].
 
     Raises:
-        ConfigError: no group, too many, or an unknown policy. CapacityError: too many slots.
+        ConfigError: there is no group or are too many, or the policy is unknown. CapacityError: too many slots.
     """
 
     def __init__(self, group_slots: list[int], policy: str = "lru", shared_with: list[int] = []) -> None:
         """
         Args:
-            shared_with: for each group the group whose slots it shares, itself or an earlier one; empty if none share.
-                Methods about a group's slots, and about its evicted or cold blocks, then concern all groups that share
-                them.
+            shared_with: for each group, the group whose slots it shares, itself or an earlier one; empty if no groups
+                share slots. Methods that take a group and concern its slots, or its evicted or coldest blocks, then
+                concern all groups that share the slots.
         """
     def grow(self, group: int, slots: int) -> None: ...
     def tell(self, board: SlotBoard) -> None:
-        """Publishes on `board` the blocks that are ready, and from now on every change to a slot.
+        """Shows the ready blocks on `board`, and from now on every change of a slot.
 
         Raises:
-            ContractError: the groups have slots of their own.
+            ContractError: the groups do not share their slots.
             BlockRangeError: the index has more slots than the board.
         """
     def match_prefix(self, group: int, keys: NDArray[np.uint8]) -> NDArray[np.uint32]: ...
@@ -805,37 +807,37 @@ class BlockIndex:
 
     def find(self, group: int, keys: NDArray[np.uint8], ready_only: bool = True) -> NDArray[np.uint32]: ...
     def find_marked(self, group: int, mark: bytes) -> NDArray[np.uint32]:
-        """The entries of a group, ready or pending, whose keys end with `mark`, 2 bytes. Takes some milliseconds per
-        million entries.
+        """Returns the entries of a group, ready or pending, whose keys end with the 2 bytes `mark`. Takes milliseconds
+        per million entries.
 
         Raises:
-            KeySchemeError: the mark has another length.
+            KeySchemeError: the mark has a different length.
         """
 
     def pin(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
     def pin_found(
         self, group: int, keys: NDArray[np.uint8], entries: NDArray[np.uint32]
     ) -> NDArray[np.int32]:
-        """`pin` for entries that a lookup found, which must still be those of `keys`.
+        """Like `pin`, for entries that a lookup found earlier. Each must still belong to the key at its position.
 
         Raises:
-            ContractError: one is not, and the message names it. Nothing is leased.
+            ContractError: an entry does not; the message names it. Nothing is leased.
         """
     def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """`pin` for entries that are ready, or pending and leased by their filler."""
+        """Like `pin`, for entries that are ready, or pending and leased by the op that fills them."""
     def unpin(self, entries: NDArray[np.uint32], hit: bool = False) -> None:
-        """Ends one lease on each; `hit`: a request found these blocks and has used them."""
+        """Ends one lease of each entry. `hit`: whether a request found these blocks and has used them."""
     def keep_leases(self, leased: NDArray[np.uint32]) -> int:
-        """Ends every lease but these, one element per lease; returns how many ended.
+        """Ends all leases except those in `leased` (one element per lease), and returns the number of ended leases.
 
-        For a caller that was interrupted before it had recorded its leases. Pending entries without a lease are
-        removed. O(all entries).
+        For a caller that was interrupted before it recorded its leases. Removes pending entries without a lease.
+        O(all entries).
 
         Raises:
-            ContractError: an entry is leased less often than it is named; nothing has changed.
+            ContractError: an entry has fewer leases than elements in `leased`; nothing has changed.
         """
     def touch(self, entries: NDArray[np.uint32], hits: int = 0) -> None:
-        """Marks entries as used, in the order of their request; a request found the leading `hits` of them."""
+        """Marks entries as used, in the order of their request. The first `hits` of them count as hits."""
     def insert(
         self,
         group: int,
@@ -845,22 +847,22 @@ class BlockIndex:
         leases: int = 0,
         spare: bool = False,
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:
-        """Inserts blocks. Returns positions, entries and slots of the new ones, evicted keys, and numbers of known and
-        dropped.
+        """Inserts blocks. Returns the new blocks' positions, entries and slots, the evicted keys, and the numbers of
+        blocks that were known already and that got no slot.
 
         Args:
-            filler: the op that fills the new blocks, for which requests may wait; with 0 no request may wait for them.
-            leases: pins on each new entry beside the insert's own, which `finish` keeps.
-            spare: the new blocks are evicted first if spare ones have more than their share of the slots, until a
-                request hits them, or they are offered without this.
+            filler: number of the op that fills the new blocks, for which requests may wait; 0 if they may not wait.
+            leases: number of pins of each new entry besides the insert's own, which `finish` does not end.
+            spare: whether the new blocks are evicted first while spare blocks have more than their share of the slots.
+                A block is no longer spare when a request hits it or it is inserted without `spare`.
         """
 
     def spare(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
     def fillers(self, entries: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The op that fills each entry that is pending; 0 for all others."""
+        """Returns the number of the op that fills each pending entry; 0 for other entries."""
 
     def set_expiry(self, entries: NDArray[np.uint32], expiries: NDArray[np.uint64]) -> None:
-        """Sets the Unix time, in seconds, from which on blocks are misses for a TierLookup; 0: never.
+        """Sets the Unix time in seconds from which on blocks are misses for a TierLookup; 0 for never.
 
         Raises:
             ContractError: an entry is not in use. Nothing is set.
@@ -868,18 +870,18 @@ class BlockIndex:
 
     def expiries(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]: ...
     def count_ready(self, group: int, keys: NDArray[np.uint8], entries: NDArray[np.uint32]) -> int:
-        """How many of the leading entries are ready, leased, and the blocks of `keys`.
+        """Returns how many leading entries are ready, leased, and still belong to the key at the same position.
 
         Raises:
-            ContractError: not one entry per key.
+            ContractError: there is not one entry per key.
         """
 
     def evict(self, group: int, count: int) -> NDArray[np.uint8]:
-        """Evicts up to `count` blocks without leases; returns their keys."""
+        """Evicts up to `count` blocks without leases, and returns their keys."""
 
     def gone_groups(self) -> NDArray[np.uint32]:
-        """The group of each block that the last `insert`, `evict` or `retire` removed; empty if no groups share
-        slots.
+        """Returns the group of each block that the last `insert`, `evict` or `retire` has removed; empty if no groups
+        share slots.
         """
 
     def groups_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
@@ -895,19 +897,17 @@ class BlockIndex:
         slots: NDArray[np.int32],
         groups: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.uint8]:
-        """Makes ready entries for blocks that exist already, oldest first; returns which were taken.
+        """Makes ready entries for blocks that slots already contain, oldest first. Returns which were accepted.
 
         Args:
-            groups: each block's group, if others share the group's slots.
+            groups: the group of each block, if other groups share the slots; None if not.
         """
 
     def take_coldest(self, group: int, count: int) -> NDArray[np.uint32]:
-        """Leases up to `count` blocks without leases, those that would be evicted first; returns them."""
+        """Leases up to `count` blocks without leases, those that would be evicted first, and returns them."""
 
     def retire(self, group: int, gone: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Permanently takes the slots marked in `gone` out of use; returns the keys of the ready blocks lost with
-        them.
-        """
+        """Takes the slots marked in `gone` out of use permanently. Returns the keys of the ready blocks in them."""
 
     def slots_of(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
     def pins_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
@@ -917,8 +917,8 @@ class BlockIndex:
     def free_slots(self, group: int) -> int: ...
     def up_slots(self, group: int) -> int: ...
     def idle_slots(self, group: int) -> int:
-        """Number of slots that are free or hold a block without leases: an `insert` of this many unknown keys has room
-        for all. In a pool with retired slots it may have room for more.
+        """Returns the number of slots that are free or contain a block without leases: an `insert` of this many unknown
+        keys gives slots to all. In a pool with retired slots there may be more.
         """
 
     @property
@@ -926,51 +926,50 @@ class BlockIndex:
     def check_integrity(self, pinned: NDArray[np.uint32]) -> None: ...
 
 class Found:
-    """The pages that a lookup over all tiers found, each leased in its tier. Made by `TierLookup.look`.
+    """The pages that a lookup over all tiers found, each leased in its tier; `TierLookup.look` makes it.
 
-    If it is dropped without `TierLookup.release` or `detach`, the pages stay leased. Entries and slots are read-only
-    views of its memory. Pages are numbered from the start of the lookup on.
+    If this object is deleted before `TierLookup.release` or `detach`, the pages stay leased. Entries and slots are
+    read-only views of its memory. Pages are numbered from the start of the lookup on.
     """
 
     @property
     def blocks(self) -> int:
-        """Blocks that every group can restore."""
+        """Number of blocks that all groups can restore."""
     @property
     def ready_blocks(self) -> int:
-        """How many leading ones of these blocks are ready in host memory."""
+        """Number of leading blocks that are ready in host memory."""
     @property
     def cut(self) -> bool:
-        """Whether the room ended the prefix although the next block is found too."""
+        """Whether `room_pages` ended the prefix although the next block was found too."""
     @property
     def leased(self) -> bool:
-        """False after `release` and `detach`."""
+        """Whether the pages are leased by this object: False after `release` and `detach`."""
     @property
     def groups(self) -> int: ...
     @property
     def expired(self) -> list[tuple[int, int, NDArray[np.uint32]]]:
-        """Tier, group and entries of pages that are misses because they have expired: their owner removes them."""
+        """Tier, group and entries of pages that are misses because they have expired. The tier has to remove them."""
     def entries(self, group: int) -> NDArray[np.uint32]:
-        """The entry of each page in the index of its tier."""
+        """Returns the entry of each page in the index of its tier."""
     def slots(self, group: int) -> NDArray[np.int32]: ...
     def runs(self, group: int) -> NDArray[np.int32]:
-        """The places of the pages, int32 [runs, 4]: tier, state (0 ready, 1 being filled by an op), first page,
-        pages.
-        """
+        """Returns where the pages are, int32 [runs, 4]: tier, state (0 ready, 1 being fetched), first page, pages."""
     def detach(self) -> None:
-        """Hands the leases over to the caller, who ends them with the indexes' `unpin`.
+        """Passes the leases to the caller, who ends them with `BlockIndex.unpin`.
 
         Raises:
-            ContractError: the leases were ended or handed over before.
+            ContractError: the leases were ended or passed on before.
         """
 
 class TierLookup:
-    """One lookup over the indexes of all tiers, host memory first. Contracts: csrc/index/tier_lookup.h.
+    """Looks pages up in the indexes of all tiers, host memory first. Contracts: csrc/index/tier_lookup.h.
 
     Args:
         presences: at most 32 different indexes, each of `groups` groups.
 
     Raises:
-        ConfigError: no tier, or too many. ContractError: an index named twice, or with another number of groups.
+        ConfigError: there is no index, or too many.
+        ContractError: an index is given twice, or has a different number of groups.
     """
 
     def __init__(self, presences: Sequence[BlockIndex], groups: int) -> None: ...
@@ -987,75 +986,74 @@ class TierLookup:
         now_s: int,
         coming: bool = True,
     ) -> Found:
-        """Leases the longest prefix after `start_block` that every group can restore.
+        """Finds and leases the longest prefix from `start_block` on that all groups can restore.
 
         Args:
-            keys: per group, the keys of the whole request.
-            room_pages: most pages of all groups together; a negative number counts as no room.
-            tiers_mask: bit t: tier t may be used.
-            now_s: Unix time; what expires then or earlier is a miss.
-            coming: host pages that ops are filling count. Otherwise another tier may have them. Host pages that are
-                being stored end the prefix.
+            keys: per group, the keys of the complete request.
+            room_pages: maximum number of pages of all groups together; a negative number counts as 0.
+            tiers_mask: bit t is set if tier t may be used.
+            now_s: Unix time; pages that expire at this time or earlier are misses.
+            coming: whether pages that are being fetched to host memory count; if not, other tiers are searched for
+                them. A page that is being stored in host memory ends the prefix.
 
         Raises:
-            BlockRangeError, ContractError, KeySchemeError: nothing is leased.
+            BlockRangeError, ContractError, KeySchemeError: an argument is not valid. Nothing is leased.
         """
 
     def trim(self, found: Found, blocks: int) -> None:
-        """Ends the leases on all but the first `blocks` blocks.
+        """Ends the leases of all but the first `blocks` blocks.
 
         Raises:
-            BlockRangeError: more than were found. ContractError: `found` is not leased, or another lookup's.
+            BlockRangeError: fewer blocks were found. ContractError: `found` is not leased or is of another lookup.
         """
 
     def release(self, found: Found) -> None:
-        """Ends all leases. `found` has no page any more."""
+        """Ends all leases. `found` has no pages afterwards."""
 
     def count_ready(self, found: Found) -> int:
-        """How many leading blocks are ready in host memory now. `found` is leased, by itself or by the caller that
-        detached it.
+        """Returns how many leading blocks are ready in host memory now. Precondition: the pages are leased, by `found`
+        or by the caller that detached it.
         """
 
     def present(self, group: int, keys: NDArray[np.uint8], tiers_mask: int, now_s: int) -> NDArray[np.uint8]:
-        """Per key, the first tier of the mask in which it is ready and has not expired, plus 1; 0: none."""
+        """Returns, per key, 1 plus the first tier in the mask that has its page ready and not expired; 0 for none."""
 
 class GroupRule:
-    """Which pages of one group a hit needs, so that the engine can go on after it.
+    """Which pages of one group a hit needs, so that the engine can continue after the hit.
 
     Args:
-        kind: "full", every page; "window", the last `reach` pages; "chunk", those from the start of the chunk of
-            `reach` tokens that the hit ends in; "state", the page that ends where the hit ends.
-        block_tokens: tokens of a page.
+        kind: "full", all pages; "window", the last `reach` pages; "chunk", the pages from the start of the chunk of
+            `reach` tokens in which the hit ends; "state", the page that ends where the hit ends.
+        block_tokens: tokens per page.
 
     Raises:
-        ConfigError: an unknown kind, a block without tokens, a reach for a kind without one, or none for another.
+        ConfigError: the kind is unknown, `block_tokens` is 0, or `reach` does not fit the kind (0 for full and state).
     """
 
     def __init__(self, kind: str, block_tokens: int, reach: int = 0) -> None: ...
 
 class FoundLengths:
-    """Hits that every group can restore; the pages that any of them needs are leased. Made by `BoundaryLookup.look`.
-
-    Like `Found`; pages are numbered from the start of the lookup on.
+    """Hits that all groups can restore, and the pages that any of them needs, each leased in its tier;
+    `BoundaryLookup.look` makes it. Behaves like `Found`. Pages are numbered from the start of the lookup on.
     """
 
     @property
     def start_tokens(self) -> int:
-        """Tokens after which the lookup began."""
+        """Number of tokens before the start of the lookup."""
     @property
     def lengths(self) -> list[int]:
-        """Lengths in tokens from the start of the request, the longest first; empty if nothing can be restored."""
+        """Lengths of the hits in tokens from the request's start, longest first; empty if nothing can be restored."""
     @property
     def ready(self) -> bool:
         """Whether all leased pages are in host memory."""
     @property
     def shared_tokens(self) -> int:
-        """Number of tokens for which the groups of full attention have all pages, whatever the others have;
+        """Number of leading tokens for which the "full" groups have all pages, whatever the other groups have;
         `start_tokens` if there is no such group.
         """
     @property
     def cut(self) -> bool:
-        """Whether the room ended the longest hit although further keys follow."""
+        """Whether `room_pages` ended the longest hit although there are further keys."""
     @property
     def leased(self) -> bool: ...
     @property
@@ -1063,25 +1061,25 @@ class FoundLengths:
     @property
     def expired(self) -> list[tuple[int, int, NDArray[np.uint32]]]: ...
     def first_page(self, group: int) -> int:
-        """The number of the first page in `entries` and `slots`."""
+        """Returns the number of the first page in `entries` and `slots`."""
     def entries(self, group: int) -> NDArray[np.uint32]:
-        """The entry of each page from `first_page` on, in the index of its tier; 2**32 - 1 for a page that is not
-        needed.
+        """Returns the entry of each page from `first_page` on, in the index of its tier; 2**32 - 1 for a page that no
+        hit needs.
         """
     def slots(self, group: int) -> NDArray[np.int32]:
-        """The slot of each of these pages; -1 for a page that is not needed."""
+        """Returns the slot of each page from `first_page` on; -1 for a page that no hit needs."""
     def runs(self, group: int) -> NDArray[np.int32]: ...
     def detach(self) -> None: ...
 
 class BoundaryLookup:
-    """One lookup over all tiers for groups that need different pages. Contracts: csrc/index/boundary_lookup.h.
+    """Looks pages up in all tiers, for groups that need different pages. Contracts: csrc/index/boundary_lookup.h.
 
     Args:
         rules: one for each group of `tiers`.
-        alignment_tokens: every hit is a multiple of this, and this is a multiple of every group's block.
+        alignment_tokens: the length of every hit is a multiple of this; a multiple of every group's block size.
 
     Raises:
-        ConfigError: not one rule per group, or an alignment that is not allowed.
+        ConfigError: there is not one rule per group, or the alignment is not allowed.
     """
 
     def __init__(self, tiers: TierLookup, rules: Sequence[GroupRule], alignment_tokens: int) -> None: ...
@@ -1097,35 +1095,35 @@ class BoundaryLookup:
         coming: bool = True,
         most: int = 1,
     ) -> FoundLengths:
-        """Leases the pages that the `most` longest hits of more than `start_tokens` need.
+        """Finds the `most` longest hits of more than `start_tokens` tokens, and leases the pages that they need.
 
         Args:
-            keys: per group, the keys of the whole request.
-            start_tokens: tokens that the engine has itself, whole blocks of every group.
-            room_pages: pages that a hit may need over all groups; for a chunk group a whole chunk counts.
+            keys: per group, the keys of the complete request.
+            start_tokens: number of tokens that the engine has itself: whole blocks of every group.
+            room_pages: maximum number of pages of a hit, over all groups; of a chunk group, a full chunk counts.
             tiers_mask, now_s, coming: as for `TierLookup.look`.
             most: 1 to 64.
 
         Raises:
-            BlockRangeError, ContractError, KeySchemeError: nothing is leased.
+            BlockRangeError, ContractError, KeySchemeError: an argument is not valid. Nothing is leased.
         """
 
     def keep(self, found: FoundLengths, tokens: int) -> None:
-        """Ends the leases on pages that a hit of `tokens` does not need.
+        """Ends the leases of pages that a hit of `tokens` tokens does not need.
 
         Raises:
-            ContractError: `tokens` is none of the lengths, or `found` is not leased, or another lookup's.
+            ContractError: `tokens` is not in `found.lengths`, or `found` is not leased or is of another lookup.
         """
 
     def release(self, found: FoundLengths) -> None:
-        """Ends all leases. `found` has no page any more."""
+        """Ends all leases. `found` has no pages afterwards."""
 
 # --- gds ----------------------------------------------------------------------------------------------------
 
 class GdsTotals(TypedDict):
-    """Totals of a manager since it was made. `bounced_calls` are the `io_calls` that went through another buffer; for
-    `unknown_calls` cuFile does not say whether they did. `straight_pages` passed through no staging slot; their digests
-    may have."""
+    """Totals of a manager since it was made. `bounced_calls` are the `io_calls` that cuFile sent through a buffer; for
+    `unknown_calls` it does not say whether it did so. `straight_pages` did not pass through a staging slot, although
+    their digests may have."""
 
     transfers: int
     pages: int
@@ -1138,10 +1136,10 @@ class GdsTotals(TypedDict):
     launches: int
 
 class PoolState(TypedDict):
-    """The registered part of an engine's pool on a GPU, whose blocks move straight between disk and pool.
+    """The part of an engine's pool on a GPU that is registered, so that its blocks move straight to and from disk.
 
-    `regions`, `pieces` and `bytes` are registered now; `registered` and `released` count pieces so far. `refusal` says
-    why blocks pass through staging; empty if none does, and for plain memory, which needs no registration.
+    `regions`, `pieces` and `bytes` are those registered now; `registered` and `released` count pieces so far. `refusal`
+    says why blocks pass through staging. It is empty if none does, and for plain memory, which needs no registration.
     """
 
     regions: int
@@ -1152,10 +1150,10 @@ class PoolState(TypedDict):
     refusal: str
 
 class GDSManager:
-    """Files on one or more disks, the threads that serve them, and the staging memory for one device.
+    """Files on one or more disks, the threads that read and write them, and the staging memory for one device.
 
-    Made once and used for every transfer; safe to use from several threads. Files are opened (and created) only for
-    this user and stay open until `close`.
+    One manager serves all transfers, and is thread-safe. Files are created readable only by this user, and stay open
+    until `close`.
     """
 
     def __init__(
@@ -1177,19 +1175,18 @@ class GDSManager:
     ) -> None:
         """
         Args:
-            ssd_files: paths by device number, 0 to `num_devices` - 1; as many files per device as blocks need.
-            round_robin: file blocks in a row on one device before the next device's turn.
-            gpu_device_id: the GPU that holds the pool, -1 for a pool in plain memory; None: the current GPU, if there
-                is one.
+            ssd_files: paths by device number, 0 to `num_devices` - 1; per device, enough files for all blocks.
+            round_robin: number of consecutive file blocks on one device before the next device follows.
+            gpu_device_id: the GPU of the pool; -1 for a pool in plain memory; None for the current GPU, if any.
             engine_stream: the engine's cudaStream_t as a number; 0 is the legacy default stream.
-            deadline_s: seconds for one transfer; pages that were not issued by then fail.
-            stuck_s: seconds that I/O may stand still before the manager gives up its staging and goes out of service.
-            io: for plain memory and copies through it: "uring", "threads" (POSIX calls), or "auto", which is "uring" if
-                the kernel allows it.
+            deadline_s: seconds for one transfer; pages whose I/O has not begun by then fail.
+            stuck_s: seconds without progress of I/O after which the manager gives up its staging and takes no transfer.
+            io: how to access plain memory, or copy through it: "uring", "threads" (POSIX calls), or "auto", which is
+                "uring" if the kernel allows it.
             register_pool: `gds.register_pool`: "off", "auto" or "on".
 
         Raises:
-            ConfigError: a file that cannot be opened or is given twice, or an option that is not allowed.
+            ConfigError: a file cannot be opened or is given twice, or an option is not allowed.
         """
     @property
     def num_devices(self) -> int: ...
@@ -1199,48 +1196,47 @@ class GDSManager:
     def files(self) -> dict[int, list[str]]: ...
     @property
     def threads(self) -> int:
-        """Threads started so far: they start with the first I/O of their disk."""
+        """Number of threads started so far. The threads of a disk start with its first I/O."""
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the manager's own staging: 0 until it is reserved, or a transfer needs it."""
+        """Bytes of the manager's own staging memory; 0 before it is reserved or a transfer needs it."""
     @property
     def staging_slots(self) -> int:
-        """Slots of the manager's own staging; 0 while there is none."""
+        """Number of slots in the manager's own staging memory; 0 if there is none."""
     @property
     def staging_slot_bytes(self) -> int: ...
     @property
     def down_reason(self) -> str:
-        """Why the manager takes no transfer any more; empty while it does."""
+        """Why the manager takes no more transfers; empty if it takes them."""
     @property
     def totals(self) -> GdsTotals: ...
     def describe(self) -> str:
-        """Says what the I/O is and which memory it goes to."""
+        """Returns a description of the kind of I/O and of the memory to which it goes."""
     @property
     def pool(self) -> PoolState: ...
     def register_pool(self, address: int, blocks: int, block_stride: int, block_bytes: int) -> None:
-        """Makes contiguous blocks move straight between disk and pool; `pool` says whether they do.
+        """Registers contiguous blocks, so that they move straight between disk and pool if possible; see `pool`.
 
         Args:
-            address: of the first block. The blocks lie in one allocation, `block_stride` bytes apart.
-            block_bytes: how many bytes move, from each block's start.
+            address: address of the first block. The blocks are in one allocation, `block_stride` bytes apart.
+            block_bytes: number of bytes that move, from each block's start.
 
         Raises:
-            GeometryError: no blocks, blocks that overlap, or more than the address space holds. ClosedError.
+            GeometryError: there are no blocks, they overlap, or exceed the address space. ClosedError: it is closed.
         """
     def release_pool(self) -> None:
-        """Ends the registrations, before the pool's memory goes away. The next transfer makes them again, or
-        `restore_pool`. Idempotent.
+        """Ends the registrations, before the pool's memory is freed. The next transfer or `restore_pool` makes them
+        again. Idempotent.
 
         Raises:
-            ContractError: a transfer is under way.
+            ContractError: a transfer is in flight.
         """
     def restore_pool(self) -> None: ...
     def cancel(self) -> None:
-        """Cancels the pages of transfers under way that were not issued yet."""
+        """Cancels the pages of transfers in flight whose I/O has not begun."""
     def close(self) -> None:
-        """Cancels, waits for I/O in flight, closes the files. Idempotent.
-
-        I/O that never ends keeps its files open.
+        """Cancels transfers, waits for I/O in flight, and closes the files. Files whose I/O never ends stay open.
+        Idempotent.
         """
 
 def time_transform(
@@ -1252,45 +1248,46 @@ def time_transform(
     whole_device: bool,
     repeats: int,
 ) -> list[tuple[float, float]]:
-    """Seconds of the layout transform with digests, and of the device's own copy of as many bytes, per repeat.
+    """Measures the layout transform. Returns, per repeat, the seconds of the transform with digests, and of the
+    device's own copy of the same number of bytes.
 
     Args:
-        gpu_device_id: -1 for plain memory.
-        into_pool: from slots into a layer-first pool, checking digests; else into the slots, making them.
-        whole_device: uses every multiprocessor instead of the few that transfers use.
+        gpu_device_id: number of the GPU; -1 for plain memory.
+        into_pool: True to move slots into a layer-first pool and check digests; False to fill slots and make digests.
+        whole_device: whether to use all multiprocessors instead of the few that transfers use.
 
     Raises:
-        ConfigError: no such device. CapacityError: there is not enough memory.
+        ConfigError: there is no such device. CapacityError: there is not enough memory.
     """
 
 def gpudirect_refusal() -> str:
-    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty if one may. A lane that has
-    opened a file knows this for the file (`GdsLane.direct_refusal`).
+    """Returns why GPUDirect Storage cannot move any file of this machine to a GPU's memory; empty if it may. For files
+    that a lane has opened, `GdsLane.direct_refusal` says more.
     """
 
 def set_cufile_wheels(paths: list[str]) -> None:
-    """Sets paths of libcufile in wheels: one is loaded from there if neither this process nor the loader has it."""
+    """Sets paths of libcufile in wheels. It is loaded from there if neither this process nor the loader has it."""
 
 def find_cufile() -> tuple[str, str, str, str]:
     """Loads libcufile without opening its driver; needs no GPU.
 
     Returns:
-        Its path, how it was found ("already loaded", "by the loader", "in a wheel") and its version such as "1.20"; and
-        why it was not found, with the places searched. Values that do not apply are empty.
+        The library's path, how it was found ("already loaded", "by the loader" or "in a wheel"), its version such as
+        "1.20", and why it was not found, with the paths searched. Values that do not apply are empty.
     """
 
 class GdsLane(Lane):
-    """Executes GDS_READ and GDS_WRITE of one rank; made by `flexkv.transfer.gds_lane.make_gds_lane`.
+    """The lane for one rank's GDS_READ and GDS_WRITE ops; `flexkv.transfer.gds_lane.make_gds_lane` makes it.
 
     Args:
         codecs: one per group.
-        stripe: the rank whose stripe of a slot image is moved.
+        stripe: number of the rank whose stripe of each slot image is moved.
         slabs: each disk's slabs, one per group: path, header bytes, slot bytes, slots, id. Empty for a lost disk.
-        gpu_device_id: the GPU that holds the pool, -1 for a pool in plain memory.
+        gpu_device_id: the GPU of the pool; -1 for a pool in plain memory.
 
     Raises:
-        ConfigError: a slab that cannot be opened, or an option that is not allowed.
-        GeometryError: a slab's slots are not images of its group.
+        ConfigError: a slab cannot be opened, or an option is not allowed.
+        GeometryError: a slab's slots do not have the size of the group's images.
     """
 
     def __init__(
@@ -1308,41 +1305,41 @@ class GdsLane(Lane):
         register_pool: str = "auto",
     ) -> None: ...
     def describe(self) -> str:
-        """Says what the I/O is and which memory it goes to."""
+        """Returns a description of the kind of I/O and of the memory to which it goes."""
     @property
     def direct_refusal(self) -> str:
-        """Why no slab reaches the pool's device directly; empty if one does, or if the route of one is unknown."""
+        """Why no slab can be moved directly to the pool's device; empty if one can, or if this is unknown for one."""
     @property
     def totals(self) -> GdsTotals: ...
     @property
     def staging_bytes(self) -> int: ...
     @property
     def staging_slots(self) -> int:
-        """Slots into which the staging is divided; 0 before there is any."""
+        """Number of slots in the staging memory; 0 before it is allocated."""
     @property
     def staging_slot_bytes(self) -> int: ...
     def reserve_staging(self, group: int, view: KvView) -> None:
         """Registers the memory of `view`, the view of `group`, as `gds.register_pool` says, and allocates the staging
-        through which its blocks will pass.
+        memory through which its blocks pass.
 
         Raises:
-            CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
-            ContractError: no such group. GeometryError: the slabs have other runs in the stripe.
+            CapacityError: there is not enough memory, or a limit leaves no slot; says which settings to change.
+            ContractError: there is no such group. GeometryError: the runs of the slabs and of `view` differ.
             ClosedError: the lane is closed. DiskError: a disk does not answer.
         """
     @property
     def pool(self) -> PoolState: ...
     def release_pool(self) -> None:
-        """Ends the registrations, before the pool's memory goes away. The next op makes them again, or `restore_pool`.
+        """Ends the registrations, before the pool's memory is freed. The next op or `restore_pool` makes them again.
         Idempotent.
 
         Raises:
-            ContractError: an op is under way.
+            ContractError: an op is in flight.
         """
     def restore_pool(self) -> None: ...
     def close(self) -> None:
-        """Closes the slabs, ends registrations and frees the staging. For a lane that no transfer engine received: an
-        engine closes its own lanes. Later ops fail. Idempotent.
+        """Closes the slabs, ends registrations and frees the staging memory; later ops fail. Only for a lane that was
+        not passed to a transfer engine, which closes its own lanes. Idempotent.
         """
     def counts(self) -> DiskCounts: ...
 
@@ -1368,27 +1365,28 @@ def transfer_kv_blocks_gds_staged(
     gpu_block_type: int = 0,
     staging_buffer: object | None = None,
 ) -> None:
-    """Moves blocks between raw files and a pool through staging slots, one I/O call per block whose bytes are dense.
+    """Moves blocks between raw files and a pool through staging slots, with one I/O call per block whose bytes in the
+    file are contiguous.
 
-    Blocks gpu_block_ids[i] and gds_block_ids[i] belong together. Returns when every byte has moved. Tensors are
-    contiguous and of any library: with `data_ptr()` as torch has it, or with DLPack.
+    Moves between blocks gpu_block_ids[i] and gds_block_ids[i], and returns when all bytes have moved. Tensors are
+    contiguous, of any library that has torch's `data_ptr()` or DLPack.
 
     Args:
-        gpu_layer_id_list: int32, the layers to move; only their bytes are touched.
-        gpu_layer_ptrs_tensor: int64 addresses: one per layer (vLLM), one (TensorRT-LLM), K of every layer and then V of
-            every layer (SGLang).
-        gds_block_ids, gpu_block_ids: int64, as many of each; none is written to twice. These and the layers are in host
+        gpu_layer_id_list: int32, the layers to move; other layers are not changed.
+        gpu_layer_ptrs_tensor: int64 addresses: of each layer (vLLM), of the pool (TensorRT-LLM), or of K of all layers,
+            then V of all layers (SGLang).
+        gds_block_ids, gpu_block_ids: int64, equally many; no block is written twice. They and the layers are in host
             memory.
-        block_size_in_bytes: bytes of one layer's K or V of a block.
-        gds_copy_off_inside_chunks: where this rank's bytes lie in a chunk of the file that ranks share.
-        is_mla: K and V are stored as one.
+        block_size_in_bytes: bytes of K, or of V, of one block in one layer.
+        gds_copy_off_inside_chunks: offset of this rank's bytes in a chunk of the file that ranks share.
+        is_mla: whether K and V are stored as one.
         gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
-        staging_buffer: contiguous, in the pool's memory, with room for at least one block; None: the manager's own.
+        staging_buffer: contiguous, in memory of the pool's kind, for at least one block; None for the manager's own.
 
     Raises:
-        TransferError: some blocks did not arrive; names them. The others did.
-        GeometryError: impossible sizes, strides, dtypes or addresses.
-        BlockRangeError: a layer, block or file that does not exist, or a block named twice.
+        TransferError: some blocks did not arrive; names them. All others did.
+        GeometryError: sizes, strides, dtypes or addresses are not possible.
+        BlockRangeError: a layer, block or file does not exist, or a block is given twice.
         CapacityError: the staging buffer is too small for one block.
         ClosedError: the manager is closed.
     """
@@ -1414,7 +1412,8 @@ def transfer_kv_blocks_gds(
     is_mla: bool = False,
     gpu_block_type: int = 0,
 ) -> None:
-    """The same without staging: one call for each part of a block that is contiguous in the pool and in the file."""
+    """Like `transfer_kv_blocks_gds_staged`, without staging: one I/O call for each part of a block that is contiguous
+    in the pool and in the file."""
 
 def reserve_gds_staging(
     gds_manager: GDSManager,
@@ -1437,12 +1436,12 @@ def reserve_gds_staging(
     is_mla: bool = False,
     gpu_block_type: int = 0,
 ) -> None:
-    """Allocates the manager's own staging for such transfers, so that a shortage shows before the first one.
+    """Allocates the manager's own staging memory for transfers with these arguments, so that they need not do so.
 
-    The named blocks are examples, and none is touched: two show how all blocks are aligned. Nothing is allocated if
-    blocks bypass staging.
+    The blocks are only examples, of which two show how all blocks are aligned; no block is moved. Nothing is allocated
+    if blocks bypass staging.
 
     Raises:
-        CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
+        CapacityError: there is not enough memory, or a limit leaves no slot; says which settings to change.
         ClosedError, GeometryError, BlockRangeError: see `transfer_kv_blocks_gds_staged`.
     """
