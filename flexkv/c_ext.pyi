@@ -515,7 +515,7 @@ class PageCodec:
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes, written: int
     ) -> None:
         """Writes a page's trailer into `trailer`, which is writable and has trailer_bytes bytes. The page's stripes are
-        in `image`, which has at least trailer_offset bytes; with host_digests image_bytes, with the run digests."""
+        in `image`, which has at least trailer_offset bytes, or with host_digests image_bytes with the run digests."""
 
     def check_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int
@@ -1100,7 +1100,7 @@ class BoundaryLookup:
         Args:
             keys: per group, the keys of the complete request.
             start_tokens: number of tokens that the engine has itself: whole blocks of every group.
-            room_pages: maximum number of pages of a hit, over all groups; of a chunk group, a full chunk counts.
+            room_pages: maximum number of pages of a hit, over all groups; chunk groups count with a full chunk.
             tiers_mask, now_s, coming: as for `TierLookup.look`.
             most: 1 to 64.
 

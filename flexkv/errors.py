@@ -22,7 +22,7 @@ class CapacityError(FlexKVError, MemoryError):
 
 
 class BlockRangeError(FlexKVError, IndexError):
-    """A block, slot or layer number lies outside its pool."""
+    """A block, slot or layer number is outside the allowed range."""
 
 
 class TokenError(FlexKVError, TypeError):

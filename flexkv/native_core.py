@@ -9,7 +9,8 @@ from flexkv.errors import NativeCoreError
 
 STUB = Path(__file__).with_name("c_ext.pyi")
 DIGITS = 12
-"""Number of compared hexadecimal digits; the build writes the same number (`build_support.ninja_file.interface_id`)."""
+"""Number of the digest's digits that are compared; the build writes as many (`build_support.ninja_file.interface_id`).
+"""
 UNKNOWN = "unknown (older than this check)"
 
 

@@ -80,8 +80,8 @@ class ManagerLimits:
             in their tier. Requests with a promise keep it. For engines that end a request whose load fails; 0 for
             engines that compute the missing pages.
         prefetch_requests: maximum number of requests that are prefetched and not looked up yet; 0 for no prefetches.
-        asks_again: whether the engine, if a lookup returns ASK_AGAIN, looks the request up again or ends it. If False,
-            no lookup returns ASK_AGAIN, and the engine computes the pages for which there are no free slots at once.
+        asks_again: whether the engine looks a request up again, or ends it, after the lookup returned ASK_AGAIN. If
+            False, no lookup returns ASK_AGAIN, and the engine computes pages for which no host slots are free.
     """
 
     ranks: int = 1

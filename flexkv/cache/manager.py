@@ -67,7 +67,7 @@ class LocalCacheManager(CacheManager):
         groups: the unit's KV groups, each with its own rule and block size.
         alignment_tokens: each hit has a multiple of this many tokens; None for the least common multiple of the block
             sizes.
-        tiers: factories of the tiers, in the order in which a lookup asks them. The first one makes host memory. Ops
+        tiers: factories of the tiers, in the order in which a lookup asks them; the first is that of host memory. Ops
             of the other tiers are not in the graphs for the workers: `work.poll` returns them.
         policy: the eviction policy of every tier; one of `c_ext.eviction_policies()`.
         clock: returns seconds and never runs backwards; measures leases, waits and the speed of tiers.
@@ -194,7 +194,7 @@ class LocalCacheManager(CacheManager):
 
     @property
     def kept_pages(self) -> int:
-        """Number of pages that `keep` holds in host memory."""
+        """Number of pages in host memory that `keep` has pinned."""
         return sum(len(pages.entries) for kept in self.tables.requests.kept.values() for pages in kept)
 
     def keep(self, name: str, keys: Sequence[Keys], most: int) -> int:

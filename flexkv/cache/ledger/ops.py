@@ -190,12 +190,12 @@ class RankOp(Op):
     """A load or a store: moves pages between engine blocks and a tier, and ends when every rank has reported it.
 
     Attributes:
-        request_id: the request whose pages these are.
+        request_id: id of the request to which the pages belong.
         first_block: number within the request of the block at position 0.
         positions: page i is block `first_block + positions[i]` of the request; integers of any dtype, ascending.
         waits_for: numbers of the request's loads that were in flight when this store was planned. If one of them is
             still in flight when the store ends, the store is not published.
-        digests: for a store straight to a tier, by rank, the run digests of every page.
+        digests: for a store straight to a tier, the run digests of every page, by the rank that reported them.
         reported: numbers of the ranks that have reported. A rank that died never reports. The op's pages then stay
             pinned until the unit ends, because the rank's last copy may still run.
         failed: which pages failed on a rank that has reported.

@@ -100,8 +100,8 @@ class RequestLedger:
         return lease
 
     def leased_before(self, since_s: float) -> list[str]:
-        """Returns the requests whose lease was made before `since_s`. O(these requests), because leases are kept in the
-        order in which they were made."""
+        """Returns the requests whose lease was made before `since_s`. Examines only these and the next one, because
+        leases are kept in the order in which they were made."""
         expired = []
         for request_id, lease in self._leases.items():
             if lease.since_s >= since_s:

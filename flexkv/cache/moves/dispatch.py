@@ -139,7 +139,8 @@ class TierWork:
             self._writes[tier].drop_waiting()
 
     def opened(self) -> None:
-        """Called when a tier is no longer held: offers it the pages that did not fit into its queue before."""
+        """Called when a tier may be used after it was held (`Tier.held`). Offers it the pages that did not fit in its
+        queue until now."""
         with self._broken:
             for queue in self._writes.values():
                 queue.opened()
@@ -179,7 +180,8 @@ class TierWork:
                 queue.flush()
 
     def give_up_held(self) -> int:
-        """Drops the writes that wait for tiers that are still held, logs why, and returns the number of their pages."""
+        """Drops the writes that wait for tiers that may not be used yet (`Tier.held`), logs why, and returns the number
+        of their pages."""
         pages = 0
         for number, queue in self._writes.items():
             if queue.held_pages:

@@ -70,7 +70,8 @@ class OpLog:
         """Logs an op that has ended on all ranks.
 
         Args:
-            expected: do not log failed pages as a warning, because nothing depends on them.
+            expected: whether failures are not logged as a warning, because the op was abandoned or a reset came
+                between.
         """
         failed = int(np.count_nonzero(op.failed))
         if self._spans.wanted:

@@ -44,7 +44,7 @@ class WriteQueue:
         self._waiting: deque[tuple[int, Keys]] = deque()
         self._waiting_pages = 0
         self._left_out = 0
-        """Number of pages for which the queue had no space while the tier was held."""
+        """Number of pages for which the queue had no space while the tier was not to be used yet (`Tier.held`)."""
 
     @property
     def waiting_pages(self) -> int:
@@ -58,8 +58,8 @@ class WriteQueue:
 
     @property
     def held_pages(self) -> int:
-        """Number of pages that wait for a held tier, including those for which the queue had no space; 0 if the tier is
-        not held."""
+        """Number of pages that wait until the tier may be used (`Tier.held`), including those for which the queue had
+        no space; 0 if the tier may be used or is down."""
         return self._waiting_pages + self._left_out if self._tier.held else 0
 
     def offer(self, group: int, keys: Keys) -> None:
@@ -68,9 +68,9 @@ class WriteQueue:
             self._enter(group, keys)
 
     def opened(self) -> None:
-        """Called when the tier is no longer held. If the queue had no space for some pages meanwhile, queues all pages
-        in host memory that the tier lacks, which is O(pages in host memory). Pages that are no longer in host memory
-        count as dropped.
+        """Called when the tier may be used after it was held (`Tier.held`). If the queue had no space for some pages
+        until now, queues all pages in host memory that the tier lacks, which is O(pages in host memory). Pages that are
+        no longer in host memory count as dropped.
         """
         left_out, self._left_out = self._left_out, 0
         if not left_out or not self._tier.in_use:

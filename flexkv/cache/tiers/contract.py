@@ -45,11 +45,11 @@ class WriteMode(Enum):
     """When a page of host memory is written to a tier."""
 
     THROUGH = "through"
-    """A page is written as soon as it is in host memory. The tier gets all pages, with the most writes."""
+    """A page is written as soon as it is in host memory. The tier gets all pages, which takes the most writes."""
     BACK = "back"
     """A page is written when the tier is idle, at the latest before the page is evicted from host memory."""
     EVICT = "evict"
-    """A page is written before it is evicted from host memory. The fewest writes, but a crash loses more pages."""
+    """A page is written before it is evicted from host memory: fewest writes, but a crash loses all pages in memory."""
     REUSE = "reuse"
     """A page is written when it is used again from host memory, because it may then be used once more."""
     OFF = "off"
