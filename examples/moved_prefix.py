@@ -1,8 +1,9 @@
-"""Cached rows put at another position, without an engine: `python -m examples.moved_prefix`.
+"""Puts cached rows at other positions, without an engine: `python -m examples.moved_prefix`.
 
-A sequence's keys and values lie in paged memory, as an engine keeps them. `StorePipeline` copies them to pages of a
-host pool, layer by layer; `LoadPipeline` brings them back for another sequence, 16 tokens on, and turns the keys
-of each layer while the one before it is scattered. Here "to turn" is to add the distance; a model has a rotation.
+The keys and values of a sequence are in paged memory, as an engine keeps them. `StorePipeline` copies them to pages of
+a host pool, layer by layer. `LoadPipeline` loads them for a second sequence, 16 positions later, and transforms the
+keys of each layer while the layer before it is scattered. A real model needs a rotation (RoPE) of the keys; this
+example only adds the distance, so that the result is easy to check.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ INTERIOR = PageInterior(
     strides=(ROW_BYTES, WIDTH * 4, 4),
     dtype=np.dtype(np.float32),
 )
-"""The interior of a page: K and V of each layer in turn."""
+"""The order of bytes in a page: K, then V, of each layer in turn."""
 
 
 def turn(layer: int, keys: Any, positions: RowPositions) -> None:

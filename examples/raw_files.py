@@ -1,8 +1,9 @@
-"""Blocks of a pool written to raw files and read back, without an engine: `python -m examples.raw_files`.
+"""Writes blocks of a pool to raw files and reads them back, without an engine: `python -m examples.raw_files`.
 
-The pool is vLLM's: a tensor for each layer, [kv][block][bytes]. A raw file has whole blocks, [block][layer][kv][bytes],
-and nothing else: which block lies where is the caller's to remember. The blocks pass through staging, so that a file
-sees one call for each block and not one for each run (docs/gds.md). On a GPU `gpu_device_id` is its number.
+The pool has vLLM's layout: a tensor for each layer, [kv][block][bytes]. A raw file contains only whole blocks,
+[block][layer][kv][bytes]; the caller must remember where each block is. The blocks pass through staging slots, so that
+there is one I/O call per block and not one per run (docs/gds.md). For a pool on a GPU, `gpu_device_id` is the GPU's
+number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows of torch tensors in and out of paged memory, without an engine: `python -m examples.torch_layers`.
+"""Copies rows between paged memory and torch tensors, without an engine: `python -m examples.torch_layers`.
 
-A cache of your own in torch: each layer's keys and values leave the paged memory as the forward computes them, and
-come back to other blocks while the next layer computes. On a GPU the copies overlap with the caller's stream, and the
-cache is pinned memory; on the CPU of torch everything runs in turn.
+The tensors are a cache of your own. Each layer's keys and values are copied from paged memory to the cache when the
+forward has computed them, and later to other blocks while the next layer computes. On a GPU the cache is pinned memory,
+and the copies overlap with the work on the caller's stream. With torch's CPU device everything runs in sequence.
 """
 
 from __future__ import annotations

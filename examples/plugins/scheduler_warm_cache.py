@@ -1,7 +1,7 @@
-"""A plugin that warms the cache: reads pages of the prompts in a file from disk to host memory, once, and ends.
+"""A plugin that warms the cache: it reads the pages of a file's prompts from disk to host memory, once, and ends.
 
-Copy it into the folder of `plugins.folder`, with `prompts.jsonl` beside it: one list of token ids per line, the most
-important prompt first. It goes on until the file or the room in host memory ends.
+Copy it into the folder of `plugins.folder`, with `prompts.jsonl` beside it. That file has one list of token ids per
+line, the most important prompt first. The plugin ends at the end of the file, or when host memory is nearly full.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from flexkv.plugins.client import CachedPages, UnitClient, connect
 
 PROMPTS = Path("prompts.jsonl")
 FULL_SHARE = 0.9
-"""With so much of host memory in use, more pages would only evict others."""
+"""The plugin stops when this share of host memory is in use, because more pages would only evict others."""
 
 RETRY_S = 5.0
 TRIES = 720
-"""An engine carries out calls in its steps. One without requests for an hour needs no warm cache."""
+"""How often a call is tried, for an hour altogether. An engine carries out calls only in its steps, and takes none
+without requests; if it has had none for an hour, it needs no warm cache.
+"""
 
 
 def prompts() -> Iterator[list[int]]:
@@ -30,12 +32,12 @@ def prompts() -> Iterator[list[int]]:
 
 def has_room(unit: UnitClient) -> bool:
     status = unit.status()
-    # Before the engine's first step no memory is in use yet.
+    # Before the engine's first step the unit reports 0 slots, and no memory is in use yet.
     return not status["host_slots"] or bool(status["host_slots_used"] < FULL_SHARE * status["host_slots"])
 
 
 def prefetch(unit: UnitClient, tokens: list[int]) -> CachedPages:
-    """Reads the pages of a prompt, in several calls where one finds no room for all."""
+    """Reads the pages of a prompt to host memory, in several calls if one call has no free slots for all of them."""
     before = -1
     for _ in range(TRIES):
         try:
