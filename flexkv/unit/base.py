@@ -93,7 +93,7 @@ class EngineUnit(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether some tier has work that further calls of `poll` would advance."""
+        """Whether tiers have work, or plugins' calls wait, that further calls of `poll` would advance."""
 
     @abstractmethod
     def poll(self) -> bool:

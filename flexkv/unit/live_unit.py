@@ -135,7 +135,9 @@ class LiveUnit(EngineUnit):
 
     @property
     def busy(self) -> bool:
-        return self.has_tiers and (self.driver.busy or (self.plugins is not None and self.plugins.calls.busy))
+        if self.plugins is not None and self.plugins.calls.busy:
+            return True
+        return self.has_tiers and self.driver.busy
 
     def poll(self) -> bool:
         if self.plugins is not None:

@@ -40,7 +40,7 @@ class TransferRow:
         direction: "H2D", "D2H", or "both" at once.
         path: the path that copied most of the bytes.
         path_bytes: bytes that each path copied, over all copies of this row; empty for plain memory.
-        pinned: whether the GPU had registered, or refused to register, all slots of the host pool.
+        pinned: whether the GPU had registered all slots of the host pool.
         multiprocessors: multiprocessors that the path takes from the engine's kernels.
         gbps: 1e9 bytes per second, median; for "both", of the two directions together.
         share_of_limit: the rate divided by that of one contiguous copy of as many bytes, or for "both", of one copy
@@ -144,8 +144,9 @@ def pooled_engine(
         while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
             time.sleep(0.01)
         engine.attach_view(0, view, pool)
-        # The kernel copies only registered memory. A row that was measured before registration has `pinned` False.
-        yield engine, device is None or pool.pinned_slots >= blocks
+        # The kernel copies only registered memory. A row that was measured without it has `pinned` False.
+        registered = device is None or (pool.pinned_slots >= blocks and not pool.native.registration_error)
+        yield engine, registered
     finally:
         engine.close(WAIT_S)
         pool.close()

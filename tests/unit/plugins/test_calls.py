@@ -178,6 +178,26 @@ def test_calls_wait_for_a_step_until_their_deadline(unit: LiveUnit) -> None:
     assert not unit.plugins.calls.busy, "a call that was given up is not carried out"
 
 
+def test_a_unit_with_host_memory_alone_steps_on_while_calls_wait(build: Build, tmp_path: Path) -> None:
+    """Each step carries out one call, so an engine without requests must step again for the next one."""
+    plugin(tmp_path / "plugins", "scheduler_sleeps")
+    unit = build()
+    assert not unit.has_tiers
+    assert not unit.busy, "the control"
+    ends = [connect(socket_name(unit.unit_id), DEADLINE_S) for _ in range(2)]
+    for plugins_end in ends:
+        plugins_end._connection.sendall(encoded({"call": "lookup", "tokens": PROMPT}))
+    assert unit.plugins is not None
+    calls = unit.plugins.calls
+    wait_for(lambda: len(calls._waiting) == 2, "both calls arrive")
+    unit.poll()
+    assert unit.busy
+    unit.poll()
+    assert not unit.busy
+    for plugins_end in ends:
+        plugins_end.close()
+
+
 def test_a_prefetch_that_nobody_waits_for_holds_nothing(unit: LiveUnit) -> None:
     unit.manager.tiers[HUB].forget(0, KEYS)
     plugins_end = connect(socket_name(unit.unit_id), DEADLINE_S)

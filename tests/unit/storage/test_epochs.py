@@ -221,7 +221,9 @@ def test_an_epoch_that_is_none_is_named_and_the_index_decides(make_disks: MakeDi
 def test_an_epoch_that_is_written_in_part_leaves_the_former_one(tmp_path: Path) -> None:
     write_epoch(tmp_path, 7)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))  # a longer write is cut there, and the next one refused
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (4, before[1])
+    )  # a longer write is cut there, and the next one refused
     try:
         with pytest.raises(OSError, match="File too large"):
             write_epoch(tmp_path, 8)
