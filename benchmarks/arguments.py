@@ -6,10 +6,11 @@ import argparse
 
 
 def at_least_one(text: str) -> int:
-    """A type for `argparse`: a count of at least 1, because an empty list has no median.
+    """A type for `argparse`: a whole number of at least 1. Programs take medians over this many rounds, and an empty
+    list has no median.
 
     Raises:
-        argparse.ArgumentTypeError: not a whole number of at least 1; the program then prints its usage and ends.
+        argparse.ArgumentTypeError: `text` is not such a number; `argparse` then prints the usage and ends the program.
     """
     number = int(text) if text.strip().lstrip("+").isdecimal() else 0
     if number < 1:

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.blend_disk`: compares the time to the first token of prompts that vLLM blends, with segments on
-disk from an earlier process, with segments in host memory, and computed in full.
+"""`python -m benchmarks.blend_disk`: measures vLLM's time to the first token of blended prompts. Their segments are on
+disk, where an earlier process stored them, or in host memory. The times are compared with those of prompts that are
+computed in full.
 
-Each round has four documents of its own, which are only on disk when the round begins. Two engines answer in turn, one
-without and one with `disk.stream`, each from its own folder. Every round measures each way once, so that other work on
-the machine affects all of them.
+Each round has its own documents, which are only on disk when the round begins. Two engines answer in turn, one without
+and one with `disk.stream`, each from its own folder. Every round measures each method once, so that other work on the
+machine affects all methods alike.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Prompts:
             engine.generate([request(text, {"store": True}, 1)])
 
     def ask(self, engine: EngineProcess, ratio: float | None) -> tuple[float, float]:
-        """Seconds to the first token, and seconds of processor time."""
+        """Asks the engine for an answer to the prompt. Returns the seconds to the first token, and the seconds of CPU
+        time. `ratio` is the blending ratio; None computes the prompt in full.
+        """
         blend = None if ratio is None else {"segments": self.segments, "ratio": ratio}
         before = engine.call("processor_seconds")["seconds"]
         [answer] = engine.generate([request(self.ids, blend, ANSWER_TOKENS)])
@@ -100,7 +103,9 @@ def start(model: Path, folder: Path, stream: bool, tokens: int) -> EngineProcess
 def measure(
     engines: Sequence[EngineProcess], rounds: Sequence[Prompts], ratio: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Each way's times, one entry per round. The first round is not counted, because it includes one-time setup."""
+    """Runs all rounds. Returns each method's times, one entry per round, without the first round, which includes
+    one-time setup.
+    """
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for number, prompts in enumerate(rounds):
         order = [0, 1] if number % 2 else [1, 0]

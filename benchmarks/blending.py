@@ -1,9 +1,10 @@
-"""Measures for each blending ratio how far the answers are from a full recompute, and how long blending takes.
+"""Measures for each blending ratio how much the answers differ from those of a full recompute, and how long blending
+takes.
 
-Quality is measured on a byte-level language model of Llama's architecture that this program first trains on the source
-code of Python's own standard library, because no small package carries trained weights. Prompts are four segments of
-held-out text, each cached by itself, and a question of 16 bytes that continues them. Time is measured on a larger model
-with random weights, because times do not depend on the weights' values. Quality and time are compared with a full
+Quality is measured on a byte-level language model with Llama's architecture. This program first trains it on the source
+code of Python's standard library, because no small package contains trained weights. A prompt consists of four segments
+of held-out text, each cached separately, and of the 16 bytes that follow them in the text. Time is measured on a larger
+model with random weights, because it does not depend on the weights' values. Quality and time are compared with a full
 recompute and with a prefix cache, which reuses the first segment. `--json PATH` writes the figures.
 """
 
@@ -56,7 +57,7 @@ def make_model(layers: int, hidden: int, vocabulary: int) -> Any:
 
 
 def corpus() -> tuple[Text, Text]:
-    """Bytes to train on, and held-out bytes."""
+    """Returns the bytes to train on, and the held-out bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     held_out = [library / name for name in HELD_OUT]
     others = [path for path in sorted(library.glob("*.py")) if path not in held_out]
@@ -91,7 +92,7 @@ def held_out_loss(model: Any, text: Text) -> float:
 
 
 def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
-    """Compares the answers with those of a full recompute of the same prompt."""
+    """Compares the answers of each method with those of a full recompute of the same prompts."""
     random = np.random.default_rng(1)
     length, question = 64, 16
     cache = segment_cache(model, {"weights": "trained"}, slots=2048, staging_tokens=1024)
@@ -131,7 +132,7 @@ def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
 
 
 class Prompts:
-    """A prompt whose segments are cached in host memory, and on disk by an earlier run of the cache."""
+    """A prompt whose segments are in two caches: one in host memory, and one on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.model = make_model(8, 512, 1024).eval()
@@ -152,7 +153,7 @@ class Prompts:
         )
 
     def restart(self) -> None:
-        """Reopens the cache from disk, so that its pages are only there."""
+        """Closes and reopens the cache on disk, so that its pages are only on disk."""
         self.on_disk.close()
         self.on_disk = self._open()
 
@@ -178,7 +179,9 @@ class Prompts:
 
 
 def times(rounds: int, folder: Path) -> dict[str, dict[str, float]]:
-    """Medians of interleaved rounds: seconds, and the ratio to a full recompute."""
+    """Times each method in interleaved rounds. Returns the medians of the seconds, and of the ratio to a full
+    recompute.
+    """
     prompts = Prompts(folder)
     calls: dict[str, Callable[[], None]] = {"full": prompts.full, "prefix only": prompts.prefix_only}
     calls |= {f"ratio {ratio}": partial(prompts.blended, ratio) for ratio in RATIOS}

@@ -1,8 +1,8 @@
 """Follows one block through flexkv's Python code: counts the files that it visits and the calls that it takes.
 
-A real vLLM in one process stores one block and loads it again, and every call into flexkv on the engine's thread is
-counted. The number of files is how many a newcomer must read to follow a block; the number of changes from one file to
-another is how often they must switch. Waiting adds calls, so the minimum of several runs counts.
+A real vLLM in one process stores one block and loads it again. The program counts every call into flexkv on the
+engine's thread. A newcomer who follows a block must read this many files, and must switch between files this often.
+Waiting adds calls, so the run with the fewest calls is reported.
 
     python -m benchmarks.block_walk [--runs 7] [--mode async] [--json out/block_walk.json] [--list]
 """
@@ -38,10 +38,10 @@ class Walk:
     """Calls into flexkv during a span of time.
 
     Attributes:
-        by_file: calls of each file's functions, by the file's path in the package.
-        changes: calls of a function in another file than the function called before.
-        hooks: calls that the engine makes to its connectors' hooks.
-        functions: calls of each function, "file:name".
+        by_file: number of calls of each file's functions; the key is the file's path in the package.
+        changes: number of calls of a function in a different file from the function called before.
+        hooks: number of calls into flexkv that come from code outside flexkv, such as the engine's calls of hooks.
+        functions: number of calls of each function; the key is "file:name".
     """
 
     by_file: Counter[str] = field(default_factory=Counter)
@@ -55,9 +55,10 @@ class Walk:
         return sum(self.by_file.values())
 
     def profile(self, frame: FrameType, event: str, _argument: object) -> None:
-        """The function for `sys.setprofile`."""
+        """Counts one call. `sys.setprofile` installs this function."""
         code = frame.f_code
-        # Comprehensions are not a separate step for a reader, and later Pythons make no frame for them.
+        # Comprehensions and lambdas are no separate step for a reader, and later Pythons make no frame for
+        # comprehensions.
         if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(str(PACKAGE)):
             return
         file = code.co_filename[len(str(PACKAGE)) + 1 :]
@@ -70,7 +71,9 @@ class Walk:
 
 
 def walk(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """Runs one request and the stores it leaves behind to the end; runs on the engine's side of `EngineProcess`."""
+    """Runs one request, waits until its stores have finished, and returns the counts. Called in the engine's process
+    (see `EngineProcess`).
+    """
     from demo.engine_child import drain, generate
 
     seen = Walk()
@@ -88,14 +91,14 @@ OPERATIONS = {"walk": walk}
 
 
 def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
-    """The walk with the fewest calls for a store, and the one for a load.
+    """Returns, for a store and for a load, the counts of the run with the fewest calls.
 
     Raises:
-        RuntimeError: a load did not bring exactly one block of tokens.
+        RuntimeError: a store's request found tokens in a cache, or a load did not find exactly one block of tokens.
     """
     least: dict[str, dict[str, Any]] = {}
     for number in range(runs + 1):
-        # A whole block and the token that an engine always computes itself.
+        # A complete block, and the last token of a prompt, which an engine always computes itself.
         ids = prompt_tokens(BLOCK_TOKENS + 1, number, PRESETS[MODEL])
         for name, cached in ((STORE, 0), (LOAD, BLOCK_TOKENS)):
             answer = engine.call("walk", ids=ids)

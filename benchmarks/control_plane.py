@@ -1,10 +1,10 @@
-"""Measures the control plane against its targets on one thread: 1M cached blocks, 8,192 blocks per request (128k
-tokens).
+"""Measures the control plane on one thread with 1M cached blocks and requests of 8,192 blocks (128k tokens), and
+compares it with its targets.
 
-Prints a table. `--json PATH` writes it; `--check PATH` compares with such a file from the same machine, and exits with
-status 1 if a row has become slower. Every figure is measured twice: as wall time, and as the thread's CPU time, which
-other programs on the machine disturb less. Figures are medians and minima over rounds; each round works on other keys,
-so that the index is as cold as the CPU caches leave it, unless the row says hot.
+Prints a table. `--json PATH` also writes it to a file. `--check PATH` compares it with such a file from the same
+machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time, and as the thread's
+CPU time, which other programs on the machine disturb less. Figures are medians and minima over rounds. Each round uses
+different keys, so that the index's rows for them are not in the CPU caches, unless the row says "hot".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flexkv.transfer.graph import OpResult, OpStatus
 CACHED_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 8192
 SHORT_BLOCKS = 64
-"""Blocks of a request so short that its lookup costs little more than the fixed cost."""
+"""Number of blocks of a short request, whose lookup costs little more than the fixed cost of any lookup."""
 BLOCK_TOKENS = 16
 NAMESPACE = namespace_digest({"model": "benchmark"})
 OK = np.empty(0, np.int32)
@@ -62,18 +62,20 @@ class Row:
 
 
 SLOWER = 1.3
-"""Factor by which a row's least CPU time may grow before `--check` calls it slower: runs on a shared machine differ by
-some 15 %."""
+"""A row is slower for `--check` if its minimum CPU time grew by more than this factor. Runs on a shared machine differ
+by some 15 %.
+"""
 
 LEAST_US = 2.0
-"""Faster rows are not compared: a single cache line can change them."""
+"""Microseconds. Rows with less CPU time are not compared, because a single cache miss can change them."""
 
 
 def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
-    """One line for each row that has become slower than in a saved run, or that the saved run lacks.
+    """Returns one line for each row that has become slower than in a saved run, and for each row that only one of the
+    two runs has.
 
     Args:
-        before: the content that `--json` has written.
+        before: the content of the file that `--json` wrote in the saved run.
     """
     saved = {row["name"]: float(row["cpu_min_us"]) for row in before["rows"]}
     lines = [f"{row.name}: not in the saved run" for row in rows if row.name not in saved]
@@ -86,7 +88,7 @@ def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
 
 
 class Stopwatch:
-    """Collects wall and CPU time of the calls that `time` makes."""
+    """Collects the wall time and the CPU time of each call made through `time`, in microseconds."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
@@ -117,7 +119,7 @@ def resident_bytes() -> int:
 
 
 def new_manager() -> LocalCacheManager:
-    """A manager with slots for the cached blocks and for those that a manager keeps free."""
+    """A manager with slots for CACHED_BLOCKS blocks, and for the reserve of slots that a manager keeps free."""
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
     manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
     manager.grow(0, slots)
@@ -144,7 +146,9 @@ def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str,
 
 
 def bench_manager(rounds: int) -> tuple[list[Row], float]:
-    """Matches, plans and stores through the whole manager, Python included."""
+    """Times lookups, and plans of loads and stores, through the complete manager, Python included. Returns the rows,
+    and the memory per cached block in bytes.
+    """
     manager = new_manager()
     keys = random_keys(CACHED_BLOCKS, 0)
     blocks = np.arange(REQUEST_BLOCKS, dtype=np.int32)
@@ -195,15 +199,16 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
 
 def evict_all(manager: LocalCacheManager) -> None:
-    """Evicts all blocks without leases from host memory; the manager keeps those on disk."""
+    """Evicts all blocks without leases from host memory. Blocks on disk stay there."""
     manager.hub.presence.evict(0, CACHED_BLOCKS)
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:
-    """Times lookups that find a whole request on disk and nothing in host memory, including the plan of the read; the
-    end of that read; and, in the same rounds, the next lookup of the same request and of another.
+    """Times four calls per round: a lookup that finds a request completely on disk and not in host memory, and that
+    plans the read; the completion of that read; the next lookup of the same request; and a lookup by a different
+    request.
 
-    The tier is the real one: its journal runs. No page is written or read, so the slabs stay sparse.
+    The disk tier is the real one, and its journal runs. No page is written or read, so the slabs stay sparse.
     """
     requests = 16
     blocks = requests * REQUEST_BLOCKS
@@ -246,7 +251,7 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
 
 
 def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Row:
-    """Times lookups of a short request, which show the cost that does not depend on the length."""
+    """Times lookups of a short request, which show the cost that does not depend on the request's length."""
     watch = Stopwatch()
     for number in range(rounds):
         request = f"short{number}"
@@ -257,7 +262,9 @@ def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Ro
 
 
 def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) -> Row:
-    """Plans stores while other stores in flight hold all free slots, so that each must evict for itself."""
+    """Times the plan of a store while other stores in flight hold all free slots, so that the plan itself must evict
+    blocks.
+    """
     watch = Stopwatch()
     for number in range(rounds):
         before = manager.stats().evicted_blocks
@@ -279,7 +286,9 @@ def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) ->
 
 
 def bench_index(rounds: int) -> list[Row]:
-    """The native index alone: insertion into free slots, scattered blocks, evictions one by one."""
+    """Times the native index alone: insertions into free slots, lookups of scattered blocks, and evictions of single
+    blocks.
+    """
     keys = random_keys(CACHED_BLOCKS, 2)
     insert, publish = Stopwatch(), Stopwatch()
     rows = []
@@ -322,7 +331,7 @@ def bench_index(rounds: int) -> list[Row]:
 
 
 def full_index(keys: Keys) -> c_ext.BlockIndex:
-    """An index with these blocks; the blocks of each request are stored together."""
+    """An index that holds these keys, inserted REQUEST_BLOCKS at a time, as if each request were stored at once."""
     index = c_ext.BlockIndex([len(keys)])
     index.grow(0, len(keys))
     flags = np.ones(REQUEST_BLOCKS, np.uint8)
@@ -332,14 +341,16 @@ def full_index(keys: Keys) -> c_ext.BlockIndex:
 
 
 def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
-    """A request whose blocks alternate between two chains, `blocks` at a time, from the chains' first blocks on."""
+    """The keys of a request whose blocks come from two chains in turn, `blocks` at a time, starting with the first
+    blocks of both chains.
+    """
     parts = (chain[: len(chain) // 2].reshape(-1, 1, blocks, 16) for chain in (first, second))
     return np.ascontiguousarray(np.concatenate(list(parts), 1).reshape(-1, 16))
 
 
 def bench_tier_lookup(rounds: int) -> list[Row]:
-    """Times the native lookup over host memory and up to two tiers behind it, 1M blocks each, and `match_and_pin` of
-    host memory alone. All run in turn on the same keys of a round, so that their minima can be compared.
+    """Times the native lookup over host memory and up to two tiers behind it, with 1M blocks each, and `match_and_pin`
+    of host memory alone. In each round all of them use the same keys, so that their minima can be compared.
     """
     tiers = [random_keys(CACHED_BLOCKS, seed) for seed in (11, 12, 13)]
     indexes = [full_index(keys) for keys in tiers]
@@ -357,7 +368,7 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
     for number in range(rounds):
         at = number * 37 % chains * REQUEST_BLOCKS
         in_host, on_disk = (keys[at : at + REQUEST_BLOCKS] for keys in tiers[:2])
-        # The first to run finds the keys cold, so they take turns at being first.
+        # The first of these calls finds the keys cold, so each call comes first in some rounds.
         plain = watches.setdefault("match and lease 8,192 of one index", Stopwatch())
         for way in np.roll((0, 1, 3), number).tolist():
             if way == 0:
@@ -385,7 +396,9 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
 
 
 def bench_keys(rounds: int) -> list[Row]:
-    """Token hashing and namespaced keys, both first and incremental."""
+    """Times the hashing of tokens and the making of namespaced keys, each for a new request and for a request that has
+    grown.
+    """
     tokens = [random.Random(6).randrange(150_000) for _ in range(REQUEST_BLOCKS * BLOCK_TOKENS)]
     longer = tokens + tokens[: 64 * BLOCK_TOKENS]
     engine_keys = [hashlib.sha256(i.to_bytes(4, "little")).digest() for i in range(REQUEST_BLOCKS)]

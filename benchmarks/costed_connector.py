@@ -1,4 +1,4 @@
-"""flexkv's vLLM connector with a clock on every hook (`hook_clock`)."""
+"""flexkv's vLLM connector, with a clock from `benchmarks.hook_clock` on every hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""flexkv's SGLang linker with a clock (`hook_clock`) on every hook, including those that the engine's pools call."""
+"""flexkv's SGLang linker, with a clock from `benchmarks.hook_clock` on every hook, including the hooks that the
+engine's pools call.
+"""
 
 from __future__ import annotations
 
@@ -13,5 +15,6 @@ class CostedLinker(FlexKVLinker):
 
 LEDGER = Ledger()
 LEDGER.put_clocks(CostedLinker, FlexKVLinker, hooks_of(FlexKVLinker))
-# The linker makes objects of this class itself. Its other methods are called by hooks that already have a clock.
+# The linker makes `LoadBatches` objects itself, so the class is changed in place. Its other methods are
+# called by hooks that already have a clock.
 LEDGER.put_clocks(LoadBatches, LoadBatches, ("set_consumer", "wait_until"))

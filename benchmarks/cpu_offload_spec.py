@@ -1,7 +1,8 @@
-"""Host-memory copies for vLLM's own OffloadingConnector, so that it can be measured where the engine runs on a CPU.
+"""Copies blocks for vLLM's own OffloadingConnector, so that it can be measured where the engine runs on a CPU.
 
-vLLM ships the scheduler side for every device but the copies only for GPUs. This module supplies the copies, with
-torch's indexed assignment. vLLM loads it by name: `spec_module_path` and `spec_name` in the connector's extra config.
+vLLM's scheduler side of the connector works for every device, but its copies need a GPU. This module makes the copies
+with torch's indexed assignment. vLLM loads it by the names in the connector's extra config, `spec_module_path` and
+`spec_name`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies immediately, in the caller's thread, between the engine's blocks and chunks of several blocks."""
+    """Copies between the engine's blocks and host memory, whose chunks have several blocks each. Each copy is made at
+    once, in the caller's thread.
+    """
 
     def __init__(self, caches: CanonicalKVCaches, chunks: int, blocks_per_chunk: int) -> None:
         self._tensors = caches.tensors
@@ -37,14 +40,14 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: Any) -> None:
-        """Does nothing, because every copy has ended when its call returns."""
+        """Does nothing, because every copy has ended when the call that submitted it returns."""
 
     def _copy(self, job_id: Any, engine_spec: Any, host_spec: Any, *, store: bool) -> bool:
         started = time.perf_counter()
         blocks = torch.as_tensor(engine_spec.block_ids).long()
         chunks = torch.as_tensor(host_spec.block_ids).long()
         places = (chunks[:, None] * self._blocks_per_chunk + torch.arange(self._blocks_per_chunk)).flatten()
-        # A transfer may begin inside a chunk.
+        # A transfer may begin in the middle of a chunk.
         first = engine_spec.block_indices[0] % self._blocks_per_chunk
         places = places[first : first + len(blocks)]
         moved = 0
@@ -59,7 +62,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class HostCopySpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """The built-in CPU tier with the worker above."""
+    """vLLM's built-in CPU tier, with `HostCopyWorker` as its worker."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:  # type: ignore[has-type]

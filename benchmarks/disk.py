@@ -1,14 +1,15 @@
-"""Compares the disk tier with a raw I/O loop (same ring, slab, huge pages and depth; no trailer, digest or index) and
-fio.
+"""Compares the disk tier with fio and with a raw I/O loop ("bare"). The loop uses the same kind of ring, slab, huge
+pages and queue depth, but has no trailer, digest or index.
 
-Each round runs every method once, in random order, so that noise affects all alike; figures are medians of payload
-GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle disk has cleared the slots, `write` the
-passes after it. A write counts when it is durable: for the tier when the journal says so, for the loop after one
-fdatasync at its end. CPU is user and system time of all threads of the process; fio reports its own. `registered` is a
-tier whose host pool is registered with io_uring, which keeps it pinned; it runs in the same rounds. `durable` is the
-time from the end of a page's write until the page is durable, under continuous writes. `layerwise` loads 32,768 tokens
-at once, page by page and in ranges of layers. `streamed` loads each page to an engine's pool in plain memory as soon as
-it has been read, and is compared with a load that begins after the last read. `cold` is a start with 1M blocks.
+Each round runs every method once, in random order, so that noise affects all alike. Figures are medians of payload
+GB/s. `fill` is the first pass of writes over a new slab; `ahead` is the same after the idle disk has cleared the slots
+in advance; `write` is a later pass. A write ends when it is durable: for the tier when its journal reports that, for
+the loop after one fdatasync at its end. CPU time is user and system time of all threads of the process; fio reports its
+own. `registered` is a tier whose host pool is registered with io_uring, which keeps the pool pinned; it runs in the
+same rounds. `durable` is the time from the end of a page's write until the page is durable, under continuous writes.
+`layerwise` loads 32,768 tokens at once, page by page and in ranges of layers. `streamed` loads each page to an engine's
+pool in plain memory as soon as the page has been read; it is compared with a load that begins after the last read.
+`cold` is the start of a tier with 1M blocks.
 """
 
 from __future__ import annotations
@@ -48,16 +49,18 @@ from flexkv.transfer.graph import (
 
 PAGES = (2 * MIB, 64 * KIB)
 FILLS = 3
-"""New slabs, each of which is filled once: a first pass cannot be repeated."""
+"""Number of new slabs. Each is filled once, because a first pass cannot be repeated."""
 LAG_BYTES = 8 * MIB
 LOAD_PAGES = 512
-"""32,768 tokens in blocks of 64 tokens of 32 KiB: a model of 16 layers, 8 KV heads of 64, 16 bits."""
+"""Number of pages of a layerwise load. They hold 32,768 tokens of 32 KiB in blocks of 64: a model of 16 layers with 8
+KV heads of 64 elements of 16 bits.
+"""
 STREAM_BYTES = 256 * MIB
 COLD_BLOCKS = 1_000_000
 COLD_READ = 1000
 
 Sample = tuple[float, float]
-"""Seconds, CPU seconds of all threads."""
+"""Wall seconds of a call, and CPU seconds of all threads during it."""
 
 
 def timed(call: Callable[[], object]) -> Sample:
@@ -69,8 +72,8 @@ def timed(call: Callable[[], object]) -> Sample:
 
 
 def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sample]]:
-    """Fills new slabs three times: the tier's first pass, the raw loop's first pass, and the tier's after its disk was
-    idle.
+    """Times the first pass over new slabs: by the tier, by the raw loop, and by the tier after its disk was idle. Each
+    is done FILLS times.
     """
     samples: dict[str, list[Sample]] = {"fill": [], "fill bare": [], "ahead": []}
     places = np.arange(slots, dtype=np.int32)
@@ -91,7 +94,7 @@ def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sam
 
 
 def fio(folder: Path, page_bytes: int, kind: str, slots: int) -> Sample | None:
-    """Samples fio's random reads or writes of as many bytes; None if fio is not installed."""
+    """Runs fio's random reads or writes of `slots` pages. Returns None if fio is not installed."""
     program = shutil.which("fio")
     if program is None:
         return None
@@ -105,7 +108,7 @@ def fio(folder: Path, page_bytes: int, kind: str, slots: int) -> Sample | None:
 
 
 def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians by method: payload GB/s, and cores per GB/s."""
+    """Runs all rounds. Returns for each method the medians of payload GB/s and of CPU cores per GB/s."""
     samples = first_fills(folder, page_bytes, slots)
     rig = Rig(folder / "steady", page_bytes, slots)
     other = Rig(folder / "bare", page_bytes, slots)
@@ -125,7 +128,7 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
         "read bare": lambda: timed(lambda: other.bare(order, False)),
         "read fio": lambda: fio(folder, page_bytes, "read", slots),
     }
-    calls["write fio"]()  # gives fio its file
+    calls["write fio"]()  # creates the file that fio reads
     for _ in range(rounds):
         order = rng.permutation(slots).astype(np.int32)
         for name in rng.permutation(list(calls)).tolist():
@@ -145,8 +148,8 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, float]:
-    """Milliseconds from the end of a page's write until the page is durable, sampled every LAG_BYTES by a program that
-    writes without a pause.
+    """Measures the milliseconds from the end of a page's write until the page is durable, while pages are written
+    without a pause. Samples are taken every LAG_BYTES.
     """
     rig = Rig(folder, page_bytes, slots)
     rig.batch = LAG_BYTES // page_bytes
@@ -164,7 +167,9 @@ def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def layerwise(folder: Path, rounds: int) -> dict[str, float]:
-    """Medians: milliseconds of a load by pages, of a load by layers and of its first layer; and their ratios."""
+    """Returns the medians in milliseconds of a load page by page, of a load in ranges of layers, and of the latter's
+    first layer; and their ratios.
+    """
     rig = Rig(folder, 2 * MIB, LOAD_PAGES, host_slots=LOAD_PAGES)
     places = np.random.default_rng(3).permutation(LOAD_PAGES).astype(np.int32)
     for first in range(0, LOAD_PAGES, rig.batch):
@@ -187,7 +192,9 @@ def layerwise(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
-    """Medians: milliseconds of a load from disk to an engine's pool, streamed and not, and of its copy alone."""
+    """Returns the medians in milliseconds of a streamed load from disk to an engine's pool, of one that is not
+    streamed, and of its copy alone.
+    """
     count = STREAM_BYTES // page_bytes
     rig = Rig(folder, page_bytes, count, count)
     pages = np.arange(count, dtype=np.int32)
@@ -214,7 +221,7 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
         copy(NO_READS)
 
     def load_streamed() -> None:
-        # Op ids are consecutive, so the next one is the read's.
+        # Op ids are consecutive, so `read_all` submits the read with the id after this one.
         copy(np.full(count, next(rig.op_ids) + 1, np.int64), read_all)
 
     methods: dict[str, Callable[[], None]] = {
@@ -230,15 +237,15 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
             taken[name].append(time.perf_counter() - start)
     assert device.close(WAIT_S)
     rig.close()
-    # The first round touches the pool's memory.
+    # The first round does not count, because it is the first to touch the pool's memory.
     ratios = [s / w for s, w in zip(taken["streamed"][1:], taken["whole"][1:], strict=True)]
     times = {f"{name}_ms": statistics.median(seconds[1:]) * 1e3 for name, seconds in taken.items()}
     return {**times, "streamed_over_whole": statistics.median(ratios)}
 
 
 def cold_start(folder: Path) -> dict[str, float]:
-    """Times a start with an index of COLD_BLOCKS blocks of 4 KiB, of which only the COLD_READ blocks to be read were
-    written.
+    """Times the start of a tier whose index has COLD_BLOCKS blocks of 4 KiB, and a read of COLD_READ of them. Only
+    these were written.
     """
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
     written = np.sort(np.random.default_rng(2).permutation(COLD_BLOCKS)[:COLD_READ]).astype(np.int32)
@@ -246,7 +253,8 @@ def cold_start(folder: Path) -> dict[str, float]:
     rig.write(written)
     generations = rig.generations[written]
     rig.close()
-    # The other blocks are only rows of the index: opening costs time per row, reading per page.
+    # The other blocks are only rows of the index. That is enough, because opening takes time per row, and
+    # reading takes time per page that is read.
     index = SlotIndex(next(folder.rglob("index.sqlite")), [COLD_BLOCKS])
     others = np.setdiff1d(np.arange(COLD_BLOCKS), written)
     zeros = np.zeros(len(others), np.uint64)

@@ -1,4 +1,4 @@
-"""The rig of benchmarks/disk.py: a disk tier with a host pool and an engine, and the raw I/O loop beside it."""
+"""What benchmarks/disk.py measures: a disk tier with a host pool and a transfer engine, and the raw I/O loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flexkv.transfer.host_pool import HostPool
 
 KIB, MIB = 1 << 10, 1 << 20
 BATCH_BYTES = 128 * MIB
-"""Bytes of one graph; two of them are in flight."""
+"""Bytes that one graph moves. IN_FLIGHT graphs are in flight at a time."""
 IN_FLIGHT = 2
 BLOCK_TOKENS = 16
 LAYERS = 16
@@ -39,7 +39,9 @@ IDENTITY = DiskIdentity("benchmark", bytes(32))
 
 @functools.cache
 def raw_loop() -> ctypes.CDLL:
-    """Compiles raw_loop.cpp, which is not part of the product, with the queues of csrc/io."""
+    """Compiles raw_loop.cpp, which is not part of the product, together with the I/O queues of csrc/io, and loads the
+    library.
+    """
     root = Path(__file__).resolve().parents[1]
     library = Path(tempfile.mkdtemp()) / "raw_loop.so"
     sources = [root / "benchmarks/raw_loop.cpp"]
@@ -50,14 +52,16 @@ def raw_loop() -> ctypes.CDLL:
 
 
 def group_of(page_bytes: int) -> DiskGroup:
-    """A group of LAYERS layers of K and V."""
+    """A KV group of LAYERS layers, each with a run of K and a run of V, whose pages have `page_bytes`."""
     run = page_bytes // (2 * LAYERS)
     runs = np.array([(i * run, run, i // 2) for i in range(2 * LAYERS)], np.int64)
     return DiskGroup("benchmark", (page_bytes,), (runs,), BLOCK_TOKENS)
 
 
 class Rig:
-    """A tier of `slots` pages on one disk, a host pool of `host_slots`, and an engine between them."""
+    """A tier of `slots` pages on one disk, a host pool of `host_slots` slots, and a transfer engine that moves pages
+    between them. Arguments named `places` are disk slots.
+    """
 
     def __init__(
         self,
@@ -86,9 +90,9 @@ class Rig:
         self.op_ids = itertools.count(1)
         self.generations = np.zeros(slots, np.uint64)
         self.written_s = np.zeros(slots)
-        """When the end of the write to each place was seen."""
+        """Seconds by `time.monotonic`: when the end of the latest write to each disk slot was seen."""
         self.lags_s: list[NDArray[np.float64]] = []
-        """Seconds from then until each page was seen to be durable."""
+        """Seconds from the end of a page's write until a poll reported the page as durable; one array per report."""
         self.keys = np.random.default_rng(0).integers(0, 256, (slots, 16), dtype=np.uint8)
         slab = next(folder.rglob("group0.slab"))
         header = read_header(str(slab))
@@ -111,7 +115,7 @@ class Rig:
             assert result.status is OpStatus.OK, result.reason
 
     def _batches(self, kind: OpKind, places: NDArray[np.int32]) -> None:
-        """Moves the pages of these places in batches, IN_FLIGHT at once."""
+        """Reads or writes the pages in these disk slots in batches, with IN_FLIGHT batches in flight."""
         moving: deque[tuple[Ticket, NDArray[np.int32]]] = deque()
         parts = [places[first : first + self.batch] for first in range(0, len(places), self.batch)]
         for number, part in enumerate(parts):
@@ -131,14 +135,14 @@ class Rig:
             self._hear()
 
     def _hear(self) -> int:
-        """Polls; returns how many pages became durable since the last poll."""
+        """Polls the tier and records the lags. Returns how many pages became durable since the last poll."""
         events, now_s = self.unit.poll(), time.monotonic()
         assert not events.lost, events.lost
         self.lags_s += [now_s - self.written_s[pages.places] for pages in events.durable]
         return sum(len(pages.places) for pages in events.durable)
 
     def write(self, places: NDArray[np.int32]) -> None:
-        """Writes pages and returns when all are durable."""
+        """Writes the pages in these disk slots, and returns when all are durable."""
         self.generations[places] = self.unit.next_generations(len(places))
         before = len(self.lags_s)
         self._batches(OpKind.DISK_WRITE, places)
@@ -153,8 +157,8 @@ class Rig:
         self._batches(OpKind.DISK_READ, places)
 
     def load(self, places: NDArray[np.int32], layerwise: bool) -> tuple[float, float]:
-        """Loads all `places` at once; returns the seconds until the first layer is verified in host memory, and until
-        all layers are.
+        """Reads all `places` with one op. Returns the seconds until the first layer of all pages is verified in host
+        memory, and until all layers are.
         """
         slots = np.arange(len(places), dtype=np.int32)
         start = time.perf_counter()
@@ -165,7 +169,7 @@ class Rig:
         return first, time.perf_counter() - start
 
     def bare(self, places: NDArray[np.int32], write: bool) -> None:
-        """Moves the same pages by the raw I/O loop, all at once; a write ends with one fdatasync."""
+        """Moves the same pages with one call of the raw I/O loop. A write ends with one fdatasync."""
         host = self.pool.slots
         buffers = np.array([self.pool.slot(i % host).ctypes.data for i in range(len(places))], np.uint64)
         offsets = np.array([self.slab.offset(place) for place in places.tolist()], np.int64)
@@ -176,7 +180,7 @@ class Rig:
             assert self.slab.sync() == 0
 
     def clear_ahead(self) -> None:
-        """Writes one page and waits until the idle disk has cleared the slots after it."""
+        """Writes one page, and waits until the idle disk has cleared the other slots."""
         self.write(np.zeros(1, np.int32))
         known, quiet, deadline = -1, 0, time.monotonic() + WAIT_S
         while quiet < 5:

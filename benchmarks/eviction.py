@@ -1,8 +1,9 @@
-"""Measures the share of a request trace's blocks that each eviction policy of the native index serves, by cache size.
+"""Measures for each eviction policy of the native index, and for several cache sizes, what share of a request trace's
+blocks are hits.
 
-Each line of a trace is a JSON object for one request, whose `hash_ids` name its blocks in order (as in Mooncake's
-traces). Requests come one after another: blocks that are cached are hits, the others are stored, and all of them count
-as used together. Prints the share of blocks that were hits.
+Each line of a trace is a JSON object for one request, whose `hash_ids` identify its blocks in order (as in Mooncake's
+traces). Requests come one after another. Blocks that are cached are hits; the others are stored; then all blocks of the
+request count as used together.
 
     python -m benchmarks.eviction TRACE [--blocks 1000 2000 4000]
 """
@@ -24,11 +25,11 @@ SIZES = (250, 500, 1000, 2000, 4000, 10_000, 20_000)
 
 
 def read_trace(path: Path) -> list[np.ndarray]:
-    """The keys of each request."""
+    """Returns the keys of each request of the trace: uint8 [blocks, 16]."""
     requests = []
     for line in path.read_text().splitlines():
         keys = np.zeros((len(ids := json.loads(line)["hash_ids"]), 16), np.uint8)
-        # Mixed as digests are, because the index assumes that keys are random.
+        # Spreads the ids over the keys' bits, because the index assumes that keys are random like digests.
         keys.view(np.uint64)[:] = np.array(ids, np.uint64)[:, None] * np.array(
             [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64
         )
@@ -37,7 +38,9 @@ def read_trace(path: Path) -> list[np.ndarray]:
 
 
 def hit_rate(requests: list[np.ndarray], policy: str, blocks: int) -> float:
-    """The share of all blocks that were cached when their request came."""
+    """Runs the trace through an index of `blocks` slots. Returns the share of all blocks that were cached when their
+    request came.
+    """
     index = c_ext.BlockIndex([blocks], policy)
     index.grow(0, blocks)
     hits = asked = 0

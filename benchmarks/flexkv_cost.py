@@ -1,8 +1,9 @@
-"""Measures flexkv's own CPU time in a vLLM engine: its hooks on the scheduler's and the worker's side, and its threads.
+"""Measures flexkv's own CPU time in a vLLM engine: that of its hooks in scheduler and worker, and that of its threads.
 
 `vllm_overhead` compares two engines, but the noise of vLLM's own threads is larger than flexkv's cost. Here one engine
 runs with a clock on every hook of the connector, so flexkv's own time is exact to microseconds. It is compared with the
-time of the whole engine for the same requests. No request can hit; stores are included.
+CPU time that the rest of the engine takes for the same requests. The prompts are new, so no request hits; stores are
+included.
 
     python -m benchmarks.flexkv_cost [--runs 9] [--json out/flexkv_cost.json] [--check]
 """
@@ -45,7 +46,9 @@ COSTED = FLEXKV | {
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """CPU seconds per request by their user, one entry per run; and the same while no request runs."""
+    """Returns CPU seconds per request of the hooks, of flexkv's threads and of the complete engine, one entry per run;
+    CPU shares while no request runs; sums per hook; and the number of bytes stored.
+    """
     shape = PRESETS[MODEL]
     model = write_model(arguments.out / "models", MODEL)
     log = arguments.out / "flexkv_cost.log"

@@ -1,9 +1,10 @@
-"""Measures host gather and scatter between a layer-first pool and pages: 32 layers x K and V, one thread, buffers far
-larger than the caches.
+"""Measures gather and scatter on the host between a layer-first pool and pages, with 32 layers of K and V, one thread,
+and buffers far larger than the CPU caches.
 
-Prints medians of interleaved rounds and ratios; `--json PATH` writes them. "flat" is plain memcpy of the same bytes,
-page by page ("flat_pages") and in one call ("flat_whole"); "flat_streaming" is flexkv's own copy of pages that are one
-run. torch's best is the fastest of a strided copy_ per block, a copy_ per run, and index_select + copy_.
+Prints medians of interleaved rounds, and ratios; `--json PATH` also writes them to a file. "flat_pages" and
+"flat_whole" are plain memcpy of the same bytes, page by page and in one call. "flat_streaming" is flexkv's own copy of
+pages that are one run. "torch best" is the fastest of a strided copy_ per block, a copy_ per run, and index_select with
+copy_ (index_copy_ for scatter).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flexkv import c_ext
 LAYERS, KV = 32, 2
 KIB, MIB = 1 << 10, 1 << 20
 POOL_BYTES = 512 * MIB
-"""16 times a 32 MiB L3: every pass is cold."""
+"""16 times an L3 cache of 32 MiB, so that every pass finds its bytes cold."""
 RUN_KIB = (4, 16, 32, 64, 128, 256)
 
 Bytes = NDArray[np.uint8]
@@ -36,7 +37,7 @@ Method = Callable[[], None]
 
 
 def huge_buffer(size: int) -> Bytes:
-    """Zeroed private memory, already touched, on transparent huge pages if the host allows them."""
+    """Private memory that is already touched, in transparent huge pages if the host allows them. All bytes are 1."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, np.uint8)
@@ -46,7 +47,9 @@ def huge_buffer(size: int) -> Bytes:
 
 @dataclass
 class Case:
-    """One run size: a pool [layer, kv, block, run], pages [block, layer, kv, run], and the order of the blocks."""
+    """The memory for one run size: a pool [layer, kv, block, run], pages [block, layer, kv, run], and the random order
+    in which blocks are copied.
+    """
 
     run_bytes: int
     pool: Bytes
@@ -109,7 +112,8 @@ class Case:
 
         torch.set_num_threads(1)
         used = self.blocks * self.page_bytes
-        # int64 elements: torch copies bytes no faster, and int64 is its fastest index_select.
+        # The tensors have int64 elements, because torch copies bytes no faster, and its index_select is
+        # fastest with int64.
         pool = torch.from_numpy(self.pool[:used].view(np.int64)).view(self.runs, self.blocks, -1)
         pages = torch.from_numpy(self.pages[:used].view(np.int64)).view(self.blocks, self.runs, -1)
         order = torch.tensor(self.order)
@@ -141,7 +145,7 @@ class Case:
 
 
 def measure(case: Case, scatter: bool, rounds: int) -> dict[str, float]:
-    """Median GB/s of every method; each round has one pass of each method, so that noise affects all alike."""
+    """Returns the median GB/s of every method. Each round runs each method once, so that noise affects all alike."""
     methods: dict[str, Method] = {
         "flexkv": case.ours(scatter),
         "flat_pages": case.flat(scatter, whole=False),

@@ -1,5 +1,5 @@
-"""Goals for the effect of copies on the engine: the engine's own work beside copies, single loads and stores, and CPU
-time.
+"""Goals for what the inference engine notices of copies: how much they slow down its own work, how long single loads
+and stores take, and how much CPU time they need.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from benchmarks.gpu_goal import Goal, Row, least, most
 KIB = 1 << 10
 STEP, PRODUCT = "decoding step", "large product"
 SMALL = ("small D2H", "small H2D")
-"""Names of works in the rows of `flexkv bench transfer --part beside`."""
+"""Names of the engine's work in the rows of `flexkv bench transfer --part beside`."""
 BOTH = "both"
 KERNEL = "kernel"
 BLOCK_RUN = 4 * KIB
@@ -19,7 +19,7 @@ MANY_BLOCKS = 1024
 
 
 def beside_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for the engine's work beside loads and stores."""
+    """Goals for the engine's own work while loads and stores run beside it."""
     measured = [row for row in rows if row["factor"] is not None and row["pinned"]]
     one_way = [row for row in measured if row["direction"] != BOTH]
     by_engine = [row for row in one_way if row["path"] != KERNEL]
@@ -51,10 +51,10 @@ def beside_goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
-    """Goals for single loads by layer and single stores, with nothing beside them.
+    """Goals for single layerwise loads and single stores, with nothing beside them.
 
     Args:
-        link_gbps: rate of one contiguous load; None if it was not measured.
+        link_gbps: measured rate of one contiguous load in GB/s; None if it was not measured.
     """
     pinned = [row for row in rows if row["pinned"]]
 
@@ -86,7 +86,7 @@ def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
 
 
 def processor_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for the process's CPU time."""
+    """Goals for the CPU time of the process that makes the copies."""
 
     def cores(idle: bool, kernel: bool = False) -> float | None:
         return most(

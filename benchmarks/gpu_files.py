@@ -1,5 +1,5 @@
-"""Handles the files in a folder of results: writes them atomically, names unreadable ones, and lets only one call use
-the folder at a time.
+"""Handles the files in a folder of results: writes them atomically, reports unreadable ones by name, and lets only one
+process use the folder at a time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ LOCK = ".lock"
 
 
 class RefusedError(Exception):
-    """A stage was not started; the message says why, and what to do."""
+    """Raised when a stage was not started; the message says why, and what to do."""
 
 
 class UnreadableError(Exception):
-    """A file holds no result; the message names the file and the reason."""
+    """Raised for a file without a usable result; the message names the file and the reason."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically: even after a loss of power, the complete old or new file is there."""
+    """Replaces the file atomically: even after a loss of power, either the complete old file or the complete new one is
+    there.
+    """
     beside = path.with_name(f".{path.name}.part")
     with beside.open("w") as file:
         file.write(text)
@@ -35,7 +37,8 @@ def write_whole(path: Path, text: str) -> None:
 def reading(path: Path) -> Iterator[None]:
     """Turns errors about the content of `path` into an UnreadableError that names it.
 
-    Such errors come from half-written files and from files of another version, which lack a value or hold another type.
+    Files that are half written cause such errors, and files of a different version, which lack a value or have one of
+    another type.
     """
     try:
         yield
@@ -45,10 +48,10 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Locks the folder against other calls; the lock ends with the process, even if it is killed.
+    """Locks the folder against other processes. The lock ends with this process, even if it is killed.
 
     Raises:
-        RefusedError: another call holds the lock.
+        RefusedError: another process has the lock.
     """
     with (folder / LOCK).open("w") as file:
         try:

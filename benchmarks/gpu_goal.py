@@ -1,4 +1,4 @@
-"""A goal, and whether a measurement reaches it."""
+"""A goal, with the verdict whether a measurement reaches it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure to reach.
+    """A figure that a measurement should reach.
 
     Attributes:
-        found: the measured figure, the worst of its rows; None if nothing was measured.
-        at_most: `reach` is an upper bound.
+        found: the measured figure, which is the worst of several rows; None if nothing was measured.
+        at_most: whether `reach` is an upper bound; otherwise it is a lower bound.
     """
 
     what: str

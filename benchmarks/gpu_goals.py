@@ -1,4 +1,4 @@
-"""The goals of a data-centre GPU, each with the figure from the rows of `flexkv bench transfer`."""
+"""The goals for a data-centre GPU, each with the figure that the rows of `flexkv bench transfer` show."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from benchmarks.gpu_goal import Goal, Row, least
 
 KIB, MIB = 1 << 10, 1 << 20
 TRUE_GDS = "cuFile, GPUDirect Storage"
-"""`GDSManager.describe` says this in a row's note for GPUDirect Storage, and for nothing else."""
+"""A row's note has these words only if GPUDirect Storage was used. `GDSManager.describe` writes them."""
 FEW = 8
-"""Multiprocessors that a transform takes beside the engine, where no row says otherwise."""
+"""The most multiprocessors that a layout transform takes from the engine, if the results do not say otherwise."""
 ANY_LENGTH = 1 << 40
 
 
 def goals(bench: Mapping[str, Any]) -> list[Goal]:
-    """Every goal, from the JSON of `flexkv bench transfer`."""
-    # Until the host pool is registered with the GPU, copies do not use the kernel, so such rows measured another path.
+    """Returns every goal, with its figure from the JSON of `flexkv bench transfer`."""
+    # Rows that are not pinned are left out: until the host pool is registered with the GPU, copies do not use
+    # the kernel, so these rows measured a different path.
     rows: Sequence[Row] = [row for row in bench["rows"] if row.get("pinned", True)]
     beside: Sequence[Row] = bench["comparisons"]
     transforms = [row for row in beside if row["what"] == "layout transform"]
@@ -37,7 +38,7 @@ def goals(bench: Mapping[str, Any]) -> list[Goal]:
 
 
 def _rate_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for how close the lanes come to contiguous copies."""
+    """Goals for how close the lanes come to the rate of one contiguous copy."""
 
     def share(smallest: int, largest: int, direction: str) -> float | None:
         return least(

@@ -1,4 +1,4 @@
-"""Describes a machine with a GPU, and what it lacks. Imports no module that must be built first."""
+"""Describes a machine with a GPU, and what the machine lacks. Imports no module that must be built first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SAYS_S = 30.0
-"""A program that takes longer to name a version counts as not answering."""
+"""Seconds. A program that takes longer to print its version counts as not answering."""
 CORE_SAYS_S = 120.0
-"""The same for the native core, which initialises the driver to describe the machine."""
+"""Seconds. The same limit for flexkv's native core, which is slower because it initialises the driver."""
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_DEVICE = Path("/dev/nvidiactl")
 STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")
@@ -28,7 +28,7 @@ SOURCE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
 
 
 def machine(device: int) -> dict[str, str]:
-    """Facts about the machine, by name; the reason takes the place of a fact that cannot be found out."""
+    """Returns facts about the machine, by name. For a fact that cannot be found out, the value says why."""
     query = ["nvidia-smi", f"--id={device}", "--format=csv,noheader"]
     query.append("--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max")
     found = {
@@ -45,7 +45,7 @@ def machine(device: int) -> dict[str, str]:
 
 
 def said(command: list[str]) -> str:
-    """A program's output, or the reason why there is none; never empty."""
+    """Runs a program and returns its output, or the reason why there is none; never empty."""
     if shutil.which(command[0]) is None:
         return f"unknown: no {command[0]} here"
     try:
@@ -58,7 +58,7 @@ def said(command: list[str]) -> str:
 
 
 def source_digest() -> str:
-    """Digest of all sources that are built or measured, by name and content; also works without `.git`."""
+    """Returns a digest of the names and contents of all sources that are built or measured. Works without `.git`."""
     digest = hashlib.sha256()
     for folder in ("csrc", "flexkv", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -68,13 +68,13 @@ def source_digest() -> str:
 
 
 def gpus() -> int:
-    """Number of GPUs that nvidia-smi lists."""
+    """Returns the number of GPUs that nvidia-smi lists."""
     listed = said(["nvidia-smi", "--list-gpus"])
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def not_here() -> dict[str, str]:
-    """Which parts cannot run on this machine, and why, under the names that the page uses."""
+    """Returns what cannot be measured on this machine, by the name that docs/gpu-results.md uses, with the reason."""
     found = {}
     if (count := gpus()) < 2:
         for name in ("a device other than 0", "tensor parallel ranks on GPUs of their own"):
@@ -88,14 +88,18 @@ def not_here() -> dict[str, str]:
 
 
 def driver_refusal() -> str:
-    """Why there is nothing to build for; empty if there is. In some containers /proc does not show the driver."""
+    """Returns why there is no GPU to build for; empty if there is one. Looks in several places, because in some
+    containers /proc does not show the driver.
+    """
     if DRIVER.exists() or CONTROL_DEVICE.exists() or gpus():
         return ""
     return "no NVIDIA driver is loaded"
 
 
 def refusal() -> str:
-    """Why nothing can be run on this machine; empty if it can. Asks the driver in a process of its own."""
+    """Returns why no stage that needs the native core can run on this machine; empty if one can. A child process asks
+    the driver.
+    """
     if lacking := driver_refusal():
         return lacking
     program = "import json; from flexkv import c_ext; print(json.dumps(c_ext.cuda_info()))"

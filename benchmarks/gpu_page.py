@@ -1,4 +1,4 @@
-"""Makes docs/gpu-results.md from the stages' results, whether the stages are complete or not."""
+"""Makes the page docs/gpu-results.md from the results of the stages. Stages may be incomplete."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ HEADING = """\
 
 Written by `python -m benchmarks.gpu_results render`; every figure was measured, and what did not run is named."""
 MOST_FAILURES = 20
-"""Failed tests that are named."""
+"""The most failed tests that the page lists."""
 ROW_KINDS = ("rows", "comparisons", "beside", "latency", "processor")
-"""Lists of rows in the JSON of `flexkv bench transfer`."""
+"""Keys in the JSON of `flexkv bench transfer` whose values are lists of rows."""
 PARTIAL = "partial"
-"""Key in a row: the step that measured it and did not pass, so that other rows of the step are missing; else empty."""
+"""A key that this module adds to each row. Its value names the step that measured the row if that step did not pass,
+because then other rows of the step are missing; otherwise it is empty.
+"""
 
 
 def bench_of(folder: Path) -> dict[str, Any]:
-    """Merges the rows of all parts of the bench stage that have any.
+    """Merges the rows of all steps of the bench stage that have a result.
 
-    Each row also has `PARTIAL`. `unread` gets the parts that cannot be read, by name, with the reason.
+    Each row also gets the key `PARTIAL`. The key `unread` lists the steps whose results cannot be read, by name, with
+    the reason.
     """
     merged: dict[str, Any] = {kind: [] for kind in ROW_KINDS}
     merged |= {"limit_gbps": {}, "thresholds": {}, "parts": [], "copies": {}, "unread": {}}
     try:
         steps = read_stage(folder, "bench")["steps"]
-    except UnreadableError:  # `_read` names it
+    except UnreadableError:  # `_read` reports it
         return merged
     for step in steps:
         if not _has_result(folder, step):
@@ -55,10 +58,10 @@ def bench_of(folder: Path) -> dict[str, Any]:
 
 
 def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
-    """One step's measurements, once they are known to have all that the page needs.
+    """Reads one step's measurements, and checks that they have everything that the page needs.
 
     Raises:
-        UnreadableError: the file is incomplete, or from another version.
+        UnreadableError: the file is incomplete, or from a different version.
     """
     with reading(path):
         part: dict[str, Any] = json.loads(path.read_text())
@@ -73,15 +76,17 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_result(folder: Path, step: Mapping[str, Any]) -> bool:
-    """Whether a step has a result; a step that was not begun has none, even if there is a file of that name."""
+    """Whether a step has a result. A step that was not begun has none, even if its file exists, because the file is
+    from an earlier call.
+    """
     return bool(step["result"]) and step["state"] in BEGUN and (folder / step["result"]).exists()
 
 
 def render(folder: Path) -> str:
-    """Renders the page.
+    """Returns the text of the page.
 
     Args:
-        folder: folder of results, to which the stages have written.
+        folder: the folder of results, to which the stages have written.
     """
     stages, unread = _read(folder)
     bench = bench_of(folder)
@@ -124,7 +129,7 @@ def render(folder: Path) -> str:
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The stages that have steps, and the stages that cannot be read, with the reason."""
+    """Returns the stages that have steps, and, by name, why other stages' files cannot be read."""
     stages, unread = [], {}
     for name in STAGES:
         try:
@@ -138,8 +143,8 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 
 def _machines(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """Each machine, with the stages that ran on it. Stages of different dates count as one machine; its first date is
-    shown.
+    """Returns each machine's facts, with the stages that ran on it. If only the dates of two stages differ, they ran on
+    one machine, for which the first date is shown.
     """
     found: dict[str, tuple[tuple[tuple[str, str], ...], list[str]]] = {}
     for stage in stages:
@@ -163,7 +168,9 @@ def _step_cells(folder: Path, stage: Mapping[str, Any], step: Mapping[str, Any])
 
 
 def _not_run(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What the machine lacks, and steps that have no result or ran no test."""
+    """Returns what was not measured, with the reason: what the machine lacks, steps without a result, and steps that
+    ran no test.
+    """
     found = {name: why for stage in stages for name, why in stage.get("not_here", {}).items()}
     for stage in stages:
         for step in stage["steps"]:
@@ -175,8 +182,9 @@ def _not_run(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[tuple[st
 
 
 def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, str]) -> list[str]:
-    """The outcomes of every step that wrote pytest's report, and the failed tests. A report that cannot be read goes to
-    `unread`."""
+    """Returns the page's section on tests: the outcomes of every step with a report by pytest, and the failed tests. If
+    a report cannot be read, adds the reason to `unread`.
+    """
     rows, failures = [], []
     for stage in stages:
         for step in stage["steps"]:
@@ -189,7 +197,7 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
             except UnreadableError as error:
                 unread[name] = f"no result, because {error}"
                 continue
-            # A step whose tests failed still has a complete report.
+            # If a step ended, its report is complete, even if tests failed.
             shown = name if step["state"] in ENDED else f"{name} ({PARTIAL}: {step['state']})"
             rows.append((shown, *map(str, counts.values())))
             failures += failed
@@ -202,8 +210,8 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
 
 
 def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
-    """Why a step that passed ran no test: the reason for which its first test was skipped. Empty if a test was run, or
-    if the report cannot be read.
+    """If a step passed because all its tests were skipped, returns how many there were, and why the first was skipped.
+    Empty if a test ran, or if the report cannot be read.
     """
     report = folder / step["result"]
     if step["state"] != "passed" or not report.name.endswith(".xml") or not report.exists():
@@ -218,15 +226,16 @@ def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
 
 
 def _reasons(junit: Path) -> list[str]:
-    """The reasons for which tests were skipped."""
+    """Returns for each skipped test why it was skipped."""
     with reading(junit):
         return [node.attrib.get("message", "") for node in ElementTree.parse(junit).getroot().iter("skipped")]
 
 
 def outcomes(junit: Path) -> dict[str, int]:
-    """Numbers of passed, failed and skipped tests in a report that pytest wrote.
+    """Returns the numbers of passed, failed and skipped tests in a report that pytest wrote.
+
     Raises:
-        UnreadableError: it is no report, or not whole.
+        UnreadableError: the file is not a report, or is incomplete.
     """
     with reading(junit):
         (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
@@ -236,10 +245,10 @@ def outcomes(junit: Path) -> dict[str, int]:
 
 
 def failed_tests(junit: Path) -> list[tuple[str, str]]:
-    """Names of failed tests, and the first line of each error.
+    """Returns the names of failed tests, each with the first line of its error.
 
     Raises:
-        UnreadableError: it is no report, or not whole.
+        UnreadableError: the file is not a report, or is incomplete.
     """
     found = []
     with reading(junit):
@@ -252,7 +261,7 @@ def failed_tests(junit: Path) -> list[tuple[str, str]]:
 
 
 def _rows(rows: Sequence[Row]) -> list[str]:
-    # Not all versions have all columns.
+    # Rows of different steps or versions may have different columns.
     headings = list(dict.fromkeys(name for row in rows for name in row))
     if not headings:
         return ["Not measured.", ""]
@@ -264,7 +273,7 @@ def _limits(bench: Mapping[str, Any]) -> str:
 
 
 def _copies(bench: Mapping[str, Any]) -> list[str]:
-    """The ways in which the lane copied, one line per direction; empty if no part recorded them."""
+    """Returns one line per direction that says which copy paths the lane used. Empty if no step recorded them."""
     return [f"{name.upper()}: {ways}." for name, ways in bench["copies"].items()]
 
 

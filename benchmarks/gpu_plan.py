@@ -1,8 +1,9 @@
-"""The steps of each stage of a visit to a GPU, with their time limits.
+"""Lists the steps of each stage of a visit to a GPU, with their time limits. A visit is a limited time on a machine
+with a GPU.
 
-build, smoke and bench together take at most 20 minutes, so that one visit gives the figures; tests and sanitize need
-another visit. `all` has every stage within ten minutes, with fewer and smaller measurements. A step that the machine
-cannot run is left out, with the reason.
+The stages build, smoke and bench together take at most 20 minutes, so that one visit gives the figures; tests and
+sanitize need another visit. `all` runs every stage within ten minutes, with fewer and smaller measurements. If the
+machine cannot run a step, the step is left out and the reason recorded.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ from benchmarks.gpu_stages import Stage, Step
 from benchmarks.gpu_vllm_page import RESULT as VLLM_RESULT
 
 LIMITS_S = {"build": 440.0, "smoke": 240.0, "bench": 460.0, "tests": 460.0, "sanitize": 460.0}
-"""Seconds from the call on. With `ENDING_S` each ends within eight minutes, the first three within twenty together."""
+"""Limit of each stage in seconds, from the start of the program. Together with `ENDING_S`, each stage ends within eight
+minutes, and the first three end within twenty minutes in total.
+"""
 STAGES = tuple(LIMITS_S)
 ALL = "all"
-"""Every stage in one call."""
+"""Name of the command that runs every stage in one call."""
 ALL_LIMIT_S = 570.0
-"""Seconds for `all`, from the call on: below ten minutes."""
+"""Seconds from the start of the program until `all` must end: below ten minutes."""
 ALL_SHARES = {"build": 4.0, "smoke": 1.0, "bench": 3.0, "tests": 6.0, "sanitize": 1.5}
-"""How the stages that are left share the time that is left; time that one does not use goes to the others."""
+"""Weights by which the stages of `all` that are still to run share the time that is left. Time that a stage does not
+use goes to the later ones.
+"""
 NEED_A_CORE = STAGES[1:]
-"""Stages that run the native core which `build` has made."""
+"""Stages that need the native core that `build` makes."""
 
 LENIENT = ("-o", "addopts=-ra --import-mode=importlib")
-"""Options of pytest: marks of a plugin that is not installed (pytest-timeout) are allowed. Steps have limits anyway."""
+"""Options of pytest that allow marks of a plugin that is not installed (pytest-timeout). The steps have their own time
+limits.
+"""
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *LENIENT)
 TEST_FILES = {
     "lanes": ("test_transfer_gpu.py", 240.0),
@@ -40,7 +47,7 @@ TEST_FILES = {
     "rotation": ("test_rotation_gpu.py", 60.0),
     "layerwise": ("test_layerwise_gpu.py", 60.0),
 }
-"""Step -> its file in tests/gpu, and its limit in seconds."""
+"""For each step: its file in tests/gpu, and its limit in seconds."""
 ENGINES = {
     "vLLM": ("vLLM on the GPU", "test_vllm_gpu.py"),
     "SGLang": ("SGLang on the GPU", "test_sglang_gpu.py"),
@@ -49,7 +56,7 @@ ENGINES = {
 CARRIED = "the core that is here was built with CUDA"
 TORCH_MISSING = "torch is not installed: the tests hold pools in its tensors"
 SMOKE = "(every_byte and 4096 and not 80) or capture or digests or measured"
-"""Tests of the lanes that run within a minute: a few of every path."""
+"""pytest's `-k` expression for the tests that `smoke` runs within a minute: a few of every copy path."""
 SANITIZED = {
     "memcheck lanes": "memcheck and test_transfer_gpu",
     "memcheck staged transfers": "memcheck and test_gds_gpu",
@@ -62,14 +69,16 @@ SANITIZED = {
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a plan depends on.
+    """The facts on which a plan depends.
 
     Attributes:
-        out: the folder of results.
-        folder: a folder on the disk to measure; None leaves disks out.
-        carried: the existing core was built with CUDA, and is not rebuilt.
-        quick: measurements are a quarter as large and are repeated three times, so that all stages fit into one call.
-        prepare: MODULE:FUNCTION that each engine of `vllm_beside_gpu` calls before vLLM is imported, or "".
+        out: folder of results.
+        folder: a folder on the disk to measure; None if no disk is measured.
+        carried: whether the existing native core was built with CUDA, so that it need not be rebuilt.
+        quick: whether measurements are smaller (at most 256 MB) and repeated at most three times, so that all stages
+            fit into one call.
+        prepare: MODULE:FUNCTION that each engine of `vllm_beside_gpu` calls before it imports vLLM; empty if there is
+            none.
     """
 
     out: Path
@@ -81,7 +90,7 @@ class Visit:
 
 
 def plan(name: str, visit: Visit) -> Stage:
-    """The stage `name`."""
+    """Makes the stage `name` for this visit."""
     makers: dict[str, Callable[[], list[Step]]] = {
         "build": lambda: _build(CARRIED if visit.carried else ""),
         "smoke": lambda: _smoke(visit),
@@ -109,14 +118,16 @@ QUICK_S = {
     "layerwise": 20.0,
     "vLLM beside copies": 180.0,
 }
-"""Limits of steps of `all`, some two times what they took on an H100 machine with 16 CPUs: a stage's time is shared by
-its steps' limits, and what is cut has no result."""
+"""Limits of the steps of `all` in seconds: about twice what they took on an H100 machine with 16 CPUs. They are tight
+because a stage divides its time in proportion to its steps' limits, but not too tight, because a step that is cut has
+no result.
+"""
 TWO_MINUTES = "takes minutes: `tests` has it, in a call of its own"
 NO_TESTING = "tests/testing_ext is not built (make build-test): the test's disks are made with it"
 
 
 def quick(stage: Stage) -> Stage:
-    """A stage as `all` has it, within `QUICK_S`."""
+    """Returns the stage with the steps' limits lowered to those of `QUICK_S`, for `all`."""
     limits = QUICK_S | ({"lanes": 70.0} if stage.name == "tests" else {})
     return replace(
         stage,
@@ -128,11 +139,11 @@ def quick(stage: Stage) -> Stage:
 
 
 def all_deadlines_s(names: Sequence[str], name: str, now_s: float, ends_s: float) -> float:
-    """The latest end of stage `name` of `all`, by the same clock as `now_s` and `ends_s`.
+    """Returns when stage `name` of `all` must end, by the same clock as `now_s` and `ends_s`.
 
     Args:
-        names: stages that have not run yet, `name` the first of them.
-        ends_s: latest end of all stages.
+        names: the stages that have not run yet; `name` is the first of them.
+        ends_s: when all stages must have ended.
     """
     whole = sum(ALL_SHARES[left] for left in names)
     return now_s + (ends_s - now_s) * ALL_SHARES[name] / whole
@@ -153,7 +164,7 @@ def _build(carried: str) -> list[Step]:
             LIMITS_S["build"],
             missing=carried,
             required=True,
-            # For current GPUs of data centres; a build for every architecture takes three times as long.
+            # 90 is Hopper (H100, H200). A build for every architecture takes three times as long.
             environ={"FLEXKV_CUDA": "1", "FLEXKV_CUDA_ARCHS": "90"},
         ),
     ]
@@ -226,7 +237,7 @@ def _tests(visit: Visit) -> list[Step]:
     measured = Step(
         "vLLM beside copies", (*beside, *options), 180.0, VLLM_RESULT, lacking.get("vLLM on the GPU", "")
     )
-    # Before the engines' tests, for which one call may have no time left.
+    # This comes before the engines' tests, because one call may have no time left for those.
     return [*steps, measured, *engines]
 
 
@@ -247,7 +258,7 @@ def _sanitize(out: Path) -> list[Step]:
 
 
 def _lacks_testing(step: str) -> str:
-    """Why a step that needs the tests' own extension cannot run; empty if it can."""
+    """Returns why a step that needs the tests' own extension cannot run; empty if it can, or does not need it."""
     needed = "disk lane" in step
     return NO_TESTING if needed and find_spec("tests.testing_ext") is None else ""
 

@@ -4,11 +4,12 @@
 `python -m benchmarks.gpu_results build|smoke|bench|tests|sanitize --out DIR [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results render --out DIR`
 
-A stage writes DIR/<stage>.json as it goes and ends within 8 minutes. Called again, it continues with the steps that
-have no result, or is refused if the results are from another machine or source. `all` runs every stage in one call
-within `--limit-s` seconds, and builds the core only if the existing one has no CUDA. Needs an NVIDIA GPU with its
-driver and the CUDA toolkit; torch with CUDA for all tests and the comparisons with torch. `--folder` lies on the disk
-to measure; without it disks are left out. Whatever is missing is named.
+A stage writes DIR/<stage>.json after each step, and ends within 8 minutes. If it is called again, it continues with the
+steps that have no result, or refuses if the results are from another machine or source. `all` runs every stage in one
+call within `--limit-s` seconds, and builds the native core only if the existing one has no CUDA. The program needs an
+NVIDIA GPU with its driver and the CUDA toolkit. Most tests and the comparisons with torch also need torch with CUDA.
+`--folder` is a folder on the disk to measure; without it no disk is measured. The results list what could not run, with
+the reason.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from benchmarks.gpu_stages import ENDING_S, State, run_stage
 
 PAGE = ROOT / "docs" / "gpu-results.md"
 STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
-"""Pages with tables of what has run."""
+"""Pages with tables that say what has run on which hardware."""
 NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
-"""Marks a row of those tables that waits for a GPU."""
+"""Matches a row of those tables about something that has not run on a GPU."""
 
 
 def status_text() -> str:
-    """Both pages."""
+    """Returns the text of both `STATUS` pages."""
     return "\n".join(page.read_text() for page in STATUS)
 
 
 def waiting_rows(status: str) -> list[str]:
-    """The first cells of the tables' rows that contain `NOT_YET`."""
+    """Returns the first cell of each table row that matches `NOT_YET`."""
     rows = [line for line in status.splitlines() if line.startswith("| ") and NOT_YET.search(line)]
     return [row.split("|")[1].strip() for row in rows]
 
 
 def closing_words(page: Path, status: str) -> str:
-    """Says what the user with the GPU should do next."""
+    """Returns text that tells the user what to do with the page."""
     lines = [
         f"{page}: commit it, with a row in docs/README.md. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"
@@ -55,7 +56,9 @@ def closing_words(page: Path, status: str) -> str:
 
 
 def draw_page(out: Path, picture: Path) -> str:
-    """Draws the rows in `out`; returns the file's path, or why it cannot draw."""
+    """Draws a picture of the rows in the folder `out`. Returns a line with the picture's path, or with the reason why
+    there is none.
+    """
     bench = bench_of(out)
     if not bench["rows"]:
         return "no picture: no lane was measured"
@@ -72,7 +75,7 @@ def draw_page(out: Path, picture: Path) -> str:
     except (
         ImportError,
         TypeError,
-    ) as error:  # matplotlib, or a core that was not built here; rows of another version
+    ) as error:  # no matplotlib or no native core; or rows of a different version
         return f"no picture: {error}"
     return f"{picture}: the picture"
 
@@ -81,11 +84,11 @@ def run_all(visit: Visit, again: bool, ends_s: float, lacking: str) -> list[Stat
     """Runs every stage, and returns the state of every step.
 
     Args:
-        ends_s: when the last step must have ended, by `time.monotonic`.
+        ends_s: when everything must have ended, by `time.monotonic`.
         lacking: why the existing core cannot be used; empty if it can.
 
     Raises:
-        RefusedError: as for `run_stage`; nothing more was run.
+        RefusedError: a stage was refused (see `run_stage`). Later stages were not run.
     """
     facts: Mapping[str, str] = machine(visit.device)
     missing = not_here()

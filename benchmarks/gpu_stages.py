@@ -1,7 +1,7 @@
-"""Runs the steps of a stage as child processes within a time limit, and writes the outcome of each as it ends.
+"""Runs the steps of a stage as child processes within a time limit, and records the outcome of each step when it ends.
 
-The file of a stage names the machine before the first step starts, and is replaced as a whole after every step: an
-interrupted run keeps its measurements, and the next call continues after them.
+A stage's file describes the machine before the first step starts, and is replaced atomically after every step. An
+interrupted run thus keeps its measurements, and the next call continues after them.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from benchmarks.gpu_machine import ROOT
 
 State = Literal["passed", "failed", "cut", "running", "not run"]
 ENDED: tuple[State, ...] = ("passed", "failed")
-"""Steps in one of these states are results, and are not run again."""
+"""A step in one of these states has its result, and is not run again."""
 BEGUN: tuple[State, ...] = (*ENDED, "cut", "running")
-"""A step in one of these states may have written its file."""
+"""A step in one of these states may have written its result file."""
 
 TERM_S = 5.0
-"""Seconds between asking a child to end and killing it."""
+"""Seconds that a child gets to end after SIGTERM, before it is killed."""
 ENDING_S = 3 * TERM_S
-"""Seconds that `_end` takes at most: a stage may end this much later than its limit."""
+"""The most seconds that `_end` takes. A stage may end this much later than its limit."""
 TAIL_BYTES = 4000
-"""Bytes of a step's output that its record keeps; all of it is in the step's log."""
+"""The last bytes of a step's output that its record keeps. The step's log has all output."""
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
+"""The option of prctl by this name, from linux/prctl.h."""
 LAST_CHARACTERS = 160
-"""Characters of a failed step's last line that are shown beside its outcome."""
+"""The most characters of a failed step's last line of output that are shown with its outcome."""
 SHORTEST_S = 5.0
-"""A step is not begun with less time left for its stage."""
+"""Seconds. No step is begun if its stage has less time left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One child process.
+    """A step of a stage: one child process.
 
     Attributes:
-        command: its argument vector, run in the project's folder.
-        limit_s: seconds after which it is ended, unless the stage's own limit comes first.
-        result: name of the file that it writes in the folder of results.
-        missing: why it cannot run here; empty if it can.
-        required: the stage ends if this step fails.
-        environ: variables beside this process's own.
+        command: the child's argument vector; it runs in the project's folder.
+        limit_s: seconds after which the child is ended. The stage's own limit may end it earlier.
+        result: name of the file that the child writes in the folder of results; empty if it writes none.
+        missing: why the step cannot run on this machine; empty if it can.
+        required: whether the stage ends if this step does not pass.
+        environ: environment variables of the child, in addition to those of this process.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Steps that one call runs, within `limit_s` seconds together."""
+    """The steps that one call runs, within `limit_s` seconds in total."""
 
     name: str
     limit_s: float
@@ -77,10 +77,10 @@ def stage_file(folder: Path, stage: str) -> Path:
 
 
 def read_stage(folder: Path, stage: str) -> dict[str, Any]:
-    """The content that a stage has written so far; without steps if it never ran.
+    """Reads what a stage has written so far. If the stage never ran, the content has no steps.
 
     Raises:
-        UnreadableError: the file is not a stage's, or is incomplete.
+        UnreadableError: the file was not written by a stage, or is incomplete.
     """
     path = stage_file(folder, stage)
     if not path.exists():
@@ -105,12 +105,13 @@ def run_stage(
 
     Args:
         folder: folder of results; created if it does not exist.
-        machine: facts about the machine that this runs on, by name.
-        not_here: the parts of the whole plan that this machine cannot run, and why.
-        again: also runs steps that have a result.
-        began_s: start of the stage's limit, by `time.monotonic`; None: now.
+        machine: facts about this machine, by name.
+        not_here: what this machine cannot run, in all stages, and why.
+        again: whether to run steps again that have a result.
+        began_s: when the stage's time began, by `time.monotonic`; None if it begins now.
     Raises:
-        RefusedError: another call uses the folder, or it has results of another machine or source. Nothing was run.
+        RefusedError: another process uses the folder, or the folder has results of another machine or source. Nothing
+            was run.
     """
     ends_s = (time.monotonic() if began_s is None else began_s) + stage.limit_s
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,8 @@ def run_stage(
         records = []
         for step in stage.steps:
             if step.name not in before:
-                # The file is from an earlier call whose record no longer exists.
+                # A result file without a record is from an earlier call, and must not be taken for this
+                # call's.
                 _forget_result(step, folder)
             records.append(before.get(step.name) or _not_yet(step))
         content = {
@@ -134,10 +136,11 @@ def run_stage(
 
 
 def _kept(stage: str, folder: Path, machine: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The records of steps that were begun, by name. If the file cannot be read, prints why and returns no records.
+    """Returns the records of steps that were begun, by name. If the stage's file cannot be read, prints why and returns
+    no records.
 
     Raises:
-        RefusedError: they are from another machine, whose figures would be shown as this machine's.
+        RefusedError: the records are from another machine or source, and would be shown as this one's.
     """
     try:
         content = read_stage(folder, stage)
@@ -176,7 +179,7 @@ def _forget_result(step: Step, folder: Path) -> None:
 
 
 def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: float) -> None:
-    """Runs the stage's steps that have not ended, and keeps their records in the stage's file."""
+    """Runs the steps that have no result yet, and writes their records to the stage's file."""
 
     def write() -> None:
         write_whole(stage_file(folder, stage.name), json.dumps(content, indent=1))
@@ -211,8 +214,8 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
 
 
 def fair_limit_s(left_s: float, limits_s: Sequence[float]) -> float:
-    """Seconds that the first of these steps may take: its own limit, or its share of the time left if that does not
-    suffice for all limits. Time that a step does not use goes to later steps.
+    """Returns how many seconds the first of these steps may take: its own limit, or, if the time left is less than the
+    sum of all limits, its share of that time. Time that a step does not use goes to later steps.
     """
     return min(limits_s[0], max(SHORTEST_S, left_s * limits_s[0] / sum(limits_s)), left_s)
 
@@ -221,7 +224,7 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
     log = folder / f"{stage}-{step.name.replace(' ', '-')}.log"
     began_s = time.monotonic()
     with log.open("wb") as output:
-        # A session of its own, so that processes which it starts end with it.
+        # The child gets its own session, so that the processes that it starts can be ended with it.
         child = subprocess.Popen(
             list(step.command),
             cwd=ROOT,
@@ -251,16 +254,17 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: makes it end with this process, even if this process is killed. Otherwise it would run beside
-    the next call's measurements.
+    """Runs in the child before its program, and makes the kernel end the child when the parent ends, even if the parent
+    is killed. Otherwise the child would disturb the next call's measurements.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Ends the child and the rest of its session; returns whether that worked. A process that waits inside a driver
-    does not end before the driver lets it."""
+    """Ends the child and all processes of its session. Returns whether the child has ended: a process that waits inside
+    a driver cannot be killed.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -279,7 +283,7 @@ def _end(child: subprocess.Popen[bytes]) -> bool:
 
 @contextmanager
 def _ended_by_term() -> Iterator[None]:
-    """Makes a SIGTERM end the running child, too."""
+    """Within this context, a SIGTERM to this process raises SystemExit, so that the running child is ended, too."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

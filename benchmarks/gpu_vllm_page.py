@@ -1,4 +1,4 @@
-"""The part of docs/gpu-results.md about the real vLLM, from the results of `benchmarks.vllm_beside_gpu`."""
+"""Makes the section of docs/gpu-results.md about the real vLLM from the results of `benchmarks.vllm_beside_gpu`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from benchmarks.gpu_files import UnreadableError, reading
 
 RESULT = "vllm-beside.json"
-"""The file's name in a folder of results."""
+"""Name of that benchmark's result file in a folder of results."""
 PARTS = ("p50", "p90", "p99", "max", "connector_p50")
 STEPS = ("decoding steps", "quiet steps", "decoding steps beside stores", "decoding steps beside loads")
 
 
 def vllm_section(folder: Path) -> list[str]:
-    """The section's lines of Markdown; a file that cannot be read is named."""
+    """Returns the section's lines of Markdown. If the result file is absent or cannot be read, they say so."""
     heading = ["## vLLM's steps beside loads and stores", ""]
     path = folder / RESULT
     if not path.exists():

@@ -1,9 +1,10 @@
-"""Computes how many bytes of a long prompt are stored for models with several KV groups, with the shapes of published
-models.
+"""Computes how many bytes flexkv stores for a long prompt of models with several KV groups. The shapes are those of
+published models.
 
-vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's code says which pages are stored for a
-prompt's boundaries. `kept` is the stored share of all pages' bytes. A slot holds a page of any group and has the size
-of the largest page: `empty` is the share of the slots' bytes that no page fills.
+vLLM's own code makes the groups, in the pool layout that it uses on a GPU (blocks outermost). flexkv's code says which
+pages it stores for a prompt's boundaries. `kept` is the stored share of the bytes of all pages. A slot may hold a page
+of any group, so it has the size of the largest page; `empty` is the share of the used slots' bytes that pages leave
+empty.
 
     python -m benchmarks.group_bytes [--prompt 32768] [--step 8192] [--json FILE]
 """
@@ -33,12 +34,13 @@ SLOT_ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """The layers of a model: their number, kinds and sizes.
+    """The layers of a model: how many there are of each kind, and their sizes.
 
     Attributes:
-        full, others: numbers of layers of the two kinds, each with one spec; in the model they alternate.
-        window, chunk: tokens that the `others` attend to.
-        states: shapes and types of a layer's states.
+        full, others: number of layers with full attention, and of layers of the model's other kind. Their order is
+            mixed.
+        window, chunk: number of tokens that each of the `others` attends to; 0 if they are of another kind.
+        states: shapes and data types of the states of each of the `others`; empty if they have none.
     """
 
     full: int
@@ -52,7 +54,7 @@ class Shape:
     def layers(self) -> dict[str, specs.KVCacheSpec]:
         state_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.states)
         token_bytes = 2 * self.kv_heads * self.head * 2
-        # As in vLLM, a block of attention has at least the bytes of a state.
+        # As in vLLM, the block of an attention layer has at least as many bytes as a layer's states.
         block = -(-max(state_bytes, BLOCK_TOKENS * token_bytes) // token_bytes // BLOCK_TOKENS) * BLOCK_TOKENS
         plain = {
             "block_size": block,
@@ -95,10 +97,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One KV group of a model, with the bytes of its pages.
+    """One KV group of a model, with the size of its pages.
 
     Attributes:
-        image_bytes: bytes of a page, without padding of the engine's pool.
+        image_bytes: bytes of a page, without the padding of the engine's pool.
     """
 
     geometry: BlockGeometry
@@ -106,7 +108,7 @@ class Group:
 
 
 def groups_of(shape: Shape) -> tuple[PoolGeometry, list[Group]]:
-    """The groups that vLLM makes for one rank."""
+    """Returns the pool and the groups that vLLM makes for one rank."""
     layout = SimpleNamespace(is_block_outermost=True)
     engine = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -128,14 +130,14 @@ def _image_bytes(group: specs.KVCacheGroupSpec) -> int:
 
 
 def boundaries_of(some: Boundaries, prompt: int, step: int) -> Iterator[int]:
-    """Where hits may end in a prompt that the engine computes in steps of at most `step` tokens."""
+    """Yields the lengths at which hits may end in a prompt that the engine computes in steps of up to `step` tokens."""
     if not some.has_states:
         yield from some.between(0, prompt, prompt)
         return
     last, after, computed = some.last_before(prompt - 1), 0, 0
     while computed < last:
         end = min(some.last_before(computed + step), last)
-        # Steps end at a block's end, except when one block takes several steps.
+        # Steps end at the end of a block, unless one block takes several steps.
         computed = end if end > computed else computed + step
         if computed == end and some.wants_states(end, after, prompt, 0):
             yield (after := end)
@@ -149,12 +151,12 @@ def pages_kept(group: BlockGeometry, boundaries: list[int], prompt: int) -> int:
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored bytes of one prompt of a model.
+    """How much of one prompt of a model is stored.
 
     Attributes:
-        layers: number of layers of each group.
-        kept: stored share of the bytes of all pages.
-        empty: empty share of the slots' bytes.
+        layers: number of layers of each KV group.
+        kept: stored share of the bytes of all the prompt's pages.
+        empty: share of the used slots' bytes that pages leave empty.
     """
 
     model: str

@@ -1,7 +1,7 @@
-"""Measures lookups of one request of 8,192 blocks over groups with different rules: `python -m benchmarks.group_rules`.
+"""Measures lookups of a request of 8,192 blocks in KV groups with different rules: `python -m benchmarks.group_rules`.
 
-All rows of a round run in turn, on an index whose other pages (seven times as many) belong to other requests. They are
-compared with the lookup of one full group in the same rounds.
+Each round runs all cases in turn. Each case has its own index, in which seven times as many pages belong to other
+requests. The times are compared with the lookup of one group with the rule "full" in the same rounds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STATE = GroupRule("state", BLOCK_TOKENS)
 
 @dataclass(frozen=True)
 class Case:
-    """Groups with the blocks that each has; `tokens` is the length of the prefix that all of them together can
-    restore.
+    """KV groups, and the blocks of the request that each of them has cached (`present`). `tokens` is the length of the
+    prefix that all of them together can restore.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Puts clocks on the hooks that an engine calls, and lets another process read them.
+"""Puts clocks on the hooks that an engine calls, and reads these clocks from another process.
 
 Clocks measure the calling thread's CPU time, so that other work on the machine does not count. Every process of the
-engine keeps its sums in a memory-mapped file of its own: reading them disturbs no engine. flexkv's own threads are
-found by their names and read from the kernel's accounting.
+engine keeps its sums in its own memory-mapped file, so that reading them does not disturb the engine. flexkv's own
+threads are found by their names; the kernel's accounting has their CPU time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ THREAD_PREFIX = "flexkv-"
 
 
 def hooks_of(kind: type) -> tuple[str, ...]:
-    """The public methods that a class defines itself."""
+    """Returns the names of the public methods that a class defines itself."""
     return tuple(
         name for name, hook in vars(kind).items() if inspect.isfunction(hook) and not name.startswith("_")
     )
 
 
 class Ledger:
-    """CPU seconds and calls of every hook in one process: float64 [hooks, 2] in a file named by the process id, with a
-    second file for the hooks' names.
+    """CPU seconds and number of calls of every hook in one process. The file named by the process id has them as
+    float64 [hooks, 2]; a second file has the hooks' names.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Ledger:
         self._sums: Any = None
 
     def put_clocks(self, target: type, base: type, names: Sequence[str]) -> None:
-        """Gives `target` timed versions of the hooks of `base`."""
+        """Sets timed versions of the hooks `names` of `base` on `target`."""
         for name in names:
             self.names.append(name)
             setattr(target, name, self._timed(len(self.names) - 1, getattr(base, name)))
@@ -51,7 +51,7 @@ class Ledger:
             self._pid = os.getpid()
             path = Path(os.environ[FOLDER_VARIABLE]) / str(self._pid)
             self._sums = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(self.names), 2))
-            # Written last: a reader looks for this file, and must then find the sums.
+            # Written last, because a reader that finds this file must also find the sums.
             path.with_suffix(".json").write_text(json.dumps(self.names))
         self._sums[hook] += (seconds, 1)
 
@@ -69,12 +69,12 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What flexkv has used so far in all processes of an engine.
+    """The CPU time that flexkv has used so far in all processes of an engine.
 
     Attributes:
-        hooks: hook -> CPU seconds.
-        calls: hook -> number of calls.
-        threads: thread name -> CPU seconds, for threads that are alive.
+        hooks: CPU seconds of each hook.
+        calls: number of calls of each hook.
+        threads: CPU seconds by thread name, of the flexkv threads that are alive.
     """
 
     hooks: dict[str, float]
@@ -87,7 +87,7 @@ class Costs:
 
     @classmethod
     def read(cls, folder: Path) -> Costs:
-        """Reads the ledgers in `folder`, and the threads of the processes that write them."""
+        """Reads the ledgers in `folder`, and the CPU time of the threads of the processes that write them."""
         costs = cls({}, {}, {})
         for names in folder.glob("*.json"):
             hooks = json.loads(names.read_text())
@@ -105,7 +105,9 @@ class Costs:
         return costs
 
     def since(self, before: Costs, requests: int = 1) -> dict[str, float]:
-        """CPU seconds of hooks and threads, and calls, per request since an earlier reading."""
+        """Returns per request what was added since the reading `before`: CPU seconds of hooks and of threads, and
+        calls.
+        """
         return {
             kind: (sum(getattr(self, kind).values()) - sum(getattr(before, kind).values())) / requests
             for kind in ("hooks", "threads", "calls")

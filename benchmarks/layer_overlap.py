@@ -1,11 +1,12 @@
-"""Measures layerwise loads: a real copy and a real matrix product for each of 32 layers, alone and together.
+"""Measures how well layerwise loads overlap with compute. Each of 32 layers has a real copy and a real matrix product,
+which are timed alone and together.
 
 `blocks` moves pages from host memory to an engine's blocks with a layerwise op, and waits for each layer before its
-product, as vLLM's forward does. `pipeline` is the load pipeline of docs/layerwise.md: pages to buffers, a transform
-that touches every key, buffers to paged memory; a layer's product comes when that layer is in paged memory. `plain`
-shows what the machine allows: a thread copies the bytes of `blocks` by memcpy, beside the same kind of product. The
-product's size is chosen so that 32 products take about as long as the copies alone. Rounds alternate; one thread
-multiplies.
+product, as vLLM's forward does. `pipeline` is the load pipeline of docs/layerwise.md: it copies pages to buffers,
+changes every key, and copies the buffers to paged memory; the product of a layer starts when that layer is in paged
+memory. `plain` shows what the machine allows: a thread copies the same bytes as `blocks` with memcpy, while another
+thread makes the products. The size of a product is chosen so that 32 products take about as long as the copies alone.
+In each round the three are timed in turn: copies, products, both. One thread multiplies.
     python -m benchmarks.layer_overlap [--rounds 9] [--json out/layer_overlap.json] [--check]
 """
 
@@ -53,7 +54,7 @@ TOTAL_OVER_LARGER_MAX = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of one round."""
+    """One round: seconds of the copies alone, of the products alone, and of both together."""
 
     copies_s: float
     products_s: float
@@ -77,7 +78,7 @@ class Products:
 
     @classmethod
     def taking(cls, seconds: float) -> Products:
-        """Products of a size that takes about `seconds` each."""
+        """Returns products of matrices so large that each product takes about `seconds`."""
         size = 256
         for _ in range(4):
             products = cls(size)
@@ -94,8 +95,8 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 class Pages:
-    """Host memory with BLOCKS pages, and an engine's paged memory of the same size: float32, layer-first, K and V
-    apart.
+    """Host memory with BLOCKS pages, and an engine's paged memory of the same size: float32, layer-first, with K and V
+    in separate planes.
     """
 
     def __init__(self) -> None:
@@ -110,19 +111,19 @@ class Pages:
 
 
 class Way(ABC):
-    """One way to bring pages into paged memory, layer by layer."""
+    """A method that loads pages into paged memory, layer by layer."""
 
     @abstractmethod
     def run(self, after_layer: Callable[[], None] | None) -> None:
-        """Brings all layers, and calls `after_layer` after each one is in place."""
+        """Loads all layers, and calls `after_layer` whenever the next layer is in place."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends the threads of this method."""
 
 
 class PlainThread(Way):
-    """A thread that copies the runs of one layer after the other."""
+    """Loads with a thread that copies one layer after the other with memcpy."""
 
     def __init__(self, pages: Pages) -> None:
         self.sources = [pages.pool.slot(slot).ctypes.data for slot in range(BLOCKS)]
@@ -147,11 +148,11 @@ class PlainThread(Way):
         thread.join()
 
     def close(self) -> None:
-        """Does nothing: its thread ended with its run."""
+        """Does nothing, because each run ends its own thread."""
 
 
 class IntoBlocks(Way):
-    """A layerwise op from host pages to blocks."""
+    """Loads with a layerwise op from host pages to the engine's blocks."""
 
     def __init__(self, pages: Pages) -> None:
         rows = [
@@ -190,7 +191,7 @@ class IntoBlocks(Way):
 
 
 class ThroughBuffers(Way):
-    """The load pipeline from host pages to token slots in another order."""
+    """Loads with the load pipeline, from host pages to token slots in a different order."""
 
     def __init__(self, pages: Pages) -> None:
         offsets = tuple(((2 * n) * PLANE_BYTES, (2 * n + 1) * PLANE_BYTES) for n in range(LAYERS))
@@ -212,7 +213,7 @@ class ThroughBuffers(Way):
         next(steps)
         sent, report = 0, None
         for layer in range(LAYERS):
-            # The next layers are on their way before the wait for this one.
+            # Starts the next layers before it waits for this one.
             for ahead in range(sent, min(layer + 1 + pipeline.prefetch_layers, LAYERS)):
                 steps.send(self.source.take(ahead))
                 sent = ahead + 1
@@ -230,7 +231,7 @@ class ThroughBuffers(Way):
 
 
 def measure(way: Way, rounds: int) -> list[Round]:
-    """Measures rounds; the first one warms up and is thrown away."""
+    """Runs the rounds, and returns all except the first, which warms up."""
     way.run(None)
     products = Products.taking(statistics.median(_timed(lambda: way.run(None)) for _ in range(5)) / LAYERS)
 

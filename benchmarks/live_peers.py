@@ -1,5 +1,5 @@
-"""Measures what sharing with running units costs: copies from a peer's pool, compared with plain copies between the
-same mappings, and lookups that find nothing at peers.
+"""Measures the cost of sharing pages with other running units. Copies from a peer's host pool are compared with plain
+copies between the same mappings; lookups that find nothing at a peer are compared with lookups without peers.
 
     python -m benchmarks.live_peers
 """
@@ -30,7 +30,7 @@ LOOKUPS = 2000
 TOKENS = 16
 PEER_SLOTS = 4096
 REPLACED = (16, 64, 256, 4096)
-"""Pages: of 256 tokens, 1,024, 4,096 and 65,536."""
+"""Numbers of pages that the peer replaces between two lookups: those of 256, 1,024, 4,096 and 65,536 tokens."""
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -80,7 +80,7 @@ def copies() -> None:
 
 
 class NobodyElse:
-    """A unit without peers."""
+    """Stands in for the object through which a unit finds its peers, and reports that there are none."""
 
     joined = 0
     departed: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class NobodyElse:
 
 
 class FullPeer:
-    """A unit whose slots are all in use: each page that it stores takes the place of another."""
+    """A unit whose slots are all in use, so that each page that it stores replaces another one."""
 
     def __init__(self) -> None:
         self.board = c_ext.SlotBoard(PEER_SLOTS)
@@ -148,7 +148,8 @@ def lookups() -> None:
         for number in range(LOOKUPS // 10):
             peer.replace(replaced)
             directory.follow()
-            # In turns, because the unit that replaces pages affects the CPU caches that the next lookup finds.
+            # The managers take turns, because replacing pages changes what the CPU caches hold for the next
+            # lookup.
             took[number % 2].append(look(managers[number % 2]))
             polls.append(seconds(tier.take_all_news) * 1e6)
         alone, shares = map(statistics.median, took)

@@ -1,11 +1,12 @@
-"""Measures vLLM's time to the first token of a prompt that another engine of this machine has computed. It is read from
-that engine's host memory or from its folder on disk, and compared with computing it and with a hit in the engine's own
-host memory.
+"""Measures vLLM's time to the first token of a prompt that another engine of this machine has computed. The prompt's
+pages are read from that engine's host memory or from its folder on disk. The time is compared with that of computing
+the prompt, and with that of a hit in the engine's own host memory.
 
-Two engines run at once. In each run the second answers four prompts of equal length: one that no engine has, the same
-after the engine dropped its prefix cache, one that the first engine has just computed and that may be read from its
-memory, and another that may only be read from its folder (`flexkv.tiers`). Each answer is compared with that of the
-engine that computed the prompt.
+Two engines run at the same time. In each run the second one answers four requests of equal length: a prompt that no
+engine has; the same prompt again, after the engine dropped its prefix cache; a prompt that the first engine has just
+computed, and that may be read from the first engine's memory; and another such prompt that may only be read from the
+first engine's folder (the request setting `flexkv.tiers` says which). Each answer is compared with that of the engine
+that computed the prompt.
 
     python -m benchmarks.peer_ttft [--runs 7]
 """
@@ -29,7 +30,9 @@ from demo.model import PRESETS, prompt_tokens, write_model
 
 COMPUTED, OWN, PEER_HOST, PEER_FOLDER = "computed", "own host memory", "peer's host memory", "peer's folder"
 FOUND_S = 0.5
-"""How long the second engine has to learn of pages, which are found 20 ms after they are stored."""
+"""Seconds that the second engine gets to notice the first engine's new pages. It notices them some 20 ms after they are
+stored.
+"""
 TIERS = {OWN: ["host"], PEER_HOST: ["host", "peer-host"], PEER_FOLDER: ["host", "peers"]}
 HITS = "vllm:flexkv_hit_blocks_total{{tier={}}}"
 
@@ -57,11 +60,12 @@ def ask(engine: EngineProcess, ids: list[int], tiers: list[str] | None = None) -
 
 
 def measure(one: EngineProcess, other: EngineProcess, number: int, tokens: int) -> dict[str, float]:
-    """Seconds to the first token of the second engine, by where its prompt came from.
+    """Runs one round. Returns the second engine's seconds to the first token, by the place from which the prompt's
+    pages came.
 
     Raises:
-        RuntimeError: a prompt came from another place than expected, or its answer differs from that of the engine that
-            computed it.
+        RuntimeError: a prompt came from a different place than expected, or its answer differs from that of the engine
+            that computed it.
     """
     shape = PRESETS[MODEL]
     took: dict[str, float] = {}
@@ -112,7 +116,7 @@ def main() -> int:
         )
         for number in range(arguments.runs + 1):
             found = measure(one, other, number, arguments.prompt_tokens)
-            if number:  # the first run warms up allocators and files
+            if number:  # the first run does not count, because it warms up allocators and files
                 for place, seconds in found.items():
                     took[place].append(seconds)
     size = arguments.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS * token_bytes(PRESETS[MODEL])
