@@ -1,8 +1,8 @@
 """Records which attributes of vLLM's objects the adapter reads while it runs. The adapter's modules are compiled so
 that each read of an attribute, and each `getattr` or `hasattr` with a literal name, calls a function of this module.
 
-As a plugin of pytest (`-p tests.unit.adapters.attribute_reads`) it fails a run that reads a name which
-`build_support/vllm_names.py` does not list.
+As a pytest plugin (`-p tests.unit.adapters.attribute_reads`), this module fails a run in which the adapter reads a name
+that `build_support/vllm_names.py` does not list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = ("flexkv.adapters.vllm", "flexkv.integration")
 OF_CODE, OF_NAME = "_note_read", "_note_asked"
 
 _reads: set[tuple[Any, str]] = set()
-"""Classes and modules of vLLM, each with a name that was read of it or of its objects."""
+"""Pairs of a class or module of vLLM and the name of an attribute that was read from it or from one of its objects."""
 _own: set[str] = set()
 """Attributes that the adapter's classes set on themselves."""
 
@@ -56,7 +56,7 @@ def _note(owner: Any, name: str) -> None:
         if is_ours and name in (*vars(base), *get_annotations(base), *_own):
             return
         if name in vars(base) and _package(base.__module__) != "vllm":
-            return  # Python's own attributes, such as those of an enum
+            return  # the attribute is Python's own, such as `name` of an enum member
     _reads.add((kind, name))
 
 
@@ -65,7 +65,9 @@ def _package(module: str) -> str:
 
 
 class _Noting(ast.NodeTransformer):
-    """Rewrites reads of attributes; annotations and patterns of `match` are not reads."""
+    """Rewrites reads of attributes. Annotations and the patterns of `match` statements stay as they are, because they
+    read nothing.
+    """
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
@@ -126,14 +128,14 @@ class _Finder(MetaPathFinder):
 
 
 def start() -> None:
-    """Records reads from now on. Call it before the adapter is imported."""
+    """Starts to record reads. Must be called before the adapter is imported."""
     early = [name for name in sys.modules if any(f"{name}.".startswith(f"{one}.") for one in PACKAGES)]
     assert not early, f"imported before: {early}"
     sys.meta_path.insert(0, _Finder())
 
 
 def unlisted(names: Iterable[str]) -> list[str]:
-    """The names that were read and are not among `names`."""
+    """Returns the names that were read but are not among `names`."""
     from build_support.vllm_names import owner_of
 
     listed: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Mini engines, which are closed after their test."""
+"""Fixtures that make mini engines and close them after the test."""
 
 from __future__ import annotations
 

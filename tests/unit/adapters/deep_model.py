@@ -1,4 +1,6 @@
-"""A decoder in the form of vLLM's, with paged attention in plain torch, for blending's test at the start."""
+"""A decoder with vLLM's interface and paged attention in plain torch, on which tests run the self-test with which
+blending starts.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,22 @@ WIDTH, HEADS, HEAD = 64, 4, 16
 BLOCK, BLOCKS = 16, 9
 WORDS = 100
 FEW = 16
-"""Rows of a sequence below which the kernel takes keys in parts, as those for decoding do: other roundings."""
+"""If a sequence has fewer rows than this, attention sums over its keys in parts, as kernels for decoding do. The result
+is then rounded differently."""
 PART = 8
-"""Keys of a part."""
+"""Number of keys in one part."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The context that layers use while they run."""
+    """What layers read from vLLM's forward context: attention metadata and slots, by layer name."""
 
     attn_metadata: dict[str, Any]
     slot_mapping: dict[str, Any]
 
 
 under_way: list[Context] = []
-"""The context of the forward under way, behind those that it replaces."""
+"""Stack of forward contexts. The last one belongs to the running forward pass and overrides those before it."""
 
 
 class Attention(torch.nn.Module):
@@ -104,10 +107,10 @@ class Layer(torch.nn.Module):
 
 
 class DeepModel:
-    """A model whose layers add to a residual, so that a rounding in one layer affects all later ones.
+    """A model in which every layer adds to a residual, so that a rounding error in one layer affects all later layers.
 
     Args:
-        gain: scale of the layers' weights: how much each layer changes a row.
+        gain: scale of the layers' weights, which determines how much each layer changes a row.
     """
 
     def __init__(self, layers: int, dtype: Any, gain: float) -> None:
@@ -124,7 +127,7 @@ class DeepModel:
 
 
 def make_test(patch: pytest.MonkeyPatch, model: DeepModel, dtype: Any) -> SelfTest:
-    """The test at the start for a model, with vLLM's parts replaced."""
+    """Makes blending's self-test for a model, with stand-ins for vLLM's forward context and attention metadata."""
 
     @contextlib.contextmanager
     def override(context: Any) -> Iterator[None]:

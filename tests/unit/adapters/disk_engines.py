@@ -1,4 +1,4 @@
-"""Engines over one disk folder, one after the other, like an engine that is restarted."""
+"""Mini engines that use one disk folder one after another, as when an engine is restarted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.unit.storage.damage import flip
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
-"""5 whole blocks of 4 tokens, and 3 more tokens."""
+"""23 tokens: 5 full blocks of 4, and a partial tail of 3."""
 SLAB_BYTES = 4 << 20
 
 
 def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
-    """Makes engines with a disk tier in `folder`. Failed loads are recomputed unless `settings` or those of a call say
-    otherwise; each call closes the previous engine.
+    """Returns a function that makes engines with a disk tier in `folder`; each call first closes the engine that it
+    made before. Engines recompute failed loads unless `settings`, or the settings of the call, give them another role.
     """
     engines: list[MiniEngine] = []
     fixed = {
@@ -39,12 +39,14 @@ def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
 
 
 def stop_disks(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on nothing is submitted to the disks and no result is taken, until `monkeypatch.undo()`."""
+    """Stops the disk tier until `monkeypatch.undo()`: reads and writes are not submitted, and results are not
+    collected.
+    """
     monkeypatch.setattr(engine.unit.driver, "poll", lambda: None)
 
 
 def spoil(folder: Path, places: Sequence[int] | None = None) -> None:
-    """Flips a bit in the page at each of `places` of the only slab, or in every page."""
+    """Flips one bit in each page listed in `places`, or in every page if `places` is None. The folder has one slab."""
     (slab,) = folder.rglob("*.slab")
     header = read_header(str(slab))
     if places is None:
@@ -54,7 +56,9 @@ def spoil(folder: Path, places: Sequence[int] | None = None) -> None:
 
 
 def fails_and_is_computed(engine: MiniEngine, name: str, blocks: int) -> None:
-    """Ends the load that the request waits for; so many of its blocks failed, and the engine computes them."""
+    """Waits until the request's load has ended, and checks that `blocks` of its blocks failed and that the engine
+    computes their KV correctly.
+    """
     engine.end_load(name)
     assert len(engine.invalid) == blocks
     engine.step()

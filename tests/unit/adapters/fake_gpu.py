@@ -1,5 +1,6 @@
-"""An engine whose KV memory is on a FAKE GPU: plain memory behind the product's CUDA lane over the fake driver. A
-thread per stream runs the work that the engine enqueues on the stream, and stops while a test holds a forward pass.
+"""An engine whose KV memory is on a FAKE GPU: plain memory behind the product's CUDA lane, with a fake driver. One
+thread per stream runs the work that the engine enqueues there. A test can hold a forward pass, and everything after it
+on the stream then waits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from tests import testing_ext
 
 LONG_S = 60.0
 A_WHILE_S = 0.3
-"""How long a test watches that something does not happen; the controls show that it suffices. Longer than
-`REUSE_WAIT_S`."""
+"""How long a test waits to confirm that something does not happen; control tests show that this is long enough. Longer
+than `REUSE_WAIT_S`."""
 
 
 def _run(may_run: list[threading.Event], work: Callable[[], None]) -> None:
@@ -30,7 +31,9 @@ def _run(may_run: list[threading.Event], work: Callable[[], None]) -> None:
 
 
 class GpuWorker(WorkerSide):
-    """A worker on the fake GPU. The fake needs no pinned host memory: a slot can be used once it is ready."""
+    """A worker on the fake GPU. The fake GPU copies to and from unpinned host memory, so a slot can be used as soon as
+    its memory exists.
+    """
 
     gpu: ClassVar[Any] = None
 
@@ -48,7 +51,7 @@ class FakeGpuWorld:
 
     Attributes:
         worker_class: class of the engine's worker.
-        held: whether work on the stream waits.
+        held: whether work that is enqueued on the engine's stream waits until `let_go`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +81,14 @@ class FakeGpuWorld:
         return engine
 
     def give(self, work: Callable[[], None]) -> None:
-        """Enqueues work on the engine's stream; the work waits while forward passes are held."""
+        """Enqueues work on the engine's stream. If forward passes are held, the work waits until `let_go`."""
         may_run = list(self._may_run[-1:]) if self.held else []
         self.gpu.enqueue(partial(_run, may_run, work))
 
     def hold(self) -> None:
-        """Makes work that is enqueued from now on wait until `let_go`, as behind a running forward pass."""
+        """Makes all work that is enqueued from now on wait until `let_go`, as if it were queued behind a long forward
+        pass.
+        """
         self._may_run.append(threading.Event())
         self.held = True
 
@@ -93,7 +98,9 @@ class FakeGpuWorld:
             event.set()
 
     def close(self) -> None:
-        """Checks, after the engine was closed, that no rule of the driver was broken. Drops the GPU and its streams."""
+        """Checks that flexkv has broken no rule of the driver, and releases the GPU with its streams. The engine must
+        be closed first.
+        """
         broken = self.gpu.violations()
         self.gpu = self.worker_class.gpu = None
         assert not broken, broken

@@ -1,4 +1,4 @@
-"""A worker whose copies fail as a test's rules say."""
+"""Workers whose copies fail according to rules that a test gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_S = 60.0
 
 
 class FaultyWorker(WorkerSide):
-    """A worker around a FaultyMover with `rules`; its mover is `movers[rank]`."""
+    """A worker whose mover is a `FaultyMover` with `rules`. `movers` has each rank's mover by rank."""
 
     rules: ClassVar[list[Any]] = []
     movers: ClassVar[dict[int, Any]] = {}
@@ -26,7 +26,7 @@ class FaultyWorker(WorkerSide):
 
 
 def faulty_worker(*faults: Any) -> type[FaultyWorker]:
-    """A separate worker class with these rules."""
+    """Returns a new worker class whose copies follow the rules `faults`."""
 
     class ThisFaultyWorker(FaultyWorker):
         rules: ClassVar[list[Any]] = list(faults)
@@ -36,7 +36,9 @@ def faulty_worker(*faults: Any) -> type[FaultyWorker]:
 
 
 def release_when_given_up(worker: WorkerSide, mover: Any) -> Thread:
-    """A thread that releases stalled copies once the worker has given up a load, however late this happens."""
+    """Starts a thread that releases the stalled copies of `mover` after the worker has given up a load. Returns the
+    thread.
+    """
 
     def watch() -> None:
         ends_s = time.monotonic() + LONG_S

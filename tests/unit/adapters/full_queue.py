@@ -1,4 +1,4 @@
-"""Loads that wait for room: the queue of copies holds one op, and the first op hangs."""
+"""Loads that wait for a queue entry: the copy queue takes one op, and the first op stalls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ H2D = 0
 def four_loads(
     make_engine: Callable[..., MiniEngine], tokens: Sequence[int], **settings: object
 ) -> tuple[MiniEngine, type[FaultyWorker], list[Request]]:
-    """Returns an engine with four loads of these tokens, its worker's class, and their requests r0 to r3."""
+    """Returns an engine to which four requests, r0 to r3, were added whose loads bring these tokens; also the class of
+    its worker, and the requests.
+    """
     slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, nth_op=0))
     engine = stored_engine(
         make_engine, tokens, blocks=64, worker_class=slow, **{"transfer.queue_ops": 1}, **settings

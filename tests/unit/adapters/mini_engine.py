@@ -1,5 +1,5 @@
-"""A very small engine around the connector's two sides: it has vLLM's requests, block pool and order of calls, and a
-"forward" that writes the expected numbers into its pools, so that a test can check every value exactly.
+"""A minimal engine around the connector's scheduler side and worker sides. It has vLLM's requests, block pool and order
+of calls. Its "forward pass" writes expected numbers into its pools, so that a test can check every value exactly.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ NAMESPACE = namespace_digest({"model": "mini"})
 
 
 class MiniEngine:
-    """An engine with `ranks` workers; `remote` separates the two sides as if they were in different processes.
+    """An engine with `ranks` workers. With `remote`, the scheduler side and the workers do not find each other in this
+    process, as if they ran in different processes.
 
     Args:
         head_replicas: number of adjacent ranks that have the same KV head.
-        early_handshake: False leaves the handshakes to the report of the first step, as a MultiConnector does.
-        names: names of images and other inputs; names that are digests are valid even if they are not listed.
+        early_handshake: if False, handshakes reach the scheduler side only in the report of the first step, as under
+            vLLM's MultiConnector.
+        names: the names of images and other inputs that are valid; names that are digests are valid even if they are
+            not listed.
 
     Attributes:
-        failed_by_another: blocks that another connector beside flexkv's failed to load; the next report names them.
-        takes_back: whether the model runner takes a running request's computed tokens back when the scheduler does; V1
-            does, V2 does not.
+        failed_by_another: blocks that a connector other than flexkv's failed to load. The next report lists them.
+        takes_back: whether the model runner also reduces its count of a running request's computed tokens when the
+            scheduler does. V1 does; V2 does not.
         events: KV cache events of the steps so far; see `take_events`.
-        after_layer: called in the forward with the number of each layer that it has written, if the step's stores go
-            by layer.
+        after_layer: in steps that store layer by layer, the forward pass calls it with the number of each layer that it
+            has written.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class MiniEngine:
         self.side.take_handshake({rank: item for rank, item in handshakes.items() if item is not None})
 
     def take_events(self) -> list[Any]:
-        """KV cache events since the last call."""
+        """Returns the KV cache events since the last call."""
         self._take_events()
         events, self.events = self.events, []
         return events
@@ -123,8 +126,8 @@ class MiniEngine:
     # --- what the scheduler does ---
 
     def add(self, request: Request) -> int:
-        """Admits a request: looks it up and allocates blocks for all of its tokens. Returns the external tokens that it
-        gets.
+        """Admits a request: looks it up, and allocates blocks for all of its tokens. Returns the number of external
+        tokens that it gets.
         """
         live = self.live[request.request_id] = Live(request)
         tokens, is_async = self._ask(request)
@@ -140,7 +143,7 @@ class MiniEngine:
         return tokens
 
     def _ask(self, request: Request, steps: int = 20_000) -> tuple[int, bool]:
-        """Asks again in every step until the answer is known."""
+        """Repeats the lookup, with an empty step after each attempt, until the connector answers."""
         for _ in range(steps):
             tokens, is_async = self.side.match(request, 0)
             if tokens is not None:
@@ -149,7 +152,7 @@ class MiniEngine:
         raise AssertionError(f"{request.request_id} waits for its lookup for ever")
 
     def adopt(self, request: Request, shared: list[KVCacheBlock]) -> None:
-        """Admits a request whose first blocks the engine has in its own prefix cache."""
+        """Admits a request whose first blocks, `shared`, are in the engine's own prefix cache."""
         live = self.live[request.request_id] = Live(request)
         tokens = len(shared) * BLOCK_TOKENS
         self.side.match(request, tokens)
@@ -164,7 +167,9 @@ class MiniEngine:
     def step(
         self, scheduled: dict[str, int] | None = None, before_forward: Callable[[], None] | None = None
     ) -> None:
-        """One engine step. `scheduled`: tokens by request; by default all prompt tokens that are not computed."""
+        """Runs one engine step. `scheduled` has the number of tokens to compute by request; by default the step
+        computes all prompt tokens that are not computed yet.
+        """
         if scheduled is None:
             scheduled = {
                 name: live.request.num_tokens - live.request.num_computed_tokens
@@ -183,7 +188,9 @@ class MiniEngine:
         self._take(reports)
 
     def hold_reports(self) -> Callable[[], None]:
-        """Withholds the reports of steps from the scheduler, until the returned function delivers all of them."""
+        """Withholds the reports of steps from the scheduler. Returns a function that delivers all of them and ends the
+        withholding.
+        """
         take, held = self._take, self._held
 
         def tell() -> None:
@@ -197,14 +204,14 @@ class MiniEngine:
 
     @property
     def unit(self) -> LiveUnit:
-        """The unit, once every rank has shaken hands."""
+        """The unit, which exists after every rank has shaken hands."""
         unit = self.side.unit
         assert isinstance(unit, LiveUnit), f"no unit is built: {unit.state}"
         return unit
 
     @property
     def stored_pages(self) -> int:
-        """Pages published so far."""
+        """Number of pages published so far."""
         return int(self.unit.manager.stats().stored_pages)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -215,18 +222,18 @@ class MiniEngine:
             self.step({})
 
     def end_load(self, name: str) -> None:
-        """Runs empty steps until the load that a request waits for has ended, if it waits for one."""
+        """If the request waits for a load, runs empty steps until the load has ended."""
         live = self.live[name]
         self.until(lambda: not live.waiting_for_load)
 
     def preempt(self, name: str) -> None:
-        """Takes a running request's blocks away, and reports it as preempted in the next step."""
+        """Takes a running request's blocks away. The next step reports it as preempted."""
         self._lose_blocks(name)
         self._step_naming_preempted(name)
 
     def preempt_and_resume(self, name: str) -> int:
-        """A reset with running requests: the step that reports a request as preempted has also looked it up again and
-        given it other blocks. Returns the external tokens that it gets.
+        """Resets the engine while a request runs: the step that reports the request as preempted has already looked it
+        up again and given it other blocks. Returns the number of external tokens that it gets.
         """
         request = self._lose_blocks(name).request
         tokens = self.add(request)
@@ -256,7 +263,9 @@ class MiniEngine:
         self.until(lambda: not self.side.has_work)
 
     def finish(self, name: str, keep_blocks: bool = False) -> list[KVCacheBlock]:
-        """Ends the request; frees its blocks unless a load is still writing them."""
+        """Ends the request, and frees its blocks unless `keep_blocks` is set or a load is still writing them. Returns
+        the blocks.
+        """
         live = self.live.pop(name)
         self.side.finished(live.request)
         if not live.waiting_for_load and not keep_blocks:
@@ -264,7 +273,9 @@ class MiniEngine:
         return live.blocks
 
     def run(self, request: Request) -> int:
-        """Admits, loads, computes, finishes and drains; returns the external tokens."""
+        """Runs a request from its lookup to its end, and waits until its stores have ended. Returns the number of
+        external tokens that it got.
+        """
         tokens = self.add(request)
         self.end_load(request.request_id)
         self.step()
@@ -274,7 +285,7 @@ class MiniEngine:
         return tokens
 
     def forget(self) -> None:
-        """Drops the engine's prefix cache, and spoils all free blocks."""
+        """Drops the engine's prefix cache, and overwrites all blocks."""
         assert self.pool.reset_prefix_cache()
         self.pools.spoil()
 
@@ -285,7 +296,9 @@ class MiniEngine:
         return chain.keys
 
     def wrong(self, name: str, end: int | None = None) -> list[int]:
-        """Positions (all computed ones, or those before `end`) whose KV is wrong in some layer on some rank."""
+        """Positions whose KV is wrong in some layer on some rank. Looks at all computed positions, or at those before
+        `end`.
+        """
         live = self.live[name]
         return self.pools.wrong(live, live.request.num_computed_tokens if end is None else end)
 
@@ -324,7 +337,7 @@ class MiniEngine:
         scheduled: dict[str, int],
         before_forward: Callable[[], None] | None,
     ) -> tuple[set[str], set[int], WorkerMetadata | None]:
-        # The order of both model runners: loads that the forward pass does not read begin after it.
+        # vLLM's two model runners begin loads that the forward pass does not read after it, and so does this one.
         sync = any(job.sync for job in orders.loads)
         worker.before_forward(orders)
         if sync:
@@ -342,7 +355,9 @@ class MiniEngine:
         return worker.reports.take_finished(), worker.reports.take_failed_blocks(), worker.take_metadata()
 
     def _forward(self, worker: WorkerSide, scheduled: dict[str, int], by_layer: bool) -> None:
-        """Writes the KV that the step computes; with `by_layer` one layer after the other, each with its hook."""
+        """Writes the KV that the step computes. With `by_layer`, it writes one layer after another and calls the
+        worker's hook after each.
+        """
         parts = self._computed_parts(scheduled)
         if not by_layer:
             self.pools.write(worker.rank, parts)
@@ -352,12 +367,14 @@ class MiniEngine:
             self.after_layer(number)
 
     def _computed_parts(self, scheduled: dict[str, int]) -> list[tuple[Live, int, int]]:
-        """Each request of the step, with the first position that it computes and the position after the last."""
+        """For each request of the step: the first position that the step computes for it, and the position after the
+        last.
+        """
         parts = []
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens + live.ahead
-            # Values that a runner writes past its request's blocks do not matter to flexkv.
+            # A runner may write past the end of a request's blocks; flexkv does not depend on those values.
             parts.append((live, end - tokens, min(end, len(live.blocks) * BLOCK_TOKENS)))
         return parts
 
@@ -408,7 +425,9 @@ class MiniEngine:
 def stored_engine(
     make_engine: Callable[..., MiniEngine], tokens: Sequence[int], **options: Any
 ) -> MiniEngine:
-    """An engine that has stored the whole blocks of these tokens and forgotten them."""
+    """Returns an engine that has stored the full blocks of these tokens in flexkv's cache and has dropped its own
+    prefix cache.
+    """
     engine = make_engine(**options)
     engine.run(make_request(list(tokens), "one"))
     engine.forget()

@@ -1,4 +1,4 @@
-"""KV pools of small engines, and the expected numbers in them: they depend on all tokens up to a position."""
+"""KV pools of mini engines, and the numbers expected in them. A number depends on all tokens up to its position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ LAYERS, HEADS, CONTENT = 2, 2, 8
 
 
 def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS, latent: bool = False) -> KVCacheConfig:
-    """One group of full attention in LBHNC, float32; with `latent` an MLA group, which has one head and no V."""
+    """One KV group of full attention with layout LBHNC in float32. With `latent`, it is an MLA group, which has one
+    head and no V.
+    """
     heads = 1 if latent else heads
     names = [f"layer.{i}" for i in range(layers)]
     page = heads * BLOCK_TOKENS * CONTENT * 4
@@ -55,10 +57,10 @@ def make_caches(config: KVCacheConfig) -> dict[str, torch.Tensor]:
 
 @dataclass(eq=False)
 class Live:
-    """A request in the engine: its blocks, and how many tokens it has computed.
+    """A request in the engine.
 
     Attributes:
-        ahead: tokens that the scheduler has taken back and the model runner still counts as computed.
+        ahead: number of tokens that the scheduler no longer counts as computed but the model runner still does.
     """
 
     request: Request
@@ -69,18 +71,20 @@ class Live:
 
 
 Part = tuple[Live, int, int]
-"""Positions [first, end) of a request."""
+"""A request, and positions [first, end) of it."""
 
 
 class MiniPools:
-    """The pools of all ranks: `caches[rank]` by layer name. `replicas` adjacent ranks have the same numbers."""
+    """The pools of all ranks. `caches[rank]` has a rank's tensors by layer name. Each group of `replicas` adjacent
+    ranks has the same numbers.
+    """
 
     def __init__(self, config: KVCacheConfig, ranks: int, replicas: int) -> None:
         self.replicas = replicas
         self.caches = [make_caches(config) for _ in range(ranks)]
 
     def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
-        """The expected KV, which depends on all tokens up to the position."""
+        """The number expected at a position, which depends on all tokens up to it."""
         prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank // self.replicas}/{layer}"
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
@@ -91,7 +95,9 @@ class MiniPools:
                 cache.fill_(-1.0)
 
     def write(self, rank: int, parts: Sequence[Part]) -> None:
-        """Computes KV; KV computed from wrong KV comes out wrong."""
+        """Writes the KV that a forward pass computes. If earlier KV of the request is wrong, the KV computed from it is
+        wrong too.
+        """
         for live, first, end in parts:
             spoiled = 0.5 if self.wrong(live, first, [rank]) else 0.0
             for layer, cache in enumerate(self.caches[rank].values()):
@@ -101,8 +107,8 @@ class MiniPools:
                     cache[live.blocks[block].block_id, :, slot, :] = value + spoiled
 
     def write_by_layer(self, rank: int, parts: Sequence[Part]) -> Iterator[str]:
-        """Does the same layer by layer; yields the name of each layer once its numbers are written, and before those of
-        later layers are.
+        """Writes the same KV as `write`, layer by layer. Yields the name of each layer after its numbers are written
+        and before those of later layers are.
         """
         blocks: set[int] = set()
         for live, first, end in parts:
@@ -119,7 +125,7 @@ class MiniPools:
             yield name
 
     def wrong(self, live: Live, end: int, ranks: Sequence[int] | None = None) -> list[int]:
-        """Positions before `end` whose KV is wrong in any layer on any of these ranks."""
+        """Positions before `end` whose KV is wrong in any layer on any of `ranks` (None: on any rank)."""
         bad = set()
         for rank in range(len(self.caches)) if ranks is None else ranks:
             for layer, cache in enumerate(self.caches[rank].values()):

@@ -1,6 +1,6 @@
-"""vLLM's two model runners as a connector's worker sees them: vLLM's own code (`KVConnectorModelRunnerMixin` of Model
-Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks, in the order of `execute_model` and `sample_tokens`.
-Functions of the test replace the rest of these two methods.
+"""vLLM's two model runners as a connector's worker sees them. vLLM's own code (`KVConnectorModelRunnerMixin` of Model
+Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks in the order of `execute_model` and `sample_tokens`. A
+test supplies functions in place of the rest of these two methods.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Work = Callable[[], None]
 
 
 class ModelRunner(ABC):
-    """The steps of one worker.
+    """Runs the steps of one worker.
 
     Args:
         config: the engine's configuration.
@@ -40,11 +40,11 @@ class ModelRunner(ABC):
 
     def step(self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work) -> KVConnectorOutput:
         """Args:
-        prepare: what the runner does to blocks of the KV cache before its forward: clears and copies them.
-        forward: writes the KV of the scheduled tokens; not called if there are none.
-        sample: what follows the forward: sampling, a draft model.
+        prepare: stands for the runner's work on KV cache blocks before the forward pass: it clears and copies blocks.
+        forward: writes the KV of the scheduled tokens; not called if no tokens are scheduled.
+        sample: stands for the work after the forward pass: sampling, and the draft model.
         """
-        # vLLM keeps one worker's connector per process; each test has its own.
+        # vLLM keeps the worker's connector in a global variable of the process, but each test has its own connector.
         before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, self._connector
         try:
             report = self._step(output, prepare, forward, sample)
@@ -59,8 +59,9 @@ class ModelRunner(ABC):
 
 
 class RunnerV1(ModelRunner):
-    """`GPUModelRunner.execute_model` of v1/worker/gpu_model_runner.py: preemptions first, then `_update_states` clears
-    and copies blocks, and every other hook is called before sampling."""
+    """The order of `GPUModelRunner.execute_model` in v1/worker/gpu_model_runner.py: preemptions are handled first, then
+    `_update_states` clears and copies blocks. All other hooks are called before sampling.
+    """
 
     def __init__(
         self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
@@ -87,9 +88,10 @@ class RunnerV1(ModelRunner):
 
 
 class RunnerV2(ModelRunner):
-    """`GPUModelRunner` of v1/worker/gpu/model_runner.py: `execute_model` clears and copies blocks in `update_requests`,
-    then calls `pre_forward`, which includes the preemptions, and `finish_forward`; `sample_tokens` calls `post_forward`
-    last, after sampling and draft model."""
+    """The order of `GPUModelRunner` in v1/worker/gpu/model_runner.py. `execute_model` clears and copies blocks in
+    `update_requests`, then calls `pre_forward`, which handles preemptions, and `finish_forward`. `sample_tokens` calls
+    `post_forward` last, after sampling and the draft model.
+    """
 
     def __init__(
         self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
@@ -116,8 +118,10 @@ class RunnerV2(ModelRunner):
 
 
 class DeferringRunnerV2(RunnerV2):
-    """Model Runner V2 of vLLM 0.33 with a draft model: `post_forward` makes the report, the draft's forward follows,
-    and `finalize_step` ends the step. Here it has the `post_forward` of every version."""
+    """Model Runner V2 of vLLM 0.33 with a draft model: `post_forward` makes the report, then the draft model runs, and
+    `finalize_step` ends the step. To get this order with every version of vLLM, the class delays the last two hooks
+    that `post_forward` calls.
+    """
 
     def _step(
         self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work
@@ -142,4 +146,4 @@ RUNNERS: dict[str, type[ModelRunner]] = {"V1": RunnerV1, "V2": RunnerV2}
 
 
 def nothing(*_: Any) -> None:
-    """Does nothing, for a part of a step that a test does not use."""
+    """Does nothing. Stands for a part of a step that a test does not use."""

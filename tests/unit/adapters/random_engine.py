@@ -1,6 +1,6 @@
-"""An engine that calls a connector in random order, as engines may: it asks without allocating, ends requests at any
-moment, takes their blocks away, reuses their names, computes in chunks, and resets. The content of its blocks is
-exact.
+"""An engine that calls a connector in a random order, as real engines may. It looks requests up without allocating for
+them, ends them at any moment, takes their blocks away, reuses their names, computes prompts in chunks, and resets its
+cache. Every value in its blocks can be checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 GARBAGE = -2.0
 NAMES = 6
-"""Number of concurrent requests; their names are reused."""
+"""The largest number of concurrent requests. Later requests reuse the names of earlier ones."""
 
 LENGTHS = (1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS, 23, 24, 25, 40)
 
@@ -30,8 +30,8 @@ class RandomEngine(MiniEngine):
     """An engine that takes one random action per call of `act`.
 
     Attributes:
-        waiting: requests that hold no blocks: new ones, and those that lost theirs.
-        acts: how often each action was taken.
+        waiting: requests without blocks: new requests, and requests that lost their blocks.
+        acts: how often each action was taken, by name.
     """
 
     def __init__(self, seed: int, **options: Any) -> None:
@@ -42,12 +42,12 @@ class RandomEngine(MiniEngine):
         self._resumed: set[str] = set()
         self._fresh: list[int] = []
         self._late: dict[str, Live] = {}
-        """Requests that ended during their load."""
+        """Requests that ended while their load was in flight, by name."""
         for worker in self.workers:
             self._spoil_after(worker)
 
     def _spoil_after(self, worker: WorkerSide) -> None:
-        """Fills new blocks with garbage as soon as the worker lets the engine write them."""
+        """Fills new blocks with garbage as soon as the worker allows the engine to write to them."""
         before_forward = worker.before_forward
 
         def then_spoil(orders: Any) -> None:
@@ -60,7 +60,7 @@ class RandomEngine(MiniEngine):
     # --- what happens ---
 
     def act(self) -> None:
-        """Takes one random action, and then checks the invariants."""
+        """Takes one random action, then checks the invariants."""
         (act,) = self.random.choices(list(self._weights), list(self._weights.values()))
         act()
         self.acts[act.__name__.removeprefix("_")] += 1
@@ -68,7 +68,7 @@ class RandomEngine(MiniEngine):
 
     @property
     def _weights(self) -> dict[Callable[[], None], int]:
-        """Relative frequency of each action."""
+        """The relative frequency of each action."""
         return {
             self._new: 10,
             self._only_ask: 5,
@@ -81,14 +81,14 @@ class RandomEngine(MiniEngine):
         }
 
     def verify(self) -> None:
-        """Checks that the blocks of every running request hold all KV that it counts as computed."""
+        """Checks that the blocks of every running request hold the right KV for all tokens that count as computed."""
         self.unit.manager.check_integrity()
         for name, live in self.live.items():
             if not live.waiting_for_load:
                 assert self.wrong(name) == [], f"{name}: {live.request.num_computed_tokens} tokens"
 
     def settle(self) -> None:
-        """Ends all requests and checks that nothing is left on either side."""
+        """Ends all requests, and checks that neither the engine nor flexkv keeps anything of them."""
         for name in [*self.waiting, *self.live]:
             self._end(name)
         self.drain()
@@ -119,7 +119,7 @@ class RandomEngine(MiniEngine):
         return name in self.waiting or name in self.live or name in self._pending or name in self._late
 
     def _only_ask(self) -> None:
-        """The engine looks a request up, and then has no memory for it."""
+        """Looks a request up but allocates nothing for it, like an engine that has no memory for it."""
         if self.waiting:
             self.side.match(self._pick(self.waiting), 0)
 
@@ -147,7 +147,7 @@ class RandomEngine(MiniEngine):
             self.step({})
             return
         self._cache_blocks(live, request.num_tokens)
-        # A load within a step belongs to the step in which it was ordered.
+        # A load within a step ends in the step in which it was ordered, so the request must compute in this step.
         self._compute_one(name)
 
     def _compute(self) -> None:
@@ -159,7 +159,9 @@ class RandomEngine(MiniEngine):
         self.step({name: self._chunk(name)})
 
     def _chunk(self, name: str) -> int:
-        """How many tokens the request computes next: a part of its prompt, or one generated token."""
+        """How many tokens the request computes next: some or all of the rest of its prompt, or one generated token. 0
+        if it has no block for another token.
+        """
         live = self.live[name]
         left = live.request.num_tokens - live.request.num_computed_tokens
         if left:
@@ -183,7 +185,7 @@ class RandomEngine(MiniEngine):
             return
         live = self.live[name]
         if live.waiting_for_load:
-            # The engine keeps the blocks until the ranks have reported.
+            # The engine keeps the blocks until the ranks have reported the end of the load.
             self._late[name] = live
         self.finish(name)
 
@@ -197,7 +199,7 @@ class RandomEngine(MiniEngine):
         self.preempt(name)
 
     def _new_weights(self) -> None:
-        """The engine resets its own cache if nothing runs, and the connector's in any case."""
+        """Resets the engine's own cache if no request holds blocks, and the connector's cache in any case."""
         if not (self.live or self._late):
             assert self.pool.reset_prefix_cache()
         self.side.reset()
@@ -222,7 +224,7 @@ class RandomEngine(MiniEngine):
 
     def _output(self, scheduled: dict[str, int]) -> SchedulerOutput:
         output = super()._output(scheduled)
-        # A request that lost its blocks comes back as a cached request, not as a new one.
+        # vLLM schedules a request that lost its blocks as a cached request, not as a new one.
         for new in [new for new in output.scheduled_new_reqs if new.req_id in self._resumed]:
             output.scheduled_new_reqs.remove(new)
             self._resumed.discard(new.req_id)

@@ -1,4 +1,4 @@
-"""Random actions of clients and operators on an engine with vLLM's own scheduler."""
+"""Random actions that clients and operators take on an engine with vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.adapters.scheduled_engine import ScheduledEngine
 
 
 class RandomRequests:
-    """Random actions of clients and operators on an engine."""
+    """Takes random actions of clients and operators on an engine."""
 
     MOST = 6
 
@@ -55,9 +55,11 @@ class RandomRequests:
         engine.check()
 
     def reset_under_requests(self) -> bool:
-        """Resets vLLM's cache, and half the time flexkv's, unless vLLM would refuse; returns whether it did."""
+        """Resets vLLM's cache, and in half of the calls also flexkv's. Does nothing if vLLM would refuse the reset.
+        Returns whether it reset.
+        """
         engine = self.engine
-        # vLLM also refuses during a step that may still write blocks of a request that the reset preempts.
+        # vLLM also refuses during a step, which may still write blocks of a request that the reset would preempt.
         if engine.waiting_hold_blocks or engine.steps_under_way:
             return False
         engine.scheduler.reset_prefix_cache(
@@ -75,7 +77,7 @@ class RandomRequests:
         return tokens
 
     def settle(self) -> None:
-        """Ends all requests and checks that nothing is left on either side."""
+        """Ends all requests, and checks that neither the engine nor flexkv keeps anything of them."""
         engine = self.engine
         engine.settle()
         for _ in range(3):

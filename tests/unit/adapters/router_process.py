@@ -1,5 +1,5 @@
-"""Processes that serve requests over one folder, one after the other. Each has its own router, which hears only that
-process.
+"""Processes that serve requests one after another with the same disk folder. Each process has its own router, which
+gets the events of that process only.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class Served:
     """What one process served.
 
     Attributes:
-        found: blocks that the router knew before the first request.
-        hits: requests of which at least one block was served.
-        over, under: requests of which the router predicted more than was served, or less.
-        removals: events of removed blocks.
-        resets: how often the weights were exchanged. Pages of new weights have no name, so a later process finds none.
+        found: number of blocks that the router knew before the first request.
+        hits: number of requests of which at least one block was served from the cache.
+        over, under: numbers of requests of which fewer, or more, tokens were served than the router predicted.
+        removals: number of events that reported removed blocks.
+        resets: how often the weights were replaced. Pages computed with the new weights cannot be identified after the
+            process, so a later process finds none of them.
     """
 
     found: int = 0
@@ -39,7 +40,9 @@ class Served:
 
 
 def serve(folder: Path, seed: int, requests: int, killed: bool, **settings: Any) -> Served:
-    """Serves so many requests in a process that ends in order, or by SIGKILL right after the last request."""
+    """Serves this many requests in a process that ends in order, or, if `killed`, by SIGKILL right after the last
+    request.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([THIS])
     ours, theirs = context.Pipe(duplex=False)
@@ -62,7 +65,7 @@ def serve(folder: Path, seed: int, requests: int, killed: bool, **settings: Any)
 def _serve(
     told: Connection, folder: Path, seed: int, requests: int, killed: bool, settings: dict[str, Any]
 ) -> None:
-    # Pages of another process that runs this test at the same time would be served too, and no event announces them.
+    # Sharing is off, because pages of a process that runs the same test now would be served without an event.
     world = World(folder, Router(), seed, **{"peers.share": "off"} | settings)
     world.settle()
     served = Served(found=len(world.router.has["STORAGE"]))
@@ -75,7 +78,7 @@ def _serve(
     served.removals = world.router.removals
     told.send(served)
     if killed:
-        # Records that are not written yet would be lost, and routers would learn their content only from later events.
+        # A kill would lose records that are not written yet; routers then learn their content only from later events.
         events = world.engine.side.events
         assert events is not None
         assert events._book is not None

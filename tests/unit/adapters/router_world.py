@@ -1,4 +1,4 @@
-"""A router that knows only an engine's KV events, and randomly drawn requests to the engine."""
+"""A router that knows an engine only from its KV events, and an engine that gets random requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ LONGEST = 5
 
 
 class Router:
-    """The blocks that were announced to it, by medium, kept as the routers of Dynamo and llm-d keep them.
+    """Keeps the blocks that were announced to it, by medium, in the way of the routers of Dynamo and llm-d.
 
-    Those count announcements, and remove a block after as many removals. So a block that is announced twice, or removed
-    without having been announced, is an error here.
+    Those routers count how often a block was announced, and drop the block after the same number of removals. So this
+    router fails if a block is announced twice, or removed without having been announced.
 
     Args:
-        misses_one: a control: it misses one event, the removal of a prompt's first block from its last medium. If the
-            block is announced again before a request asks for it, it misses another such event instead.
+        misses_one: for control tests. The router ignores one event, which removes the first block of a prompt from the
+            last medium that has it. If the block is announced again before a request needs it, the router ignores
+            another such event instead.
     """
 
     def __init__(self, misses_one: bool = False) -> None:
@@ -70,7 +71,7 @@ class Router:
             self.has[medium].remove(block)
 
     def predicted(self, request: Request) -> int:
-        """Tokens of the request that it predicts will be served."""
+        """Number of the request's tokens that, according to the router, will be served from the cache."""
         known = self.has["CPU"] | self.has["STORAGE"]
         hashes = [maybe_convert_block_hash(each) for each in request.block_hashes]
         leading = next((at for at, each in enumerate(hashes) if each not in known), len(hashes))
@@ -78,10 +79,10 @@ class Router:
 
 
 class World:
-    """An engine whose events a router hears, and randomly drawn requests.
+    """An engine that gets random requests and passes its events to a router.
 
     Args:
-        folder: folder of its disk tier; a second world with the same folder finds what the first one left.
+        folder: folder of the engine's disk tier. A second world with the same folder finds the pages of the first one.
     """
 
     def __init__(self, folder: Path, router: Router, seed: int = 0, **settings: Any) -> None:
@@ -97,7 +98,9 @@ class World:
         self._made = 0
 
     def request(self) -> Request:
-        """A prompt of some whole blocks and one more token; prompts share their first blocks."""
+        """Makes a request whose prompt has a random number of full blocks and one more token. Prompts share their first
+        blocks.
+        """
         blocks = self._random.randint(1, LONGEST)
         prefix = self._random.randrange(PREFIXES)
         parted = self._random.randint(0, blocks)
@@ -110,13 +113,15 @@ class World:
         return make_request([*tokens, 7], f"r{self._made}")
 
     def settle(self) -> None:
-        """Waits until the disk has written all pages and the router has heard of them."""
+        """Waits until the disk has written all pages, then passes the events to the router."""
         self.engine.drain()
         self.engine.until(lambda: not self.engine.unit.driver.busy)
         self.router.hear(self.engine.take_events())
 
     def serve_one(self) -> tuple[int, int]:
-        """Runs a request; returns the tokens that the router predicted, and those that were served."""
+        """Runs a request. Returns the number of tokens that the router predicted, and the number that was served from
+        the cache.
+        """
         request = self.request()
         self.settle()
         predicted = self.router.predicted(request)
@@ -125,7 +130,9 @@ class World:
         return predicted, served
 
     def disturb(self) -> bool:
-        """Sometimes drops some pages or exchanges the weights; returns whether it exchanged them."""
+        """Drops some pages in 5 of 100 calls, and replaces the weights in 1 of 100. Returns whether it replaced the
+        weights.
+        """
         drawn = self._random.random()
         if drawn < 0.05:
             self.engine.unit.manager.forget(0, self.engine.keys_of(self.request()))

@@ -1,5 +1,5 @@
-"""vLLM's own scheduler and block pools around both sides of the connector, and a "forward" that checks everything it
-reads and writes the expected numbers into every KV group. No model is run.
+"""vLLM's own scheduler and block pools around both sides of the connector. No model is run: a "forward pass" checks
+every number that it reads, and writes the expected numbers into every KV group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.worker import WorkerSide
-from tests.unit.adapters import vllm_objects  # noqa: F401 - sets vLLM's first hash
+from tests.unit.adapters import vllm_objects  # noqa: F401 - sets the first hash of vLLM's chains
 from tests.unit.adapters.model_runners import RUNNERS, nothing
 from tests.unit.adapters.scheduled_pools import PAGE, pool_of
 
@@ -58,28 +58,28 @@ LLAMA = {
 
 
 def do_now(work: Callable[[], None]) -> None:
-    """Runs work on plain memory at once."""
+    """Runs `work` at once. Used when the KV memory is plain memory."""
     work()
 
 
 class ScheduledEngine:
-    """One engine with one rank.
+    """An engine with one rank.
 
     Args:
         match_unit: vLLM's `prefix_match_unit`.
-        step_tokens: the most tokens that a step computes.
-        overlap: whether a step is scheduled before the result of the previous step is known.
-        runner: the model runner whose order of calls the worker's hooks get, one of `RUNNERS`.
-        give: enqueues work on the memory's stream, for an engine on a device; by default work is done at once.
+        step_tokens: the largest number of tokens that a step computes.
+        overlap: whether the engine schedules a step before it knows the result of the previous one.
+        runner: the model runner in whose order the worker's hooks are called; a key of `RUNNERS`.
+        give: enqueues work on the stream of the device that has the KV memory. The default runs the work at once.
 
     Attributes:
-        specs: specifications of the KV groups.
-        pool_config: the groups as vLLM has them.
-        worker, connector: both sides.
-        scheduler, manager: vLLM's.
-        memory: memory of all blocks; each block belongs to one group at a time.
-        hits: tokens of the last load of each request.
-        trouble: wrong values that a forward has read.
+        specs: vLLM's specifications of the KV groups.
+        pool_config: vLLM's configuration of the KV groups and their memory.
+        worker, connector: the connectors of the worker and of the scheduler.
+        scheduler, manager: vLLM's scheduler and its KV cache manager.
+        memory: the memory of all blocks. At any time a block belongs to one group.
+        hits: number of tokens in each request's last load, by request.
+        trouble: messages about wrong values that a forward pass has read.
         sample: called in each step after the forward pass.
         fresh: blocks allocated since the last step.
     """
@@ -125,7 +125,7 @@ class ScheduledEngine:
                 | settings,
             ),
         ).create_engine_config()
-        # vLLM turns it off on a CPU, but this engine's schedule does not depend on the device.
+        # vLLM turns async scheduling off on a CPU, but this engine's schedule does not depend on the device.
         config.scheduler_config.async_scheduling = overlap
         self.pool_config = pool_of(specs, blocks)
         cache = config.cache_config
@@ -199,14 +199,14 @@ class ScheduledEngine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def run(self, name: str, tokens: Sequence[int], output: int = 4, **extra: Any) -> int:
-        """Runs a request until it and its stores have ended. Returns the tokens that were loaded."""
+        """Runs a request until it and its stores have ended. Returns the number of tokens that were loaded."""
         self.hits.pop(name, None)
         self.add(name, tokens, output, **extra)
         self.settle()
         return self.hits.get(name, 0)
 
     def forget(self) -> None:
-        """Drops the engine's own prefix cache and all KV."""
+        """Drops the engine's own prefix cache and overwrites all KV."""
         assert self.scheduler.reset_prefix_cache()
         self.spoil()
 
@@ -221,8 +221,8 @@ class ScheduledEngine:
 
     @property
     def waiting_hold_blocks(self) -> bool:
-        """Whether a request that is in no batch holds blocks: for a load under way (even if the request was aborted),
-        or for KV that was loaded. vLLM then refuses a reset under running requests.
+        """Whether a request that is not running holds blocks, either for a load in flight (even if the request was
+        aborted) or for KV that was loaded. vLLM then refuses to reset under running requests.
         """
         return any(
             any(table)
@@ -259,7 +259,7 @@ class ScheduledEngine:
         early = bool(copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers)
         names = list(output.num_scheduled_tokens)
 
-        # The load is the first to write its blocks, and in the step of an async load nothing else writes them.
+        # Blocks of a load are not spoiled: the load writes them first, and in an async load's step nothing else does.
         orders: Any = output.kv_connector_metadata
         graphs = [job.graph for job in orders.loads]
         loaded = {block for graph in graphs for op in graph.ops for block in op.blocks.tolist()}
@@ -303,7 +303,7 @@ class ScheduledEngine:
 
     @staticmethod
     def _tokens(request: Request, count: int) -> list[int]:
-        """The request's first tokens, including those that the scheduler does not know yet."""
+        """The request's first `count` tokens, including tokens that the scheduler does not know yet."""
         tokens = list(request.all_token_ids[:count])
         while len(tokens) < count:
             tokens.append(3 + zlib.crc32(str(tokens).encode()) % 5)
@@ -312,8 +312,9 @@ class ScheduledEngine:
     # --- numbers ---
 
     def _forward(self, request: Request, tokens: int, group: int) -> None:
-        """Writes a group's part of the request's last `tokens` computed tokens; the scheduler has already counted
-        them."""
+        """Writes the KV of one group for the request's last `tokens` computed tokens, which the scheduler has already
+        counted.
+        """
         end = request.num_computed_tokens
         start = end - tokens
         spec = self.specs[group]
@@ -347,7 +348,9 @@ class ScheduledEngine:
         return 0
 
     def _value(self, request: Request, group: int, tokens: int) -> float:
-        """The number for a group's part of the last of so many tokens: it depends on all of them."""
+        """The number expected in a group for the last of the request's first `tokens` tokens. It depends on all of
+        them.
+        """
         return float(zlib.crc32(f"{group}/{self._tokens(request, tokens)}".encode()) % 1_000_003)
 
     def _check(self, name: str, group: int, table: Sequence[int], position: int, value: float) -> None:

@@ -1,4 +1,4 @@
-"""KV groups of every kind, one layer each, for an engine with vLLM's own scheduler."""
+"""KV groups of every kind, with one layer each, for an engine that uses vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 PAGE = 64
-"""Elements of a block in one layer, in every group."""
+"""Number of elements of a block in one layer. The same in every group."""
 
 
 def full(block: int) -> KVCacheSpec:
@@ -51,7 +51,7 @@ def state(block: int) -> KVCacheSpec:
 
 
 def pool_of(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:
-    """One layer per group; the groups share the same memory, as in vLLM."""
+    """A configuration with one layer per group. As in vLLM, all groups share the same memory."""
     size = blocks * PAGE * 4
     return KVCacheConfig(
         num_blocks=blocks,

@@ -1,5 +1,5 @@
-"""A stand-in for vLLM 0.33 around a sleep, whose copies can be made to hang. tests/engines_vllm33 tests the sleep of
-that engine's own Python code.
+"""A stand-in for vLLM 0.33 while it sleeps and wakes, in which a test can make copies hang. tests/engines_vllm33 tests
+the sleep with that version's own Python code.
 """
 
 from __future__ import annotations
@@ -7,14 +7,17 @@ from __future__ import annotations
 from tests.unit.adapters.mini_engine import MiniEngine
 
 POISON = -7.0
-"""The content of the former KV memory while the engine sleeps: it reveals whoever reads or writes there."""
+"""The content of the former KV memory while the engine sleeps, so that a test notices if anything reads or writes that
+memory."""
 
 
 class SleepingEngine(MiniEngine):
-    """A mini engine that can sleep, with the order of calls of vLLM 0.33."""
+    """A mini engine that can sleep. It calls the connector in the order of vLLM 0.33."""
 
     def sleep(self) -> None:
-        """Pauses, resets engine and connector, and then in each worker calls the hook and drops the memory."""
+        """Resets the engine's cache and the connector's. Then, in each worker, calls the connector's hook and drops the
+        KV memory.
+        """
         assert self.pool.reset_prefix_cache(), "requests hold blocks: vLLM does not sleep"
         assert self.side.reset(), "vLLM does not sleep when the connector's reset fails"
         self.lose_memory()
@@ -32,7 +35,7 @@ class SleepingEngine(MiniEngine):
         return any(bool((cache != POISON).any()) for caches in self.pools.caches for cache in caches.values())
 
     def wake_up(self) -> None:
-        """Maps the memory again with other content, calls the hook, and then makes the handshakes once more."""
+        """Maps the KV memory again, with different content, calls each worker's hook, and repeats the handshakes."""
         self.pools.spoil()
         for worker in self.workers:
             worker.restore_kv_caches()

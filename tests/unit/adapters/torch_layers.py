@@ -1,4 +1,4 @@
-"""The layerwise pipelines on a device of torch, compared with the straightforward reference."""
+"""Runs the layerwise pipelines on one of torch's devices, and compares the results with a simple reference."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
 
 
 def turn(layer: int, keys: torch.Tensor, positions: Any) -> None:
-    """The same as `layer_world.turn`."""
+    """Does the same to torch tensors as `layer_world.turn` does to arrays."""
     by = torch.from_numpy(positions.new - positions.old + layer + 1).to(keys.device, keys.dtype)
     keys.copy_(keys * 3 + by[:, None, None])
 
 
 def check_load_and_store(seed: int, where: str) -> None:
-    """Loads a world into tensors on `where`, stores it from there, and compares both. Odd seeds prefetch."""
+    """Loads a world into tensors on the device `where`, stores it from there, and checks both results. Loads prefetch
+    if `seed` is odd.
+    """
     world = LayerWorld(seed)
     device = TorchDevice(where)
     memory = [torch.from_numpy(layer).to(where) for layer in world.memory]
@@ -65,7 +67,9 @@ def check_load_and_store(seed: int, where: str) -> None:
 
 
 def check_turned_load(seed: int, where: str) -> None:
-    """Loads a world whose keys are rotated into tensors on `where`, by the fused scatter, and compares every bit."""
+    """Loads a world whose keys are rotated into tensors on the device `where`, using the fused scatter, and compares
+    every bit.
+    """
     world = TurnedWorld(seed)
     device = TorchDevice(where)
     pinned = where != "cpu"
@@ -74,7 +78,7 @@ def check_turned_load(seed: int, where: str) -> None:
         bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
         return bits.view(getattr(torch, world.dtype))
 
-    # Views of the device's own memory, with the strides of the world's.
+    # Tensors in the device's own memory with the same strides as the world's arrays.
     memory = [tensor(layer) if where == "cpu" else _like(tensor(layer), where) for layer in world.memory]
     stored = [[tensor(rows) for rows in layer] for layer in world.stored]
     if pinned:
@@ -91,7 +95,7 @@ def check_turned_load(seed: int, where: str) -> None:
 
 
 def _like(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """The same values on a device, with the same strides."""
+    """Copies a tensor to a device, with the same values and strides."""
     whole = torch.empty(
         tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device=where
     )

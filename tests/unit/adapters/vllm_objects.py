@@ -1,4 +1,4 @@
-"""vLLM's own requests and block pools, as its engine makes them."""
+"""vLLM's own requests and block pools, made in the same way as vLLM's engine makes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
 
 def make_request(tokens: Sequence[int] | None = None, name: str = "r", **fields: Any) -> Request:
-    """A request whose block hashes vLLM computed itself, `BLOCK_TOKENS` tokens per block."""
+    """A request whose block hashes are computed by vLLM's own code, with `BLOCK_TOKENS` tokens per block."""
     extra = fields.pop("extra_args", None)
     ids = None if tokens is None else list(tokens)
     params = SamplingParams(max_tokens=16, extra_args=extra)
@@ -29,7 +29,7 @@ def make_request(tokens: Sequence[int] | None = None, name: str = "r", **fields:
 
 
 def make_pool(blocks: int = 16) -> BlockPool:
-    """vLLM's block pool; block 0 is its null block."""
+    """vLLM's block pool. Its block 0 is the null block."""
     return BlockPool(blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
 
 
