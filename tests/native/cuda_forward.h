@@ -1,4 +1,4 @@
-// A forward pass of the engine on the fake device, which runs as long as a test wants.
+// Stands in for a forward pass of the engine on the fake device. It runs until the test lets it go.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace flexkv {
 
-// Blocks its stream until let_go(), then does its work.
+// Blocks the engine's stream until let_go() is called, then does `work`.
 class Forward {
  public:
   Forward(CudaWorld& world, std::function<void()> work) : stream_(world.stream) {

@@ -1,4 +1,4 @@
-// A disk lane of two disks under a transfer engine, with faults between the lane and its disks.
+// A transfer engine with a disk lane of two disks. Faults can be injected between the lane and its disks.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -23,7 +23,7 @@ inline constexpr int32_t kWorldDisks = 2;
 inline constexpr int32_t kWorldPlaces = 64;
 inline constexpr int32_t kWorldSlots = 128;
 inline constexpr int32_t kWorldLayers = 3;
-inline constexpr int64_t kWorldRun = 2304;  // not a multiple of a sector, so layers share some
+inline constexpr int64_t kWorldRun = 2304;  // not a multiple of a sector: adjacent layers share sectors
 
 inline std::vector<IoBackend> disk_backends() {
   std::vector<IoBackend> found{IoBackend::kThreads};
@@ -32,7 +32,7 @@ inline std::vector<IoBackend> disk_backends() {
 }
 
 struct DiskWorld {
-  // `outer` wraps each disk's queue once more, around the faults.
+  // `outer`, if given, wraps each disk's queue outside the wrapper that injects the faults.
   explicit DiskWorld(IoBackend io, std::vector<IoFaultRule> rules = {}, double stuck_s = 30.0,
                      const WrapQueue& outer = nullptr)
       : faults(std::make_shared<IoFaults>(std::move(rules))) {
@@ -69,8 +69,8 @@ struct DiskWorld {
     const auto* bytes = reinterpret_cast<const uint8_t*>(pool->slot(slot));
     return std::all_of(bytes, bytes + kWorldLayers * kWorldRun, [=](uint8_t byte) { return byte == value; });
   }
-  // Submits pages [first, first + count): their places have the same numbers, their slots have numbers `base`
-  // higher.
+  // Submits an op on pages [first, first + count). Page i has disk slot i and host slot base + i. Returns the
+  // ticket.
   int64_t submit(OpKind kind, int32_t first, int32_t count, int32_t base, bool layerwise = false) {
     OpSpec op;
     op.op_id = next_op++;

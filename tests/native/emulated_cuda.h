@@ -1,8 +1,9 @@
 // CUDA's kernel language as C++ for the CPU: after this header, the code of csrc/*/*_kernel.cuh compiles and
-// runs. Every thread of every block is a thread of its own, and all run at once, so that ThreadSanitizer sees
-// races between warps, and between lanes of one warp. At a shuffle the warp's 32 threads meet, which orders
-// their memory; CUDA's shuffle does not promise that. Atomics are relaxed, as CUDA's are; the fence affects
-// the compiler alone, so these tests cannot see that one is missing.
+// runs. Every CUDA thread of every block is a thread of the operating system, and all run at once, so that
+// ThreadSanitizer sees races between warps and between lanes of one warp. At a shuffle the warp's 32 threads
+// wait for each other, which orders their memory accesses; CUDA's shuffle does not promise that. Atomics are
+// relaxed, as in CUDA. The emulated fence affects only the compiler, so these tests cannot notice that a
+// fence is missing.
 #pragma once
 #include <array>
 #include <chrono>
@@ -25,7 +26,8 @@
 namespace emulated {
 
 inline constexpr unsigned kLanes = 32;
-// If a thread waits longer for the rest of its warp, some lanes took another branch and will not come.
+// If a thread waits longer than this for the rest of its warp, some lanes have taken a different branch and
+// will not arrive. The process then aborts.
 inline constexpr std::chrono::seconds kMeetingDeadline{120};
 
 struct Index {
@@ -34,7 +36,7 @@ struct Index {
 
 class Meeting {
  public:
-  // Returns once all lanes are here.
+  // Waits until all lanes of the warp have called this.
   void meet() {
     std::unique_lock lock(mutex_);
     const unsigned round = round_;
@@ -57,15 +59,15 @@ class Meeting {
 
 struct Warp {
   Meeting meeting;
-  // Two, used in turns, so that a lane that reaches the next shuffle early does not overwrite what others
-  // have yet to read.
+  // The values that the lanes give to a shuffle. Shuffles alternate between two arrays, so that a lane that
+  // reaches the next shuffle early does not overwrite values that others have yet to read.
   std::array<std::array<uint64_t, kLanes>, 2> given;
 };
 
 inline thread_local Warp* warp = nullptr;
 inline thread_local unsigned shuffles = 0;
 
-// How a launch is to go wrong, for controls.
+// Faults that a control injects into launches.
 struct Faults {
   unsigned blocks_left_out = 0;
   bool shuffles_give_nothing = false;
@@ -85,7 +87,7 @@ inline thread_local emulated::Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
 
-// Runs `kernel` in `blocks` x `threads` threads, and returns when all have ended. `threads` is a multiple
+// Runs `kernel` in `blocks` x `threads` threads, and returns when all have finished. `threads` is a multiple
 // of 32.
 template <typename Kernel>
 void launch(unsigned blocks, unsigned threads, const Kernel& kernel) {

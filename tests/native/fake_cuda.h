@@ -1,9 +1,9 @@
-// A FAKE CUDA driver for tests: host memory stands in for device memory, each stream is a thread that works
-// through its queue, and events behave as real ones do (a wait for an event that was never recorded returns
-// at once; a wait covers what was recorded at the time of the call). Contexts are counted per device and
-// current per thread, and graph capture forbids calls by CUDA's rules. It checks the rules of the calls it
-// knows, and fails on request. It shows ordering and bookkeeping, but nothing about speed or about a real
-// driver's bugs.
+// A FAKE CUDA driver for tests. Host memory stands in for device memory, and each stream is a thread that
+// works through its queue. Events behave as real ones do: a wait for an event that was never recorded returns
+// at once, and a wait covers what was recorded at the time of the call. Contexts are counted per device and
+// are current per thread, and graph capture forbids calls by CUDA's rules. The fake checks that its callers
+// keep the driver's rules, and fails calls on request. It shows ordering and bookkeeping, but nothing about
+// speed or about a real driver's bugs.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -21,86 +21,87 @@ namespace flexkv::fake_cuda {
 struct Settings {
   int version = 13000;
   int devices = 1;
-  bool batch_corrupts = false;   // a driver whose batched copies lose a byte
-  bool kernel_corrupts = false;  // a kernel that changes a byte
-  bool words_refused = false;    // streams that refuse to write a word for a mark
-  bool words_lost = false;       // streams that accept such a write and never make it
+  bool batch_corrupts = false;   // batched copies lose a byte
+  bool kernel_corrupts = false;  // the copy kernel changes a byte
+  bool words_refused = false;    // streams refuse to write a word
+  bool words_lost = false;       // streams accept the write of a word but never make it
 };
 
 struct Calls {
   int64_t single = 0, batch = 0, kernel = 0;
   int64_t largest_batch = 0;
-  int64_t bytes = 0;       // enqueued
-  int64_t queries = 0;     // looks at a stream or an event, by the driver
+  int64_t bytes = 0;       // of all enqueued copies
+  int64_t queries = 0;     // calls that query a stream or an event
   int64_t words = 0;       // number of words that streams have written
-  int64_t word_waits = 0;  // number of kernels that wait for a word
-  // For loads and for stores: the most bytes under way at once by the copy engine, the longest copy, the
-  // largest batch in bytes, the most multiprocessors given to the kernel, and the most kernels under way at
-  // once.
+  int64_t word_waits = 0;  // number of enqueued kernels that wait for a word
+  // Maxima for loads [0] and stores [1]: bytes that the copy engine had in flight at once, bytes of one copy,
+  // bytes of one batch, multiprocessors that a kernel got, and kernels in flight at once.
   std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
-  // The most stores of more than kLongStoreCopy that the copy engine had under way at once: behind two of
-  // them, a small copy of another stream was seen to wait for 10 to 370 ms, and once for 2 s.
+  // The most stores of more than kLongStoreCopy bytes that the copy engine had in flight at once. Behind two
+  // such stores, a small copy on another stream was seen to wait for 10 to 370 ms, and once for 2 s.
   int64_t peak_long_stores = 0;
   std::vector<int> priorities;      // of the streams that were created; 0 is the lowest
-  std::vector<int32_t> stage_ends;  // in chunks, for the last kernel that counted several stages
+  std::vector<int32_t> stage_ends;  // CopyJob::stage_ends of the last kernel with stages, in chunks
   int64_t records = 0;
   int64_t waits = 0;
-  std::map<int, int64_t> bytes_of_device;  // number enqueued, by the device of the stream
+  std::map<int, int64_t> bytes_of_device;  // bytes of enqueued copies, by the stream's device
   std::vector<cuda::SourceOrder> orders;
-  std::vector<size_t> registered_bytes;  // of each registering call, in order
+  std::vector<size_t> registered_bytes;  // bytes of each registration, in call order
   int64_t refused_registrations = 0;
   int64_t unregistered = 0;
 };
 
-// Drops all state. No stream may exist.
+// Resets all state but streams. Records a broken rule if a test left streams, registrations, contexts or
+// captures.
 void reset(const Settings& settings = {});
 cuda::FindFunction finder();
 cuda::CopyKernels copy_kernels();
-// Runs the copy kernel on the CPU, thread after thread from last to first.
+// Runs the copy kernel on the CPU, one thread after another, from the last to the first.
 void run_on_cpu(const cuda::CopyJob& job, int32_t warps);
 Calls calls();
-// Descriptions of the driver's rules that were broken; empty in a good test.
+// The driver's rules that were broken since reset(), in words; empty if none was.
 std::vector<std::string> violations();
-// For controls: whether a broken rule's description contains `words`; then forgets all broken rules.
+// For controls: forgets the broken rules whose descriptions contain `words`. Returns whether there was one.
 bool take_violation(const std::string& words);
-// The bytes of host memory that are registered now, by address.
+// The size in bytes of each range of host memory that is registered now, by its address.
 std::map<void*, size_t> registered();
 
-// The current device of this thread; -1: none.
+// The current device of this thread; -1 if it has none.
 int current_device();
-// What the runtime's cudaSetDevice does since CUDA 12: creates the device's primary context if there is none,
-// and makes it current. For the engine's threads, and as a control.
+// Does what the runtime's cudaSetDevice does since CUDA 12: creates the device's primary context if there is
+// none, which the fake records as a broken rule, and makes it current. For the engine's threads, and as a
+// control.
 void set_device(int device);
-// References to primary contexts that exist, by device.
+// The number of references to each primary context, by device.
 std::map<int, int64_t> primary_contexts();
 
-// The engine captures a graph on its stream, from this thread, in one of the modes cuda::kCapture...;
-// end_capture() returns whether the graph is complete.
+// Begins a capture on the engine's stream, from this thread, in one of the modes cuda::kCapture...
+// end_capture() ends it, and returns whether no call has invalidated it.
 void begin_capture(uintptr_t stream, int mode = cuda::kCaptureGlobal);
 bool end_capture(uintptr_t stream);
-// This thread's mode.
+// This thread's capture mode.
 int capture_mode();
 
-// The next `count` registrations of host memory are refused.
+// Refuses the next `count` registrations of host memory.
 void refuse_registrations(int64_t count);
-// The next `count` kernels are not launched; kAlways: none from now on.
+// Fails the next `count` launches of the copy kernel; kAlways fails all from now on.
 inline constexpr int64_t kAlways = INT64_MAX;
 void fail_launches(int64_t count);
 
-// The next `count` calls of this function of the driver fail with `code`: one of cuCtxPushCurrent,
-// cuMemHostAlloc (with cuMemAlloc), cuEventRecord, cuStreamWriteValue32 and cuStreamIsCapturing; or launches
-// of "the kernel that waits" for a word.
+// Fails the next `count` calls of `function` with `code`. The function is cuCtxPushCurrent, cuMemHostAlloc
+// (which includes cuMemAlloc), cuEventRecord, cuStreamWriteValue32 or cuStreamIsCapturing, or "the kernel
+// that waits", which means launches of the kernel that waits for a word.
 inline constexpr cuda::Code kOutOfMemory = 2;
 void refuse(const std::string& function, int64_t count, cuda::Code code = kOutOfMemory);
-// From now on, each call that frees memory calls this first.
+// From now on, each call that frees memory calls `call` first.
 void on_free(std::function<void()> call);
-// Declares that these bytes of a test's memory are one allocation: no copy may span two allocations.
+// Declares that these bytes of a test's memory are one allocation. No copy may span two allocations.
 void add_allocation(void* memory, size_t bytes);
 
-// The n-th copy call from now (0: the next) fails at once; -1: none.
+// Fails the n-th call from now that copies or launches the copy kernel; 0 is the next one, -1 fails none.
 void fail_copy(int64_t nth);
-// While `breaks`, copies that are enqueued do not move, and make the next host wait on their stream report an
-// error.
+// While `breaks` is set, copies that are enqueued move no bytes, and leave their stream in an error state
+// that every later wait on the host and every query reports.
 void break_stream(bool breaks);
 // Holds or releases all streams that exist.
 void hold_all(bool held);
@@ -110,7 +111,7 @@ inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kMostMultiprocessors = 2;
 inline constexpr int64_t kLongStoreCopy = 64 << 10;
 
-// The engine's side: a stream, and work on it.
+// These functions act as the engine: they make a stream and enqueue work on it.
 uintptr_t make_stream(bool held, int device = 0);
 void enqueue(uintptr_t stream, std::function<void()> work);
 void release_stream(uintptr_t stream);

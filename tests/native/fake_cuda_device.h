@@ -28,8 +28,8 @@ struct FakeStream {
   bool ends = false;
   bool busy = false;
   int device = 0;
-  int64_t moving = 0;      // copies and kernels that have not ended
-  int64_t word_waits = 0;  // that have not ended
+  int64_t moving = 0;      // copies and kernels in flight
+  int64_t word_waits = 0;  // kernels in flight that wait for a word
   cuda::Code error = cuda::kSuccess;
   std::thread thread;
 };
@@ -49,9 +49,9 @@ struct World {
   std::vector<std::string> violations;
   std::set<FakeStream*> streams;
   std::map<void*, size_t> registered;
-  std::array<int64_t, 2> bytes_under_way{}, kernels_under_way{};  // loads, stores
+  std::array<int64_t, 2> bytes_under_way{}, kernels_under_way{};  // [0]: loads, [1]: stores
   int64_t long_stores_under_way = 0;
-  std::map<void*, size_t> allocations;  // that a test has declared
+  std::map<void*, size_t> allocations;  // declared by a test
   std::map<std::string, std::pair<int64_t, cuda::Code>> refusals;
   std::function<void()> on_free;
   std::map<int, int64_t> primary_contexts;
@@ -70,14 +70,15 @@ std::vector<int>& contexts();
 // This thread's capture mode.
 int& own_capture_mode();
 
-// The result of a potentially unsafe call: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED after
-// invalidating captures. Precondition of this and the next five functions: the lock is held.
+// Returns the result of a potentially unsafe call: kSuccess if no capture forbids it. Otherwise invalidates
+// the captures that do, and returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. Precondition of this and the next
+// five functions: the lock is held.
 cuda::Code unsafe_call();
-// The result of a call of this function, which a test may make fail.
+// The result that a call of `function` must return: the error that a test has ordered, else kSuccess.
 cuda::Code refusal_of(const std::string& function);
 // The capture that this stream is part of, or null.
 FakeCapture* capture_of(const FakeStream* stream);
-// Records a broken rule.
+// Records that `rule` was broken, unless `good`.
 void require(bool good, const char* rule);
 FakeStream* new_stream(bool held, int device);
 void push(FakeStream* stream, std::function<void()> work);

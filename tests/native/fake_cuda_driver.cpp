@@ -1,4 +1,4 @@
-// The driver's functions, as the product finds and calls them.
+// The fake driver's functions, which the product finds and calls as it does those of the real driver.
 #include <cstring>
 #include <memory>
 #include <utility>

@@ -1,4 +1,4 @@
-// Memory and the calls that move it: registration, copies, kernels.
+// The fake driver's functions for memory: registration, allocation, copies and kernels.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -21,14 +21,15 @@ void require_current(int device, const char* rule) {
   require(!contexts().empty() && contexts().back() == device, rule);
 }
 
-// The real calls wait until the whole device is idle. Precondition: the lock is held.
+// The real calls that free memory wait until the whole device is idle, so flexkv must not make them earlier.
+// Precondition: the lock is held.
 void require_idle_devices() {
   for (const FakeStream* stream : world().streams) {
     require(stream->moving == 0, "memory freed while work is in flight: it waits for the whole device");
   }
 }
 
-// Counts a copy call, and returns whether it must fail. Precondition: the lock is held.
+// Counts a copy or launch, and returns whether it must fail. Precondition: the lock is held.
 bool fails_now() {
   World& w = world();
   if (w.fail_in < 0) return false;
@@ -56,7 +57,7 @@ bool of_one_range(const void* memory, size_t bytes) {
          range_of(allocations, memory) == range_of(allocations, last);
 }
 
-// A copy into registered host memory is a store; all other memory is the device's.
+// Enqueues a copy. It counts as a store if its target is registered host memory, else as a load.
 void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
   World& w = world();
   const auto count = static_cast<int64_t>(bytes);
@@ -144,7 +145,8 @@ Code mem_alloc(DeviceAddress* address, size_t bytes) {
   if (code == cuda::kSuccess) *address = reinterpret_cast<uintptr_t>(memory);
   return code;
 }
-// Like the real driver, waits for all work that streams were given before.
+// The real driver waits for all earlier work of all streams. The fake waits only until no stream waits for a
+// word, and records a broken rule after 20 s.
 Code mem_free(DeviceAddress address) {
   {
     std::unique_lock lock(world().mutex);
@@ -184,7 +186,7 @@ Code memset_bytes(DeviceAddress address, unsigned char value, size_t bytes, Stre
   });
   return cuda::kSuccess;
 }
-// All memory is the device's unless it is registered.
+// Memory that is not registered counts as the device's.
 Code pointer_attribute(void* answer, int attribute, DeviceAddress address) {
   const std::lock_guard lock(world().mutex);
   if (attribute != cuda::kPointerMemoryType) return kInvalidValue;
@@ -223,7 +225,7 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
 Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
                  BatchAttributes* attributes, size_t* indices, size_t attribute_count, size_t* failed,
                  StreamHandle stream) {
-  *failed = 0;  // crashes here if the caller used the other parameters
+  *failed = 0;  // crashes if the caller passed the parameters of the other version
   return batch(dsts, srcs, sizes, count, attributes, indices, attribute_count, stream);
 }
 
@@ -279,7 +281,8 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
   return {};
 }
 
-// A kernel that waits until a word has reached a number. The fake ends it with its stream.
+// Launches a kernel that waits until the word at `passed` has reached `value`. The fake ends the kernel when
+// its stream is destroyed.
 std::string wait(const uint32_t* passed, uint32_t value, void* handle) {
   const std::lock_guard lock(world().mutex);
   auto* stream = static_cast<FakeStream*>(handle);

@@ -22,9 +22,9 @@ FakeCapture* capture_of(const FakeStream* stream) {
   return nullptr;
 }
 
-// cudaThreadExchangeStreamCaptureMode's documentation has these rules. It names only cudaMalloc as a
-// potentially unsafe call; the fake treats as unsafe all calls that are not enqueued on a stream, and copies
-// (vllm-project/vllm#48053).
+// The rules are those in the documentation of cudaThreadExchangeStreamCaptureMode. It mentions only
+// cudaMalloc as a potentially unsafe call. The fake treats all calls that are not enqueued on a stream as
+// unsafe, and also copies (vllm-project/vllm#48053).
 cuda::Code unsafe_call() {
   cuda::Code code = cuda::kSuccess;
   for (FakeCapture& capture : world().captures) {
@@ -45,7 +45,7 @@ void set_device(int device) {
   const std::lock_guard lock(world().mutex);
   const bool made = world().primary_contexts[device] > 0;
   require(made, "a context on a device that nobody asked for");
-  // Never released, as with the runtime.
+  // As with the runtime, this reference is never released.
   if (!made) ++world().primary_contexts[device];
   if (contexts().empty()) contexts().push_back(device);
   contexts().back() = device;

@@ -1,4 +1,5 @@
-// A fake libcufile: plain memory stands in for GPU memory, and a test names the files on which it "bounces".
+// A fake libcufile. Plain memory stands in for GPU memory, and a test lists the files for which the library
+// uses POSIX I/O instead of the direct route.
 #pragma once
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -25,32 +26,32 @@ struct FakeCufile {
   std::mutex mutex;
   int32_t open = 0;
   int32_t open_error = 0;
-  uint32_t status_flags = 1u << 4;  // NVMe
+  uint32_t status_flags = 1u << 4;  // cuFile supports NVMe
   int32_t refuse_files = 0;
   bool refuse_buffers = false;
   uint32_t nvfs_major = 2;
   uint32_t feature_flags = 0;
   int32_t p2p_flags = 0;
   int32_t version = 1200;
-  bool counts = true;                 // it has statistics, and they are counted
-  bool all_posix = false;             // compatibility mode, whatever the properties say
+  bool counts = true;                 // false: its statistics count no calls
+  bool all_posix = false;             // all files are in compatibility mode, whatever the properties say
   std::set<int> posix;                // descriptors of files in compatibility mode
-  size_t posix_below = 0;             // bytes: smaller calls use POSIX
-  std::function<void()> before_move;  // each call calls this before anything moves
-  int32_t level = 0;                  // of its statistics
+  size_t posix_below = 0;             // calls of fewer bytes use POSIX I/O
+  std::function<void()> before_move;  // each read or write calls this before it moves bytes
+  int32_t level = 0;                  // level of detail of its statistics
   bool counting = false;
   uint64_t dma_ops = 0;
   uint64_t posix_ops = 0;
   std::set<int> files;
   std::map<const void*, size_t> buffers;
-  int64_t registered = 0;    // buffers, so far
-  int64_t deregistered = 0;  // buffers, so far
-  size_t most_buffers = 0;   // at once; 0: no limit
+  int64_t registered = 0;    // number of buffers registered so far
+  int64_t deregistered = 0;  // number of buffers deregistered so far
+  size_t most_buffers = 0;   // most buffers registered at once; 0: no limit
   size_t set_pinned_kib = 0;
   bool set_while_open = false;
-  uint32_t pinned_kib = 32u << 20;  // as the properties say
+  uint32_t pinned_kib = 32u << 20;  // as reported in the properties
   int64_t calls = 0;
-  ssize_t next_answer = 0;  // what the next call returns without moving anything; 0: it moves the bytes
+  ssize_t next_answer = 0;  // the next read or write returns this and moves nothing; 0: it moves the bytes
   int next_errno = 0;
 };
 inline FakeCufile fake;
@@ -80,7 +81,8 @@ inline ssize_t fake_move(CufileHandle handle, void* base, size_t bytes, off_t fi
   return moved;
 }
 
-// Has the layout of cuFile 1.15 to 1.18, or that of 1.19 and 1.20; the counts are the third GPU's.
+// Writes the counts where cuFile 1.15 to 1.18 (or 1.19 and 1.20, depending on `version`) has them for the
+// third GPU.
 inline CufileError fake_level3(void* out) {
   const std::lock_guard lock(fake.mutex);
   if (fake.level < 3) return {5022, 0};
@@ -128,7 +130,7 @@ inline CufileTable fake_table() {
     if (fake.refuse_buffers) return CufileError{5011, 2};
     for (const auto& [other, size] : fake.buffers) {
       CHECK((static_cast<const char*>(memory) + bytes <= other ||
-             static_cast<const char*>(other) + size <= memory));  // cuFile refuses memory that is registered
+             static_cast<const char*>(other) + size <= memory));  // cuFile refuses registered memory
     }
     if (fake.most_buffers != 0 && fake.buffers.size() >= fake.most_buffers) return CufileError{5036, 0};
     fake.buffers[memory] = bytes;
@@ -208,7 +210,7 @@ inline void reset_fake() {
   fake.next_answer = 0;
 }
 
-// The manager of GdsWorld, over the fake.
+// A GdsWorld whose manager uses the fake libcufile.
 struct CufileWorld {
   CufileWorld() { reset_world(); }
   void reset_world() {
@@ -238,7 +240,7 @@ struct CufileWorld {
   std::unique_ptr<GDSManager> manager;
 };
 
-// Gives each file content, so that the first read of it, which finds out its route, has something to read.
+// Fills each file, so that the first read, which finds out the file's route, has something to read.
 inline void fill_files(const CufileWorld& c, size_t bytes = 8192) {
   for (int32_t device = 0; device < c.files->devices(); ++device) {
     std::ofstream(c.files->at(device, 0).path) << std::string(bytes, 'x');

@@ -1,5 +1,5 @@
-// The gds lane of one rank under a transfer engine: a layer-first pool in plain memory, one slab, and faults
-// between the lane and its disk.
+// A transfer engine with the gds lane of one rank: a layer-first pool in plain memory and one slab. Faults
+// can be injected between the lane and its disk.
 #pragma once
 #include "gds/gds_lane.h"
 #include "gds_world.h"
@@ -65,7 +65,8 @@ struct LaneWorld {
     REQUIRE(results.size() == 1);
     return std::move(results.front());
   }
-  // Seals the pages with the digests that a write reports, as the manager's disk lane does.
+  // Writes the trailers of pages 0 to count - 1 with the digests that the write reported, as the manager's
+  // disk lane does.
   void seal(const OpResult& written, int32_t count) {
     std::fstream file(folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
     const size_t runs = codec->num_runs();

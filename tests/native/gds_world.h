@@ -1,4 +1,5 @@
-// A layer-first pool in plain memory, raw files on two "disks", and a manager with faults between them.
+// A layer-first pool in plain memory, raw files on two "disks", and a manager between them. Faults can be
+// injected between the manager and the files.
 #pragma once
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -21,10 +22,11 @@
 
 namespace flexkv {
 
-// Unit: seconds. For waits that are expected to end, under sanitizers and load too.
+// Unit: seconds. How long a test waits for something that must happen, even on a busy machine under a
+// sanitizer.
 inline constexpr double kGdsGenerousS = 60;
 
-// A temporary folder, which is removed with the object.
+// A temporary folder, which the destructor removes.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -71,7 +73,7 @@ struct GdsWorldOf {
     manager = std::make_unique<GDSManager>(files, options, device, io);
   }
 
-  // Block i of the pool, and image i / 2 on disk i mod 2.
+  // Pairs block i of the pool with image i / 2 on disk i mod 2.
   static StagedPage page(int64_t block) {
     return {block, static_cast<int32_t>(block % kDisks), 0, block / kDisks * kImage};
   }
@@ -95,7 +97,7 @@ struct GdsWorldOf {
   TransferReport move(bool is_read, int32_t count = kBlocks) {
     return manager->transfer(*map, pages(count), is_read);
   }
-  // Writes every block, empties the pool, and returns what it held.
+  // Fills the pool, writes every block to disk and zeroes the pool. Returns what the pool held.
   std::vector<unsigned char> stored() {
     fill(7);
     const std::vector<unsigned char> content = pool;

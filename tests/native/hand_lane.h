@@ -1,4 +1,4 @@
-// A lane whose work items the test itself takes.
+// A lane without threads: the test itself takes its work items.
 #pragma once
 #include <atomic>
 #include <memory>

@@ -1,4 +1,4 @@
-// Short steps with the block index, for its tests.
+// Helpers for the tests of the block index.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -39,7 +39,8 @@ inline std::vector<EntryId> match(const BlockIndex& index, std::span<const Block
   return entries;
 }
 
-// Acts as a request that found all of these blocks and has ended; `hit`: whether it used them.
+// Pins and unpins these blocks, as for a request that found all of them and has ended. `hit`: whether the
+// request used them.
 inline void use(BlockIndex& index, std::span<const BlockKey> wanted, bool hit = true) {
   std::vector<EntryId> entries(wanted.size());
   std::vector<int32_t> slots(wanted.size());

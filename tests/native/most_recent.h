@@ -1,4 +1,4 @@
-// The smallest policy: evicts the block that was used last. docs/contributing/add-an-eviction-policy.md
+// The smallest policy: it evicts the most recently used block. docs/contributing/add-an-eviction-policy.md
 // quotes it.
 #pragma once
 #include <memory>
@@ -11,7 +11,7 @@ class MostRecent final : public EvictionPolicy {
  public:
   explicit MostRecent(const PolicyRoom& room) : table_(room.table), head_(room.first_head) {}
 
-  // Behind the head in the order of the request, so that a chain stays together for lookups.
+  // Links the blocks behind the head in the request's order, so that a chain stays together for lookups.
   void admit(EntryId first, EntryId last, const Use&) override { table_.link_after(head_, first, last); }
 
   EntryId take_victim() override {
@@ -23,7 +23,7 @@ class MostRecent final : public EvictionPolicy {
 
  private:
   EntryTable& table_;
-  EntryId head_;  // of its one list
+  EntryId head_;  // head of the policy's only list
 };
 
 inline PolicyKind most_recent_kind() {

@@ -1,4 +1,4 @@
-// One disk without a lane: the test itself gives it pages.
+// One disk without a disk lane. The test itself gives it pages.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -19,7 +19,7 @@ namespace flexkv {
 
 inline constexpr int64_t kOneDiskPageBytes = 4096;
 
-// Takes no items by itself: the test gives their pages to the disk.
+// A lane that takes no work items: the test takes them and gives their pages to the disk.
 class IdleLane final : public Lane {
  public:
   const char* name() const override { return "idle"; }
@@ -53,7 +53,8 @@ struct OneDisk {
     std::remove(path.c_str());
   }
 
-  // Queues pages of the slots and places from `first` on. Returns the ticket of their op.
+  // Submits one op of `pages` pages, whose host and disk slots are numbered from `first`, and gives its pages
+  // to the disk. Returns the ticket.
   int64_t push(OpKind kind, int32_t first, int32_t pages) {
     GraphSpec graph;
     OpSpec& op = graph.ops.emplace_back();

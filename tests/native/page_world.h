@@ -1,4 +1,5 @@
-// Pages for the tests of lanes over slabs, with runs of equal length, separate files, and numbered tags.
+// Pages for the tests of lanes that use slabs. All runs have the same length, each slab is a file, and a
+// number determines a page's tag.
 #pragma once
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -17,10 +18,10 @@
 namespace flexkv {
 
 inline constexpr int64_t kSlabHeaderBytes = 4096;
-// Unit: seconds. More than any step of these tests takes.
+// Unit: seconds. Longer than any step of these tests takes.
 inline constexpr double kWaitS = 60;
 
-// One rank, one run per layer.
+// The codec of pages of one rank that have one run per layer.
 inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_bytes, uint32_t group = 0) {
   std::vector<PageRun> runs;
   for (int32_t layer = 0; layer < layers; ++layer) runs.push_back({layer * run_bytes, run_bytes, layer});
@@ -28,7 +29,7 @@ inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_b
                                      std::vector<std::vector<PageRun>>{runs}, false, group);
 }
 
-// Makes an empty file of `slots` images at `path`. Returns its shape as a slab.
+// Makes a slab file of zeros with space for `slots` images at `path`. Returns its shape.
 inline SlabShape make_slab(const std::string& path, const PageCodec& codec, int32_t slots, uint64_t id) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0644);
   REQUIRE(fd >= 0);
@@ -50,7 +51,7 @@ inline void add_tag(OpSpec& op, int32_t number) {
   op.tags.insert(op.tags.end(), bytes, bytes + sizeof(tag));
 }
 
-// Submits a graph of one op, for which there must be room. Returns its ticket.
+// Submits a graph of one op and returns its ticket. The test fails if the engine's queue is full.
 inline int64_t submit_op(TransferEngine& engine, OpSpec op) {
   GraphSpec graph;
   graph.ops.push_back(std::move(op));

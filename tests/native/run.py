@@ -1,6 +1,7 @@
 """Builds the C++ tests and runs them: `python -m tests.native.run [SANITIZER] [--case PATTERN]`.
 
-Without SANITIZER it builds the usual variant. PATTERN is doctest's: `*` matches anything, commas separate patterns.
+Without SANITIZER it builds the variant that FLEXKV_CUDA and FLEXKV_SANITIZE select. PATTERN has doctest's syntax: `*`
+matches anything, and commas separate patterns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OPTIONS = {
 
 
 def count_cases(program: Path, pattern: str) -> int:
-    """The number of test cases whose name `pattern` matches."""
+    """Counts the test cases whose names match `pattern`."""
     command = [str(program), "--count", f"--test-case={pattern}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"passing the current filters: (\d+)", said)
@@ -40,7 +41,7 @@ def main() -> None:
     program = build(Variant(None, asked.sanitizer) if asked.sanitizer else Variant.from_environment())
     command = [str(program)]
     if asked.case is not None:
-        # Otherwise doctest would run nothing and report success.
+        # If no case matches, doctest runs nothing and reports success.
         if count_cases(program, asked.case) == 0:
             fail(
                 f"--case {asked.case}: no test case has such a name ({program} --list-test-cases lists them)"

@@ -1,4 +1,4 @@
-// A unit that shares its slots with others, for the tests of boards and of the units that read them.
+// A unit that shares its slots with other units, for the tests of boards and of their readers.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -21,7 +21,7 @@ inline BlockKey share_key(uint64_t number) { return {number * 0x9E3779B97F4A7C15
 
 inline uint64_t page_word(const BlockKey& key, size_t word) { return key.low ^ (word * 0xD1B54A32D192ED03u); }
 
-// A unit that shares `slots` slots: its board, and a pool of which it writes whole pages.
+// A unit that shares `slots` slots: its board, and its pool, into which it writes complete pages.
 struct SharingUnit {
   explicit SharingUnit(uint32_t slots)
       : board(slots), pool(SharedFile::make("test-pool", int64_t{slots} * kShareSlotBytes)) {}
@@ -80,7 +80,7 @@ inline std::vector<PeerNews> take_all(PeerDirectory& directory) {
   return all;
 }
 
-// A writer that gives slots to new pages as fast as it can, while this object lives.
+// A thread that writes new pages into random slots as fast as it can, until the destructor stops it.
 class FastWriter {
  public:
   explicit FastWriter(SharingUnit& unit) : unit_(unit), thread_([this] { run(); }) {}

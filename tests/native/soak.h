@@ -1,5 +1,5 @@
-// How many times longer the stress tests run (FLEXKV_SOAK, 1 if it is not set), and how much shorter under a
-// sanitizer.
+// FLEXKV_SOAK: how many times longer the stress tests run; 1 if it is not set. Also which sanitizer the build
+// has, so that tests can do less under it.
 #pragma once
 #include <cstdlib>
 #include <stdexcept>
@@ -7,8 +7,8 @@
 
 namespace flexkv {
 
-// ThreadSanitizer makes every memory access about ten times slower. Under it there are fewer cases that
-// differ only in sizes or have one thread; the cases with several threads stay.
+// ThreadSanitizer makes every memory access about ten times slower. Under it, tests run fewer of the cases
+// that differ only in sizes or use one thread, but all cases with several threads.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kThreadSanitizer = true;
 #else
