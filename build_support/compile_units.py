@@ -1,12 +1,13 @@
 """Decides which source files are compiled as one unit.
 
 The compiler spends much of its time on headers that most files of a folder include. So in variants with a sanitizer,
-which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit: a file that includes them.
-Compiler messages name the included file. Any files of a folder can be in one unit, so their declarations in anonymous
-namespaces need different names; otherwise the compiler reports a redefinition and names both files.
+which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit. A unit is a generated file that
+includes these files. Compiler messages name the included file. Any two files of a folder can be in one unit, so
+declarations in their anonymous namespaces need different names; otherwise the compiler reports a redefinition and names
+both files.
 
-Variants that users run have one object for each file: after a change one file is compiled again. Only bindings, which
-instantiate much of pybind11 and are compiled quickly, come in units of up to `BINDINGS_TOGETHER`.
+Variants that users run have one object for each file, so that after a change only one file is compiled again. Only
+bindings, which instantiate much of pybind11 and are compiled quickly, come in units of up to `BINDINGS_TOGETHER`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TOGETHER = 12
 """Most files per unit. More files save little compile time, and a change in one file would recompile more."""
 
 BINDINGS_TOGETHER = 4
-"""The same for bindings of variants that users run. Together they take two thirds of the time that each alone takes."""
+"""Most files per unit of bindings, in variants that users run. Compiling bindings together takes two thirds of the time
+of compiling them one by one.
+"""
 
 EMULATES_CUDA = "emulated_cuda.h defines words of CUDA as macros, and must come before headers that use them"
 
@@ -33,7 +36,7 @@ ALONE = {
     "tests/native/test_emulated_copies.cpp": EMULATES_CUDA,
     "tests/native/test_emulated_transform.cpp": EMULATES_CUDA,
 }
-"""File -> why it must not share a unit with others."""
+"""The reason why a file must not share a unit with others, by file."""
 
 BEGINNING = """\
 // Written by build_support/compile_units.py.
@@ -42,12 +45,12 @@ BEGINNING = """\
 #pragma GCC diagnostic ignored "-Wsubobject-linkage"
 #endif
 """
-"""Begins each unit."""
+"""The text with which each unit begins."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Source files of one folder that are compiled as one."""
+    """Source files of one folder that are compiled together."""
 
     sources: tuple[Path, ...]
 
@@ -59,8 +62,9 @@ class Unit:
         return f"{folder}.{self.sources[0].stem}-to-{self.sources[-1].stem}.cpp"
 
     def text(self, folder: Path) -> str:
-        """The text that the compiler gets in a file in `folder`: the same for each copy of the tree, so that a compiler
-        cache knows it."""
+        """The content of the unit's file in `folder`. It is the same in every copy of the tree, so that a compiler
+        cache recognises it.
+        """
         paths = [os.path.relpath(source, folder) for source in self.sources]
         return BEGINNING + "".join(f'#include "{path}"\n' for path in paths)
 
@@ -68,8 +72,9 @@ class Unit:
 def units(
     sources: Iterable[Path], root: Path, flags: Callable[[Path], str], most: int = TOGETHER
 ) -> list[Unit]:
-    """Divides `sources`, which are below `root`, into units of one folder and equal `flags`, of at most `most` files.
-    Each file in `ALONE`, and each that is not C++, is a unit of its own."""
+    """Divides `sources`, which are below `root`, into units of at most `most` files. The files of a unit are in one
+    folder and have equal `flags`. Each file in `ALONE`, and each that is not C++, is a unit of its own.
+    """
     found, together = [], defaultdict(list)
     for source in sources:
         if source.suffix != ".cpp" or source.relative_to(root).as_posix() in ALONE:

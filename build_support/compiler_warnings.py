@@ -1,8 +1,8 @@
 """Makes compiler warnings errors if FLEXKV_WERROR asks for it, without recompiling files that compiled cleanly.
 
 ninja recompiles a file whose command has changed. An object that compiled without a warning is the same with the flag
-and without, so the flag reaches the compiler through the environment instead. An object that compiled with a warning
-has a marker file beside it, and is recompiled if warnings are errors.
+and without, so the flag is not part of the command but reaches the compiler through the environment. An object that
+compiled with a warning has a marker file beside it, and is recompiled if warnings are errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FATAL = {"FATAL_CXX": "-Werror", "FATAL_NVCC": "-Werror all-warnings"}
 """The flag, by the environment variable that carries it to the compiler."""
 
 NOTE = ".warned"
-"""Ends the name of a note, which holds the compiler's output."""
+"""Suffix of the marker file beside an object; the file holds the compiler's output."""
 
 
 def warnings_are_errors() -> bool:
@@ -30,8 +30,8 @@ def warnings_are_errors() -> bool:
 
 
 def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
-    """A ninja command: runs a compiler's `command` with the flag in `variable`, and makes or removes the marker
-    file.
+    """Returns a ninja command that runs a compiler's `command` with the flag in `variable`, and makes or removes the
+    marker file.
     """
     note = f"$out{NOTE}"
     return (
@@ -41,7 +41,7 @@ def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
 
 
 def flags_for_warnings(folder: Path) -> dict[str, str]:
-    """Variables for ninja's environment. Removes the objects in `folder` that ninja must make again.
+    """Removes the objects in `folder` that ninja must make again, and returns variables for ninja's environment.
 
     Raises:
         ValueError: FLEXKV_WERROR is neither `1` nor `0`.

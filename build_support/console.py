@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def say(text: str) -> None:
-    """Prints one line of progress at once."""
+    """Prints one line of progress without buffering."""
     print(f"flexkv: {text}", flush=True)
 
 

@@ -43,11 +43,11 @@ def find_nvcc() -> str | None:
 
 
 def probe(nvcc: str) -> CudaToolkit | str:
-    """A working toolkit, or the reason why that of `nvcc` does not work."""
+    """The toolkit of `nvcc`, or the reason why it does not work."""
     version_text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", version_text)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
-    # nvcc may be a wrapper script or a link, so its own folder does not tell where its toolkit is: ask nvcc.
+    # nvcc may be a wrapper script or a link, so its folder does not show where its toolkit is. nvcc itself says so.
     dry = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     top = re.search(r"^#\$ TOP=(.*)$", dry, re.M)
     home = os.path.realpath(top[1].strip()) if top else str(Path(os.path.realpath(nvcc)).parents[1])
@@ -66,7 +66,7 @@ def select_toolkit(mode: str) -> CudaToolkit | None:
     """The toolkit for FLEXKV_CUDA=`mode`: `auto` (if one works), `1` (required) or `0` (none).
 
     Raises:
-        ValueError: `mode` is another word.
+        ValueError: `mode` is none of these.
         RuntimeError: `mode` is `1` and no toolkit works.
     """
     if mode not in ("auto", "0", "1"):

@@ -1,4 +1,6 @@
-"""Formats the C++ and CUDA sources with clang-format 19, or with --check fails if that would change something."""
+"""Formats the C++ and CUDA sources with clang-format 19. With --check it changes nothing, and fails if a file is not
+formatted.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from build_support.console import fail
 
 ROOT = Path(__file__).resolve().parents[1]
 MAJOR = 19
-"""Other versions format the same .clang-format differently."""
+"""Version of clang-format; other versions format differently with the same .clang-format."""
 SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 
 def find_program() -> str:
-    """The path of clang-format 19: this environment's, else the system's.
+    """The path of clang-format 19: this environment's or, if it has none, the system's.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: neither has clang-format 19.
     """
     own = Path(sys.executable).with_name("clang-format")
     candidates = [

@@ -18,7 +18,7 @@ from flexkv.observe.page_losses import markdown_table as losses_table
 
 
 def markdown_identity() -> str:
-    """The fields of every engine's configuration, each with its list."""
+    """For every engine, the configuration fields that are in keys."""
     parts = {
         "vLLM": vllm_fields(),
         "SGLang": SGLANG_ARGUMENTS.markdown(),

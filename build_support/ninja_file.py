@@ -1,9 +1,9 @@
 """Writes and runs one ninja file per kind of build (usual, or with a sanitizer).
 
 A variant is (CUDA or not) x (sanitizer). The variants with and without CUDA share a folder under build/ and all objects
-except the few that differ, so that both cost little more than one. The Python bindings, which include pybind11, and the
-native tests, which include doctest, are each compiled with a precompiled header. Bindings, and with a sanitizer the
-files of any folder, are compiled several at once (compile_units.py).
+except the few that differ, so that building both takes little longer than building one. The Python bindings, which
+include pybind11, and the native tests, which include doctest, are each compiled with a precompiled header. Bindings,
+and with a sanitizer all other files too, are compiled in units of several files (compile_units.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread", "undefined": "undefined"}
 DEFAULT_CUDA_ARCHS = "80;90;100+PTX"
 KERNEL_FLAGS = "-std=c++20 -O3 -lineinfo -Xptxas -warn-spills"
-"""Flags of nvcc. A kernel that spills registers to memory moves bytes that nobody asked for, so it gets a warning, and
-an error where warnings are errors."""
+"""Flags of nvcc. They make the compiler warn of a kernel that spills registers to memory, because spills cost
+bandwidth. If warnings are errors, the build then fails.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ class Variant:
         """The variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for.
 
         Args:
-            in_place: the build serves this machine alone: without a GPU, CUDA is left out unless FLEXKV_CUDA is set.
+            in_place: the build is only for this machine, so if it has no GPU, CUDA is left out unless FLEXKV_CUDA is
+                set.
 
         Raises:
-            ValueError: FLEXKV_SANITIZE names no known sanitizer, or FLEXKV_CUDA has a value that is not allowed.
+            ValueError: FLEXKV_SANITIZE is not a known sanitizer, or FLEXKV_CUDA has a value that is not allowed.
         """
         sanitizer = os.environ.get("FLEXKV_SANITIZE", "")
         if sanitizer not in SANITIZERS:
@@ -77,7 +79,9 @@ class Variant:
 
 
 def interface_id() -> str:
-    """Names the interface between Python and the native core; flexkv/native_core.py compares the built one with it."""
+    """Identifies the interface between Python and the native core. flexkv/native_core.py compares it with the interface
+    from which the core was built.
+    """
     return hashlib.sha256((ROOT / "flexkv" / "c_ext.pyi").read_bytes()).hexdigest()[:12]
 
 
@@ -112,25 +116,30 @@ HEADERS = {
 """Precompiled headers."""
 
 DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
-"""Files that say whether CUDA is built in; all others have one object for both variants."""
+"""Files whose code depends on whether CUDA is built in; all others have one object for both variants."""
 
 QUICKLY_COMPILED = "-O1 -g0"
-"""For tests and for bindings that only pass arguments on; takes half the time of `-O3`."""
+"""Flags for tests, and for bindings that only pass arguments on; compiling takes half the time of `-O3`."""
 
 SANITIZED = {"address": "-Og", "thread": "-O1", "undefined": "-Og"}
-"""With a sanitizer. Optimising the checks of `address` and `undefined` at `-O1` takes as long as all else."""
+"""Optimisation by sanitizer. At `-O1`, optimising the checks of `address` and `undefined` takes as long as everything
+else together.
+"""
 
 QUICKLY_SANITIZED = {"address": "-O0", "thread": "-O1", "undefined": "-O0"}
-"""The same for tests and bindings, whose reports need the line numbers."""
+"""Optimisation of tests and bindings by sanitizer; reports from them need line numbers."""
 
 TESTS_SANITIZED = {"address": "-fno-sanitize=undefined"}
-"""Beside these for tests: checks of undefined behaviour in a test itself would take a quarter of its compile time. What
-it calls is checked."""
+"""Further flags for tests, by sanitizer. Checks of undefined behaviour in a test itself would take a quarter of its
+compile time; the code that it calls is checked.
+"""
 
 
 def _precompiled_header(source: Path, sanitizer: str) -> str:
-    """`bindings` or `tests` for a file that is compiled quickly with the precompiled header of that name; else empty.
-    Bindings that read lists of tokens or keys are in the hot path of the variants that users run."""
+    """`bindings` or `tests` if the file is compiled quickly with the precompiled header of that name, otherwise empty.
+    Bindings that read lists of tokens or keys are optimised in the variants that users run, because they are in the hot
+    path.
+    """
     if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
     # The file that defines doctest's main must include doctest itself first; the fake driver does not use doctest.
@@ -139,17 +148,19 @@ def _precompiled_header(source: Path, sanitizer: str) -> str:
 
 
 DOCTEST_MAIN = ROOT / "tests" / "native" / "main.cpp"
-"""Defines doctest's `main`."""
+"""The file that defines doctest's `main`."""
 
 FAKE_DRIVER = sorted((ROOT / "tests" / "native").glob("fake_cuda*.cpp"))
-"""A GPU's fake driver: part of the native test program, and of the tests' own extension."""
+"""The fake of a GPU's driver, which is part of the native test program and of the tests' own extension."""
 
 TESTING = ROOT / "csrc" / "testing"
-"""Code that only tests use: part of the native test program, and of a module of its own beside the tests."""
+"""Folder of code that only tests use; it is part of the native test program and of the tests' own extension."""
 
 
 def _sources(variant: Variant) -> list[Path]:
-    """Every .cpp of the product; .cu files with a toolkit, *_stub.cpp (same symbols, no CUDA) without."""
+    """Every .cpp file of the product and, with a CUDA toolkit, the .cu files; without one, *_stub.cpp files with the
+    same symbols.
+    """
     cpp = [s for s in sorted((ROOT / "csrc").rglob("*.cpp")) if not s.is_relative_to(TESTING)]
     if variant.toolkit:
         return [s for s in cpp if not s.name.endswith("_stub.cpp")] + sorted((ROOT / "csrc").rglob("*.cu"))
@@ -169,8 +180,8 @@ class NinjaFile:
             optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 {SANITIZED[variant.sanitizer]}"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
-        # pip's isolated builds have their pybind11 in a new folder each time. A link with a fixed name keeps the
-        # commands the same, so that compiled files are reused.
+        # Each of pip's isolated builds has its pybind11 in a new folder. A link with a fixed name keeps the commands
+        # the same, so that compiled files are reused.
         self._pybind11 = (f"pybind11-{pybind11.__version__}", pybind11.get_include())
         python = f"-isystem {self._pybind11[0]} -isystem {sysconfig.get_paths()['include']}"
         cuda_libs = ""
@@ -230,8 +241,9 @@ class NinjaFile:
             ]
 
     def _objects(self, sources: list[Path]) -> list[str]:
-        """Adds the objects of `sources`: one for each unit of bindings, or with a sanitizer of any files; one for each
-        other file."""
+        """Adds the objects of `sources`: one for each unit (of bindings, or with a sanitizer of any files), and one for
+        each other file.
+        """
         if self.variant.sanitizer:
             units = compile_units.units(sources, ROOT, self._flags)
         else:
@@ -269,7 +281,7 @@ class NinjaFile:
         return name
 
     def _flags(self, source: Path) -> str:
-        """The flags of `source` and of the other files of its unit."""
+        """The flags of `source`, which the other files of its unit share."""
         header = _precompiled_header(source, self.variant.sanitizer)
         quickly = f"{self._quickly_as(header)} -include {header}.h" if header else ""
         if source == DOCTEST_MAIN:
@@ -282,7 +294,7 @@ class NinjaFile:
         return f"{self._quickly} {more}" if more else self._quickly
 
     def _needs(self, source: Path) -> str:
-        """The part of ninja's build line that names the files needed before `source` is compiled."""
+        """The part of ninja's build line that lists the files needed before `source` is compiled."""
         header = _precompiled_header(source, self.variant.sanitizer)
         return f" | {self._precompiled(header)}" if header else ""
 
@@ -309,7 +321,7 @@ class NinjaFile:
         """Adds the tests' own Python extension, from `csrc/testing`; `add_extension` must have been called before.
 
         It contains the parts of the core that it uses, because the product's extension hides its symbols, and the
-        native tests' fake of a GPU's driver. Classes that both bind are the same to Python.
+        native tests' fake of a GPU's driver. A class that both extensions bind is one class in Python.
         """
         objects = self._objects([*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER])
         core = f"{self.variant.device}/core.a"
@@ -333,7 +345,7 @@ class NinjaFile:
         return self.variant.folder / program
 
     def run(self) -> None:
-        """Writes build.ninja and runs it, showing its progress; MAX_JOBS bounds the jobs.
+        """Writes build.ninja and runs ninja, showing its progress; MAX_JOBS limits the number of jobs.
 
         Raises:
             subprocess.CalledProcessError: a compile or link step failed.

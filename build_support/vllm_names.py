@@ -1,4 +1,5 @@
-"""Lists the names of vLLM that flexkv's adapter uses, from its source, and those that an installed vLLM lacks.
+"""Lists the names of vLLM that flexkv's adapter uses, found in the adapter's source, and those that an installed vLLM
+lacks.
 
 vLLM's connector interface is experimental and the classes of its engine are internal, so a new version may drop any of
 these names. Four kinds are found: imported names and the keywords of their calls, attributes read from arguments that
@@ -159,7 +160,7 @@ FILLED_BY_US = frozenset(
     f"{BASE}:{name}"
     for name in ("KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata")
 )
-"""Classes that vLLM carries for a connector: their objects are of the adapter's own classes."""
+"""Base classes of objects that vLLM passes on for a connector; these objects are of the adapter's own classes."""
 
 ADDED = {
     "0.33": frozenset(
@@ -212,7 +213,7 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterator[str]:
-    """Attributes that one function reads from its arguments, if these are annotated with imported classes of vLLM."""
+    """Attributes that a function reads from those of its arguments that are annotated with imported vLLM classes."""
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     kinds = {}
     for argument in arguments:
@@ -225,12 +226,12 @@ def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterat
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """The names that the vLLM on this process's path lacks."""
+    """Those of `names` that the vLLM on this process's path lacks."""
     return [name for name in names if not _exists(name)]
 
 
 def owner_of(name: str) -> Any:
-    """The class or module that has the last part of a name; None if this vLLM lacks it."""
+    """The class or module in which the last part of a name is defined; None if this vLLM lacks the name."""
     module, _, path = name.partition(":")
     try:
         target: Any = importlib.import_module(module)
@@ -270,7 +271,7 @@ def _has_attribute(owner: Any, name: str) -> bool:
     for base in inspect.getmro(owner):
         if name in getattr(base, "__annotations__", {}):
             return True
-        # A dataclass annotates all that its methods set.
+        # A dataclass annotates every attribute that its methods set.
         is_plain = base.__module__.startswith("vllm") and not is_dataclass(base)
         if is_plain and re.search(rf"\bself\.{name}\b[^=\n]*=(?!=)", inspect.getsource(base)):
             return True
@@ -279,7 +280,7 @@ def _has_attribute(owner: Any, name: str) -> bool:
 
 
 def markdown() -> str:
-    """A table of the names by module, with the tested versions of vLLM that have them."""
+    """A Markdown table of the names by module, which says for each tested version of vLLM whether it has them."""
     modules: dict[str, list[str]] = {}
     for name in touched():
         module, _, path = name.partition(":")

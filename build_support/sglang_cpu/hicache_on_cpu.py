@@ -1,7 +1,7 @@
-"""Does on a CPU what SGLang's HiCache takes from a GPU: streams and events, registered memory, copies by index.
+"""Provides on a CPU what SGLang's HiCache needs of a GPU: streams and events, registered memory, copies by index.
 
-A plugin for SGLang, only in the tests' environment. Copies are plain indexing there, so they always happen in the order
-that streams and events would enforce.
+This is a plugin for SGLang, only in the tests' environment. Copies are plain indexing, so they always happen in the
+order that streams and events would enforce.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class _Event:
-    """An event on a CPU, where recorded work has ended when its call returns."""
+    """An event on a CPU. It is always complete, because on a CPU work has ended when its call returns."""
 
     def __init__(self, *_arguments: object, **_named: object) -> None: ...
     def record(self, *_stream: object) -> None: ...
@@ -48,7 +48,7 @@ def _copy_rows(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Copies token slots of layer-first buffers to token slots of others."""
+    """Copies token slots of layer-first buffers to token slots of other layer-first buffers."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
 
@@ -76,7 +76,9 @@ def _copy_layers_to_pages(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Copies all layers' token slots to pages; `src_ptrs` has the layers of the first pool, then those of the next."""
+    """Copies token slots of all layers to pages; `src_ptrs` has the layers of the first pool, then those of the next
+    pool.
+    """
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
     for number, source in enumerate(src_ptrs):
@@ -86,7 +88,7 @@ def _copy_layers_to_pages(
 
 
 def activate() -> None:
-    """Puts the stand-ins where SGLang looks for them; does nothing where there is a GPU."""
+    """Puts the stand-ins where SGLang looks for them; does nothing if there is a GPU."""
     if torch.cuda.is_available():
         return
     cpu: Any = torch.cpu

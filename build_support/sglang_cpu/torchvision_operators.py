@@ -1,8 +1,9 @@
 """Adds operators that SGLang's wheel expects and that torch for a CPU lacks. A line of the environment's .pth file
-imports this when Python starts, in children too; a `sitecustomize` would lose to that of Debian's Python.
+imports this module when Python starts, in child processes too. A `sitecustomize` would not do, because Debian's Python
+has one that comes first.
 
-torchvision from PyPI is linked to CUDA: its native part does not load beside a CPU's torch, and then its own import
-fails over undeclared operators. Once declared they need no code, because nothing here calls them.
+torchvision from PyPI is linked to CUDA: its native part does not load with a torch for CPUs, and then its own import
+fails because of undeclared operators. Declared operators need no code, because they are never called.
 """
 
 import sys
