@@ -310,7 +310,7 @@ class PeerDirectory:
         generation, expiry and epoch there."""
     def retired(self, peer: int) -> bool: ...
     def counts(self, peer: int) -> tuple[int, int, int, int, int]:
-        """Returns the number of pages requested from the peer, by outcome."""
+        """Returns how many copies from the peer ended in each way: copied, absent, changed, digest, another format."""
     def pages(self, peer: int) -> int: ...
     @property
     def overruns(self) -> int:
@@ -862,7 +862,7 @@ class BlockIndex:
         """Returns the number of the op that fills each pending entry; 0 for other entries."""
 
     def set_expiry(self, entries: NDArray[np.uint32], expiries: NDArray[np.uint64]) -> None:
-        """Sets the Unix time in seconds from which on blocks are misses for a TierLookup; 0 for never.
+        """Sets the Unix time in seconds at which blocks become misses for a TierLookup; 0 for never.
 
         Raises:
             ContractError: an entry is not in use. Nothing is set.

@@ -139,7 +139,7 @@ inline constexpr size_t kTablesInLaunch = 3840;
 
 // Functions that start kernels on a stream. Each returns an empty string, or why it failed.
 struct CopyKernels {
-  // Loads all kernels into the current context. Without this the first launch of each kernel would load it.
+  // Loads all kernels into the current context. Without this, the first launch of each kernel would load it.
   // Loading may wait for the device's work, so it must not happen while a kernel runs that itself waits.
   std::string (*load)() = nullptr;
   // Launches the copy kernel. `multiprocessors` is the most multiprocessors that the job takes from the

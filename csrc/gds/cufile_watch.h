@@ -25,7 +25,7 @@ class CufileWatch {
   // The route of a file's calls when it was last observed; kUnknown if it never was.
   using Route = std::shared_ptr<std::atomic<IoRoute>>;
 
-  // `unseen` is the route that calls get if the counts do not show their route.
+  // `unseen`: the route recorded for a call whose route the counts do not show.
   explicit CufileWatch(std::function<std::optional<CufileOps>()> read, IoRoute unseen = IoRoute::kUnknown)
       : read_(std::move(read)), unseen_(unseen) {}
 

@@ -1,4 +1,4 @@
-// News about peers' pages that a peer directory has found and its unit has not taken yet.
+// What a peer directory has learned about peers' pages, until its unit takes it.
 #pragma once
 #include <array>
 #include <atomic>

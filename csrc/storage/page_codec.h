@@ -16,7 +16,7 @@ namespace flexkv {
 inline constexpr uint64_t kPageMagic = 0x3145474150564B46;  // "FKVPAGE1"
 inline constexpr uint32_t kPageVersion = 1;
 
-// The fixed part of the trailer. In the image it is followed by one 64-bit digest per run, those of rank 0
+// The fixed part of the trailer. In the image, it is followed by one 64-bit digest per run, those of rank 0
 // first.
 //
 // If the fields change:

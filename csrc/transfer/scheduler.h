@@ -32,7 +32,7 @@ inline constexpr size_t kRememberedGraphs = 256;
 inline constexpr int32_t kLooksUntilStuck = 4;
 
 // Unit: seconds. The pause between two checks of slots that loads wait for while another transfer engine's
-// reads fill them. A check costs one memory access per page, 10 us for 10,000 pages. During the pause a disk
+// reads fill them. A check costs one memory access per page, 10 us for 10,000 pages. During the pause, a disk
 // reads 1.5 MB, a fraction of one work item. Notifications would cost each disk one system call per page.
 inline constexpr double kSlotLookS = 0.0005;
 

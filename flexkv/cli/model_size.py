@@ -103,7 +103,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
     if kinds is None:
         if named := [name for name in STATES if name in config]:
             raise KeyError(f"{named[0]} is of a model with recurrent states, and nothing tells their size")
-        # In model families with `use_sliding_window` the window may be off. In others it applies to all layers.
+        # In model families with `use_sliding_window` the window may be off. In others, it applies to all layers.
         sliding = config.get("sliding_window") is not None and "use_sliding_window" not in config
         return ["sliding_attention" if sliding else "full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:

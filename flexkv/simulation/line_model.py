@@ -27,8 +27,8 @@ class ReadRoom:
 
 
 class LineModel:
-    """The queue of requests that wait for room, with the numbers of each request's lookups. The lookups of all waiting
-    requests are numbered in order."""
+    """The queue of requests that wait for space in host memory. One counter numbers the lookups of all of them, and the
+    queue keeps the numbers of each request's lookups."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

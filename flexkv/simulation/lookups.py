@@ -36,7 +36,8 @@ class Lookups:
         world.model.release(request.request_id)
         tails = None
         model_steps = world.model.restorable(request.request_id, request.keys, start)
-        # A request that has waited usually first asks for complete blocks alone, as an engine does.
+        # vLLM's adapter first looks up complete blocks, and the tail only when their answer is final. So most lookups
+        # of a waiting request pass no tail, and most others pass one.
         if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
                 len(request.path)

@@ -21,7 +21,7 @@ from flexkv.simulation.world import World
 Action = Callable[[], None]
 
 RESET, RESET_REMOTE = 0.05, 0.01
-"""Weight of a reset among the actions, without and with a remote tier. After a reset a remote tier is out of use for
+"""Weight of a reset among the actions, without and with a remote tier. After a reset, a remote tier is out of use for
 the rest of the run, so resets are rarer with one."""
 
 

@@ -166,7 +166,7 @@ def folder_faults(
 
     Args:
         own: counts the bytes that the unit's slabs already hold under a folder.
-        whole: rounds bytes down to whole slots. By default it does not round, so slabs are taken to fill all of
+        whole: rounds bytes down to whole slots. By default, it does not round, so slabs are taken to fill all of
             `disk.bytes_per_folder`.
     """
     faults: dict[str, str] = {}

@@ -60,7 +60,7 @@ class SlotIndex:
     """The open index of one disk: its rows in memory and its database. Only one thread at a time may use it.
 
     Attributes:
-        rows: each slab's rows, by the number of its first group. `commit` writes changed rows to the database.
+        rows: each slab's rows, indexed by the number of its first group. `commit` writes changed rows to the database.
         epoch: epoch of the weights to which the rows belong.
         opens: count of the tier's openings.
         is_new: whether no commit had been written before this opening.
@@ -68,7 +68,7 @@ class SlotIndex:
             was larger before or its file was cut. The next commit removes these rows.
 
     Args:
-        slots: number of slots of each slab, by the number of its first group; 0 for a group that uses an earlier
+        slots: number of slots of each slab, indexed by the number of its first group; 0 for a group that uses another
             group's slab.
 
     Raises:
@@ -190,7 +190,7 @@ class SlotIndex:
         """Drops the rows of slabs that have been replaced by others since the last commit.
 
         Args:
-            slab_ids: the id of each slab now, by the number of its first group.
+            slab_ids: the current id of each slab, indexed by the number of its first group.
         """
         for group, slab_id in enumerate(slab_ids):
             known = self._slab_ids[group]

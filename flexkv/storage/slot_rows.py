@@ -24,9 +24,9 @@ ROW = np.dtype(
 )
 """The row of one slot.
 
-key: the page's key. generation: that of the page; 0 if the slot is empty. expiry: unix seconds from which on the page
-is a miss; 0 for never. used: when the page was last used, roughly, in unix milliseconds. tokens: valid tokens. group:
-number of the page's KV group.
+key: the page's key. generation: that of the page; 0 if the slot is empty. expiry: Unix time in seconds at which the
+page becomes a miss; 0 for never. used: roughly when the page was last used, in unix milliseconds. tokens: valid tokens.
+group: number of the page's KV group.
 """
 
 Rows = NDArray[np.void]

@@ -14,8 +14,8 @@ TAG = np.dtype(
 """One tag, in the same form as in `csrc/storage/page_tag.h`.
 
 key: the block's key. generation: a number from `Volumes.next_generations`, different for each write of a slot. expiry:
-unix seconds from which on the page is a miss; 0 for never. epoch: epoch of the model's weights. tokens: number of valid
-tokens in the block.
+the Unix time in seconds at which the page becomes a miss; 0 for never. epoch: epoch of the model's weights. tokens:
+number of valid tokens in the block.
 """
 
 assert TAG.itemsize == TAG_BYTES

@@ -48,8 +48,8 @@ SLACK_RECORDS = 16_384
 2 MB)."""
 
 RECORDS_PER_PAGE = 4
-"""Records per page on disk from which on the file is rewritten; see SLACK_RECORDS. While pages come and go, half of the
-records are of pages that left."""
+"""The file is rewritten when it has this many records per page on disk; see SLACK_RECORDS. While pages come and go, half
+of the records are of pages that left."""
 
 MOST_GROWTH = 8
 """A file that cannot be rewritten is emptied when it has this many times the records at which rewriting was due."""
@@ -126,7 +126,7 @@ class EventBook:
         self._records = 0
         """Number of records in the file. Only the book's thread uses this and the attributes below."""
         self._shrinks_at = 0
-        """After a rewrite has failed, the number of records from which on it is tried again; otherwise 0."""
+        """After a rewrite has failed, the number of records at which it is tried again; otherwise 0."""
         self._has_failed = False
         self._thread = NamedThread("flexkv-events", self._run)
         self._thread.start()

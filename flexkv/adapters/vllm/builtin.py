@@ -255,7 +255,7 @@ KEPT = {
     "store.tokens": "prompt",
     "store.partial_blocks": False,
     "load.mode": "sync",
-    # This connector is not called when weights change. With disks it would write KV of the new weights under keys of
+    # This connector is not called when weights change. With disks, it would write KV of the new weights under keys of
     # the old weights, and later processes would find it.
     "disk.folders": (),
 }

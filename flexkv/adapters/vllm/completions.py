@@ -43,7 +43,7 @@ class Retired:
 class CompletionHandler:
     """Passes the workers' reports to the manager, failures first.
 
-    Blocks that a step computed are published only after the step's outcome was reported. Until then it is not known
+    Blocks that a step computed are published only after the step's outcome was reported. Until then, it is not known
     whether a load that the step read, ours or another connector's, has failed.
 
     Args:

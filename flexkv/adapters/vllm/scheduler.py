@@ -48,13 +48,13 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """The scheduler's side of one ownership unit. The engine's scheduler thread calls all methods. Only `close`, and
-    `reset` of an engine that may sleep afterwards, wait for copies.
+    """The scheduler's side of one ownership unit. The engine's scheduler thread calls all methods. Only two of them
+    wait for copies: `close`, and `reset` if the engine may sleep afterwards.
 
     Attributes:
         requests: the live requests.
         events: KV cache events that the engine has not taken yet; None if it publishes none, or there is no unit yet.
-        orders: the orders to the workers that were given since the last step.
+        orders: orders for the workers, collected since the last step.
         unit: the engine's unit; a `NullUnit` until every rank has shaken hands.
         blend: decides which requests are blended; None if blending is off.
         workers: the worker sides of all ranks if the ranks run in this process; otherwise empty.

@@ -36,7 +36,7 @@ else:
 
 
 class StoredBlock(Struct, array_like=True, gc=False):
-    """One stored block. In a file it is a MessagePack array of these fields, in this order.
+    """One stored block. In a file, it is a MessagePack array of these fields, in this order.
 
     Attributes:
         number: the engine's number of the KV group.

@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 REUSE_WAIT_S = 0.25
 """How long the worker's thread waits for a copy from a block before a forward pass that writes to the block. In plain
 memory it waits until the copy has ended; on a GPU until the copy is enqueued, for which no forward pass has to end.
-After that the page counts as failed. A lost page costs a recompute later, but a waiting thread delays every running
+After that, the page counts as failed. A lost page costs a recompute later, but a waiting thread delays every running
 request now."""
 
 ASLEEP = "the engine's KV memory is released"

@@ -17,7 +17,7 @@ from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.transfer.graph import NEVER, SlotIds
 
 Expiries = NDArray[np.uint64]
-"""Per page, the Unix time in seconds from which on the page is a miss; NEVER for a page that does not expire."""
+"""Per page, the Unix time in seconds at which the page becomes a miss; NEVER for a page that does not expire."""
 
 NOTED_PAGES = 4096
 """Records of expiry times are thinned out when there are more than this number plus twice the number of slots: the

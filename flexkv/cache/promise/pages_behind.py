@@ -76,8 +76,8 @@ class PagesBehind:
         return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
     def prefetch(self, ask: Ask, rest: Rest, first: int, most_pages: int) -> int:
-        """Begins to fetch at most `most_pages` pages of `rest`, which begins with block `first`, if a lookup would wait
-        for them. Returns the number of fetches for which the request then waits."""
+        """If a lookup would fetch these pages, begins to fetch up to `most_pages` of them. `rest` begins with block
+        `first`. Returns the number of fetches for which the request then waits."""
         if any(self._straight_entries(ask, tier, rest, first) is not None for tier in ask.tiers):
             for runs in rest:
                 self.walk.release(runs)

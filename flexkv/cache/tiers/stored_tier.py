@@ -41,7 +41,7 @@ class StoredTier(Tier, Source):
     """Looks up and reads stored pages. An entry is pinned while an op uses its slot.
 
     The epoch is even while the weights are those that the process loaded at its start, which the folder's fingerprint
-    identifies. After a reset it is odd, because only this process knows the new weights. The next process drops pages
+    identifies. After a reset, it is odd, because only this process knows the new weights. The next process drops pages
     that were written in an odd epoch, because it cannot know whether it has the same weights.
 
     Args:

@@ -17,7 +17,7 @@ def transform_rows(
 ) -> list[ComparisonRow]:
     """Measures the transform of slots into a layer-first pool, which checks digests, and back, which makes them.
 
-    Each direction runs on the multiprocessors that transfers use. On a GPU it also runs on all `multiprocessors`.
+    Each direction runs on the multiprocessors that transfers use. On a GPU, it also runs on all `multiprocessors`.
 
     Raises:
         ConfigError: there is no such device.

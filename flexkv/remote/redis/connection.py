@@ -22,8 +22,8 @@ CODE = re.compile(r"[A-Z]{2,16}")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Login:
-    """How this client logs in. Without a password it does not log in. Without a user it logs in as the server's default
-    user.
+    """How this client logs in. Without a password, it does not log in; without a user, it logs in as the server's
+    default user.
     """
 
     user: str = ""
