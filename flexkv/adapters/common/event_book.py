@@ -48,8 +48,8 @@ SLACK_RECORDS = 16_384
 2 MB)."""
 
 RECORDS_PER_PAGE = 4
-"""The file is rewritten when it has this many records per page on disk; see SLACK_RECORDS. While pages come and go, half
-of the records are of pages that left."""
+"""The file is rewritten when it has this many records per page on disk; see SLACK_RECORDS. While pages come and go,
+half of the records are of pages that left."""
 
 MOST_GROWTH = 8
 """A file that cannot be rewritten is emptied when it has this many times the records at which rewriting was due."""
