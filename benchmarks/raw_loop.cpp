@@ -1,4 +1,5 @@
-// The loop that benchmarks/disk.py compares the disk tier with: the same ring, and nothing else.
+// The raw I/O loop with which benchmarks/disk.py compares the disk tier. It uses the same I/O queue and does
+// nothing else.
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -6,8 +7,8 @@
 
 #include "io/io_queue.h"
 
-// Moves `bytes` between buffers[i] and offsets[i] of the file, `depth` at a time; 0 if all I/Os were
-// complete.
+// Moves `bytes` between each buffers[i] and the file `fd` at offsets[i], with up to `depth` I/Os in flight.
+// Returns 0 if all I/Os were complete, 1 if one was not, and 2 after an exception.
 extern "C" int raw_loop(int fd, const uint64_t* buffers, const int64_t* offsets, int64_t count, int64_t bytes,
                         int write, int depth) try {
   const auto queue = flexkv::make_io_queue(flexkv::IoBackend::kAuto, depth);

@@ -1,7 +1,8 @@
-"""Measures the cost of a key in Mooncake's master: CPU time per name for put, get and exists, and memory per key.
+"""Measures what a key costs Mooncake's master: CPU time per name for put, get and exists, and memory per key.
 
-The master and an owner run in a network namespace on this machine; values are small, because the master does not see
-them. Names and batches are those of flexkv's remote tier. `--json PATH` writes the result.
+The master and one owner of memory run in a network namespace on this machine. Values are small, because they do not
+pass through the master. Names and batches are like those of flexkv's remote tier. `--json PATH` writes the result to a
+file.
 
     python -m benchmarks.remote_master [--keys 40000]
 """
@@ -45,7 +46,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def measure(url: str, pid: int, keys: int) -> dict[str, float]:
-    """Microseconds of the master's CPU time per name, and bytes per key."""
+    """Calls the master at `url`, whose process id is `pid`. Returns its CPU time per name in microseconds, its
+    memory per key in bytes, and its CPU share when idle.
+    """
     store = MooncakeStore(StoreOptions((url,)))
     memory = np.zeros((BATCH, VALUE_BYTES), np.uint8)
     names = [f"flexkv/1/{'0' * 32}/0/{number:032x}" for number in range(keys)]
@@ -84,7 +87,9 @@ def measure(url: str, pid: int, keys: int) -> dict[str, float]:
 
 
 def run_inside(keys: int) -> dict[str, float]:
-    """Starts the servers and, among them, this program again; returns its result."""
+    """Starts the servers in a network namespace, and then this program again in the same namespace. Returns the
+    result of that program.
+    """
     namespace = Namespace()
     try:
         with (

@@ -1,8 +1,8 @@
-"""Compares Mooncake Store behind flexkv's contract with the raw calls of its library, in the same rounds.
+"""Compares flexkv's client of Mooncake Store with raw calls of Mooncake's library, in the same rounds.
 
-Values of 2 MiB in batches of 8, and `exists` of 256 names; the master and an owner run in a network namespace on this
-machine. "registered" is the library's own get into memory that was registered with it. Prints medians and the ratio to
-raw; `--json PATH` writes them.
+It puts and gets values of 2 MiB in batches of 8, and asks `exists` for 256 names. The master and one owner of memory
+run in a network namespace on this machine. "registered" is the library's own get into memory that was registered with
+it. Prints medians, and ratios to the raw calls; `--json PATH` writes them to a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VALUES = 64
 BATCH = 8
 NAMES = 256
 ASKS = 50
-"""Calls of `exists` per round."""
+"""Number of `exists` calls per round."""
 PATIENCE_S = 60.0
 SEGMENT_MIB = 512
 
@@ -40,7 +40,9 @@ Method = Callable[[], None]
 
 
 class Bench:
-    """Our client and the library's for one store, and memory for both: uint8 [VALUES, VALUE_BYTES] each."""
+    """flexkv's client and the library's client of one store, and the memory that both use: uint8 [VALUES,
+    VALUE_BYTES] to put, and the same to get.
+    """
 
     def __init__(self, url: str) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -101,7 +103,9 @@ def seconds(method: Method) -> float:
 
 
 def measure(url: str, rounds: int) -> dict[str, Any]:
-    """Medians of rounds; our client and the raw one take turns at going first."""
+    """Returns the medians of all rounds. flexkv's client goes first in every other round, the raw one in the rounds
+    between.
+    """
     bench = Bench(url)
     times: dict[str, list[float]] = {}
     puts = {"put ours": bench.our_put, "put raw": bench.raw_put}
@@ -138,7 +142,9 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
 
 
 def run_inside(namespace: Namespace, rounds: int) -> dict[str, Any]:
-    """Starts the servers and, among them, this program again; returns its result."""
+    """Starts the servers in the network namespace, and then this program again in the same namespace. Returns the
+    result of that program.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         mooncake(namespace, Path(folder), SEGMENT_MIB) as (master, _),

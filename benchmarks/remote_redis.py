@@ -1,9 +1,10 @@
-"""Compares the Redis store with hiredis, Redis's own C client, on one server on this machine.
+"""Compares flexkv's client of Redis with hiredis, Redis's own C client, on one server on this machine.
 
-Values of 2 MiB, in batches of 8, each with its own place in one buffer. hiredis reads into memory of its own, so its
-values are also copied to these places: only then are they "in the same memory". Rounds are interleaved, medians are
-shown. Probes ask for 256 names; "raw" is the same bytes over a plain blocking socket, with the replies left unread.
-hiredis gets no probes: calling it from Python for each name would take most of its time.
+It puts and gets values of 2 MiB in batches of 8; each value has its own place in one buffer. hiredis reads into its own
+memory, so its values are then copied to their places, because flexkv's client reads into these directly. Rounds are
+interleaved; medians are shown. Probes ask for 256 names. "raw" sends the same bytes over a plain blocking socket, and
+receives the replies without parsing them. hiredis is not probed, because most of the time would go into calling it from
+Python once per name.
 
     python -m benchmarks.remote_redis [--rounds 15] [--json FILE]
 """
@@ -37,10 +38,10 @@ from tests.servers.redis import RedisServer, redis_server
 VALUE_BYTES = 2 << 20
 BATCH = 8
 VALUES = 64
-"""128 MiB in all, beyond the caches of most machines."""
+"""Number of values: 128 MiB in all, which is more than the CPU caches of most machines."""
 PROBED = 256
 PROBES = 50
-"""Probes per round."""
+"""Number of probes per round."""
 DEADLINE_S = 60.0
 GET_BAR = 0.8
 BULK_REPLY = 1
@@ -50,7 +51,7 @@ Method = Callable[[], None]
 
 
 class Reply(ctypes.Structure):
-    """The start of hiredis's `redisReply` before 1.0."""
+    """The first fields of `redisReply` in versions of hiredis before 1.0."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -61,7 +62,9 @@ class Reply(ctypes.Structure):
 
 
 class NewReply(ctypes.Structure):
-    """The same since 1.0, which also has doubles; that field is not read and is as wide as an integer."""
+    """The first fields of `redisReply` since hiredis 1.0. `dval` is a double there; it is never read, so an integer
+    of the same size stands for it.
+    """
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -73,7 +76,7 @@ class NewReply(ctypes.Structure):
 
 
 class Hiredis:
-    """hiredis's C library, with which the store is compared."""
+    """A client that calls hiredis's C library through ctypes."""
 
     def __init__(self, library: str, port: int) -> None:
         self._lib = lib = ctypes.CDLL(library)
@@ -131,8 +134,8 @@ class Hiredis:
 
 
 def medians(methods: dict[str, Method], rounds: int, repeats: int = 1) -> dict[str, float]:
-    """Seconds of one call of each method; the methods take turns in a rotating order, so that noise affects all
-    alike.
+    """Returns the median seconds of one call of each method. The methods take turns in a rotating order, so that noise
+    affects all alike.
     """
     times: dict[str, list[float]] = {name: [] for name in methods}
     order = list(methods)
@@ -157,7 +160,9 @@ def by_batches(move: Callable[[list[str], Pages], None], names: list[str], pages
 
 
 def measure(server: RedisServer, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds: for all values with "get" and "put", for one call with "exists"."""
+    """Returns median seconds by operation and client. Those of "get" and "put" are for all values, those of
+    "exists" for one probe.
+    """
     store = open_store(StoreOptions((server.url,)))
     names = [f"{number:064x}" for number in range(VALUES)]
     probed = [f"{number:064x}" for number in range(PROBED)]

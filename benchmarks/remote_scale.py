@@ -1,10 +1,11 @@
-"""Simulates units that share a store: counts what a request asks, puts and gets, and compares it with the formulas of
-docs/scale.md.
+"""Simulates units that share a store: counts the calls, names, puts and gets per request, and compares them with the
+formulas of docs/scale.md.
 
-Each unit has host memory for some blocks, and one store has room for more; all evict the blocks used longest ago.
-Requests come from conversations of several turns (each turn's prompt is the one before, its answer, and more) or from a
-trace with `hash_ids` and `timestamp` (Mooncake's), each to a unit drawn at random. Lookups, remembered answers, chunks
-and puts follow flexkv's remote tier and use its constants. Moves take no time. `--json PATH` writes the result.
+Each unit has host memory for some blocks, and the one store has space for more. All of them evict the least recently
+used blocks. Requests are the turns of conversations (each turn's prompt consists of the previous prompt, its answer,
+and new blocks), or they come from a trace with `hash_ids` and `timestamp`, as in Mooncake's traces. Each request goes
+to a unit drawn at random. Lookups, remembered answers, chunks of questions, and puts follow flexkv's remote tier and
+use its constants. Moves take no time. `--json PATH` writes the result to a file.
 
     python -m benchmarks.remote_scale [--units 8] [--trace FILE]
 """
@@ -40,14 +41,14 @@ class Request(NamedTuple):
 
 
 class Memory:
-    """Blocks in memory; those used longest ago leave first."""
+    """The blocks in one memory, which evicts the least recently used ones when it is full."""
 
     def __init__(self, blocks: int) -> None:
         self._most = blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, blocks: Sequence[int]) -> int:
-        """Number of leading blocks that are there; marks them as used."""
+        """Returns how many leading blocks this memory has, and marks them as used."""
         for number, block in enumerate(blocks):
             if block not in self._blocks:
                 return number
@@ -71,7 +72,7 @@ class Unit:
     def __init__(self, host_blocks: int, store: Memory, policy: str, counts: Counter[str]) -> None:
         self._host, self._store, self._policy, self._counts = Memory(host_blocks), store, policy, counts
         self._there: OrderedDict[int, float] = OrderedDict()
-        """Blocks that the store is assumed to have, and until when lookups assume so."""
+        """Blocks that the store is assumed to have, each with the time in seconds until which lookups assume it."""
         self._absent: dict[int, float] = {}
 
     def serve(self, request: Request) -> None:
@@ -89,7 +90,9 @@ class Unit:
             self._put(blocks[in_host + got :], now_s)
 
     def _fetch(self, blocks: Sequence[int], now_s: float) -> int:
-        """Number of leading blocks that the store gives."""
+        """Asks the store for blocks as flexkv's remote tier does. Returns how many leading blocks the store
+        delivers.
+        """
         counts = self._counts
         counts["lacked"] += len(blocks)
         known = next(
@@ -121,7 +124,9 @@ class Unit:
             self._there.popitem(last=False)
 
     def _put(self, blocks: Sequence[int], now_s: float) -> None:
-        """Puts blocks; the store is asked for each of them first."""
+        """Puts the blocks that the store is not assumed to have. Asks the store for each first, and leaves out
+        those that it has.
+        """
         new = [block for block in blocks if block not in self._there]
         self._counts["names_of_puts"] += len(new)
         put = [block for block in new if not self._store.has(block)]
@@ -132,7 +137,7 @@ class Unit:
 
 
 def conversations(requests: int, rate: float, seed: int = 0) -> list[Request]:
-    """About `rate` requests per second, in the order of their times."""
+    """Returns requests of random conversations, about `rate` per second, ordered by time."""
     rng = np.random.default_rng(seed)
     found: list[Request] = []
     fresh = SYSTEM_PROMPTS * SYSTEM_BLOCKS
@@ -162,13 +167,14 @@ def read_trace(path: Path) -> list[Request]:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one policy; counts are per request.
+    """The figures of one policy. All except the shares are averages per request.
 
     Attributes:
-        hit: share of all blocks that were hits; `from_store`: share of all blocks that came from the store.
-        questions, calls, names: lookups that ask the store, their calls and the names in them.
-        names_of_puts: names that are asked for before a put.
-        predicted_calls, predicted_names: by the formula.
+        hit: share of all blocks that were hits; `from_store` is the share that came from the store.
+        questions, calls, names: number of questions to the store, of the calls that they take, and of the names in
+            them.
+        names_of_puts: number of names for which the store is asked before a put.
+        predicted_calls, predicted_names: what the formulas predict for `calls` and `names`.
     """
 
     policy: str
@@ -193,7 +199,8 @@ def simulate(requests: Sequence[Request], units: int, host: int, store: int, pol
     ):
         served[number].serve(request)
     n = counts["requests"]
-    # Each request that lacks blocks asks one question: a call per 256 names that the store has, and one more call.
+    # The formula: each request asks one question, which takes a call per 256 names that the store has, and
+    # one more call.
     lacked, got = counts["lacked"] / n, counts["got"] / n
     calls = 0.0 if policy == "off" else 1 + got / CHUNK
     return Result(

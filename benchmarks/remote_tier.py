@@ -1,10 +1,10 @@
-"""Compares the remote tier as a unit uses it, through its process, with raw calls of the store's client in the same
-rounds.
+"""Compares the remote tier, as a unit uses it through its helper process, with raw calls of the store's client in the
+same rounds.
 
-Pages of 2 MiB: puts are sealed, gets are verified. Questions have 256 keys and are asked while the tier is idle and
-while it gets pages; "raw" is a separate client in this process. Then the scheduler's thread is timed for a lookup of
-256 blocks that no tier has: without a remote tier, with one, and while its breaker is open. Mooncake's processes run in
-a network namespace.
+Pages have 2 MiB; the tier seals them when it puts them, and verifies them when it gets them. Questions have 256 keys,
+and are asked while the tier is idle and while it gets pages. "raw" is a separate client in this process. Then the
+program times what the scheduler's thread spends on a lookup of 256 blocks that no tier has: without a remote tier, with
+one, and with one whose breaker is open. Mooncake's processes run in a network namespace.
 
     python -m benchmarks.remote_tier [--store mooncake|redis] [--rounds 9] [--json FILE]
 """
@@ -63,7 +63,9 @@ LOOKUP_BAR_US, OPEN_BAR_US = 30.0, 20.0
 
 
 class Rig:
-    """A unit with pages of one rank, a raw client, and the pages' bytes for the raw client."""
+    """A unit with pages of one rank, a raw client of the same store, and a copy of the pages' bytes for the raw
+    client.
+    """
 
     def __init__(self, url: str) -> None:
         runs = (PAGE_BYTES // 32,) * 32
@@ -120,11 +122,11 @@ class Rig:
         self.unit.plane.remove(0, keys)
 
     def ask(self, keys: Keys) -> None:
-        """Asks a question and waits for its answer."""
+        """Asks the remote tier which of these keys the store has, and waits for the answer."""
         self._ops += 1
         assert self.unit.plane.ask(OpId(self._ops), [keys], [False])
         while not self.unit.plane.answers():
-            select.select([self._socket], [], [])  # waits as a busy engine does
+            select.select([self._socket], [], [])  # blocks until the helper has sent something
             self.unit.plane.poll()
 
     def raw_ask(self, keys: Keys) -> None:
@@ -138,7 +140,7 @@ def seconds(call: Callable[..., None], *arguments: Any) -> float:
 
 
 def rates(rig: Rig, rounds: int) -> dict[str, float]:
-    """Median GB/s of rounds; the clients take turns at going first."""
+    """Returns median GB/s over all rounds. The tier and the raw client take turns at going first."""
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         keys = chain(f"round {number}", PAGES)
@@ -161,7 +163,7 @@ def percentiles(taken: Sequence[float]) -> dict[str, float]:
 
 
 def questions(rig: Rig, beside_gets: bool) -> dict[str, dict[str, float]]:
-    """Milliseconds per question about 256 keys, half of which the store has."""
+    """Returns milliseconds per question about 256 keys, a quarter of which the store has."""
     keys = chain("asked", ASKED)
     there = keys[:PAGES]
     rig.put(there)
@@ -181,7 +183,7 @@ def questions(rig: Rig, beside_gets: bool) -> dict[str, dict[str, float]]:
 
 
 def lookups(url: str) -> dict[str, float]:
-    """Microseconds of the scheduler's thread per lookup of 256 blocks that is a miss; medians."""
+    """Returns the median microseconds that the scheduler's thread spends on a lookup of 256 blocks that no tier has."""
     runs = (4096,)
     units = {
         "without": RemoteUnit("none", Shape(ranks=1, runs=runs)),
@@ -226,7 +228,9 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
 
 
 def run(store: str, rounds: int) -> dict[str, Any]:
-    """Starts the servers, and this program again beside them; returns its result."""
+    """Starts the store's servers, and then this program again as a client of them. Returns the result of that
+    program.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         result = folder / "result.json"

@@ -1,8 +1,8 @@
-"""Measures the rotation of keys on one CPU thread: compared with memcpy, and fused with the scatter compared with two
-passes.
+"""Measures the rotation of keys on one CPU thread. It is compared with memcpy; and a rotation that is fused with the
+scatter is compared with two passes, one for each.
 
-Keys have 8 heads of 128; every token moves by one of 8 distances; buffers are larger than the caches. Medians of
-interleaved rounds; `--json PATH` writes them.
+Keys have 8 heads of 128 elements, and every token moves by one of 8 distances. Buffers are larger than the CPU caches.
+Figures are medians of interleaved rounds; `--json PATH` writes them to a file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def methods(dtype: str, pairing: str) -> dict[str, Callable[[], None]]:
     head_bytes = rotation.row_bytes // HEADS
     source, middle, target = (huge_buffer(BUFFER_BYTES) for _ in range(3))
     random = np.random.default_rng(0)
-    # Normal numbers only: a subnormal costs a CPU a hundred cycles, and real keys have none.
+    # Only normal numbers, because a subnormal number costs a CPU a hundred cycles, and real keys have none.
     values = random.standard_normal(1 << 20).astype(np.float32)
     encoded = (
         (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
     )
     source[:] = np.resize(encoded.view(np.uint8), BUFFER_BYTES)
     in_order = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, head_bytes)
-    # Pages of 16 tokens anywhere in the pool.
+    # The target of the scatter: pages of 16 tokens in random order.
     pages = random.permutation(rows // 16).astype(np.int64)
     slots = (pages[:, None] * 16 + np.arange(16)).reshape(-1)
     scattered = RowPlaces(slots * rotation.row_bytes, head_bytes)

@@ -1,11 +1,12 @@
-"""Measures SGLang with flexkv as its linker: time to the first token of a 4k-token hit, and CPU time per request
-without hits.
+"""Measures SGLang with flexkv as its linker: the time to the first token of a 4k-token prompt that hits, and the CPU
+time of a request without a hit.
 
-Two engines, one without flexkv, are up at the same time and take turns, so that other load on the machine affects both
-alike. A hit is measured after the engine dropped its own cache and gave its first pages to another prompt. It
-alternates with a hit in the engine's own cache, which no other cache can beat. CPU time is user and system time of all
-processes of an engine; idle schedulers sleep in both. flexkv's own part comes from clocks on its hooks and from its
-threads. It is exact, while the difference between two engines is smaller than their noise.
+Two engines, one of them without flexkv, run at the same time and take turns, so that other load on the machine affects
+both alike. A hit is measured after the engine dropped its own cache and reused its first pages for another prompt. Each
+hit is compared with one in the engine's own cache, which no other cache can beat. CPU time is user and system time of
+all processes of an engine; in both engines an idle scheduler sleeps. flexkv's own part is also measured by clocks on
+its hooks, and from the CPU time of its threads. That is exact, whereas the difference between two engines is smaller
+than their noise.
 
     python -m benchmarks.sglang_linker [--model wide] [--runs 7] [--json out/sglang_linker.json] [--check]
 """
@@ -35,19 +36,22 @@ HOST_BYTES = 1 << 30
 COLD_OVER_HIT_MIN = 10.0
 EXTRA_CPU_MAX = 0.03
 SETTLE_S = 1.0
-"""Seconds. Stores outlive their request by milliseconds, and an idle scheduler looks once per second."""
+"""Seconds to wait until the stores of a request have ended. Stores outlive their request by milliseconds, and an
+idle scheduler polls once per second.
+"""
 
 
 @dataclass(slots=True)
 class Runs:
-    """One entry per run.
+    """What was measured. Lists have one entry per run.
 
     Attributes:
-        cold_s, own_s, hit_s: seconds to the first token of a prompt that is computed, comes from the engine's own
-        cache, or comes from flexkv.
-        served: tokens of the hit that came from flexkv.
-        cpu_s: by engine, per request without hits.
-        share: CPU time of flexkv's hooks and threads over that of the rest of its engine, per request without hits.
+        cold_s, own_s, hit_s: seconds to the first token of a prompt that is computed, that comes from the engine's own
+        cache, or that comes from flexkv.
+        served: number of tokens of the hit that came from flexkv.
+        cpu_s: CPU seconds per request without hits, by engine.
+        share: CPU time of flexkv's hooks and threads, as a share of what the rest of its engine takes, for requests
+            without hits.
     """
 
     cold_s: list[float] = field(default_factory=list)
@@ -60,7 +64,9 @@ class Runs:
 
 
 def measure_hit(engine: SglangProcess, ids: list[int], filler: list[int], runs: Runs) -> None:
-    """Measures one prompt: computed, found in the engine's own cache, forgotten, served."""
+    """Measures one prompt three times: when it is computed, when the engine's own cache has it, and when only
+    flexkv has it.
+    """
     request = {"ids": ids, "tokens": 1}
     [cold] = engine.call("generate", requests=[request])
     time.sleep(SETTLE_S)
@@ -78,7 +84,7 @@ def measure_hit(engine: SglangProcess, ids: list[int], filler: list[int], runs: 
 
 
 def processor_seconds(engine: SglangProcess, requests: list[dict[str, Any]]) -> float:
-    """CPU seconds per request, including the stores that it leaves behind."""
+    """Returns the engine's CPU seconds per request, including the stores that outlive the requests."""
     before = engine.call("processor_seconds")
     for request in requests:
         engine.call("generate", requests=[request])
@@ -99,7 +105,7 @@ def run(arguments: argparse.Namespace, shape: ModelShape) -> Runs:
         ) as flexkv,
     ):
         engines = {"alone": alone, "with flexkv": flexkv}
-        # The first run warms up allocators, files and compilers, and is thrown away.
+        # The first run is not counted, because it warms up allocators, files and compilers.
         for number in range(arguments.runs + 1):
             into = runs if number else Runs()
             ids = prompt_tokens(arguments.prompt_tokens, 100 + number, shape)
@@ -120,7 +126,7 @@ def run(arguments: argparse.Namespace, shape: ModelShape) -> Runs:
 
 
 def verdicts(runs: Runs) -> dict[str, dict[str, Any]]:
-    """The measures that have a limit: value, limit, met."""
+    """Returns each measure that has a limit: its value, the limit, and whether it is met."""
     ratio = statistics.median(runs.cold_s) / statistics.median(runs.hit_s)
     pairs = zip(runs.cpu_s["with flexkv"], runs.cpu_s["alone"], strict=True)
     extra = statistics.median(ours / theirs for ours, theirs in pairs) - 1

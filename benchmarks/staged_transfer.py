@@ -1,9 +1,9 @@
-"""Measures staged transfers between files and a layer-first pool in plain memory: CPU time per GB, and I/O calls.
+"""Measures staged reads from a file to a layer-first pool in plain memory: CPU time per GB, and I/O calls.
 
 The baseline is the cost that cannot be avoided: a bare O_DIRECT read of the same blocks into a buffer, and one flat
-copy of them. Every round runs both once, in turns, over the same blocks in the same order; CPU time is that of all
-threads of the process. Prints medians; `--json PATH` writes them. The path without staging, with one call per run, is
-timed once to show what the calls cost.
+copy of each block. Every round runs both once, over the same blocks in the same order. CPU time is that of all threads
+of the process. Prints medians; `--json PATH` writes them to a file. The path without staging, with one I/O call per
+run, is timed once to show what the calls cost.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ KIB, MIB = 1 << 10, 1 << 20
 KV = 2
 SLOTS = 16
 GOAL_RATIO = 1.3
-"""CPU time of a staged read, over that of a bare read and one copy."""
+"""The CPU time of a staged read may be at most this multiple of that of a bare read and one copy."""
 GOAL_ROUNDS = 9
-"""Fewer interleaved rounds give no verdict: on a shared machine single rounds differ by a third."""
+"""The fewest interleaved rounds that give a verdict. On a shared machine single rounds differ by a third."""
 
 Bytes = NDArray[np.uint8]
 
 
 def huge_buffer(size: int) -> Bytes:
-    """Zeroed private memory, already touched, on transparent huge pages if the host allows them."""
+    """Private memory that is already touched, in transparent huge pages if the host allows them. All bytes are 1."""
     memory = mmap.mmap(-1, -(-size // (2 * MIB)) * 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, np.uint8)[:size]
@@ -51,7 +51,9 @@ def huge_buffer(size: int) -> Bytes:
 
 @dataclass
 class Case:
-    """Blocks of `layers` x K and V x `chunk` bytes: a pool [layer][kv][block][chunk] and one file of whole blocks."""
+    """Blocks of `chunk` bytes for each K and V of each layer, in a pool [layer][kv][block][chunk], and in one file
+    that has each block contiguously.
+    """
 
     layers: int
     chunk: int
@@ -85,7 +87,7 @@ class Case:
         )
 
     def bare(self) -> None:
-        """Reads every block with one call, and copies it once."""
+        """The baseline: reads every block with one call, and copies it once."""
         size = self.block_bytes
         pool, slots = self.pool.ctypes.data, self.slots.ctypes.data
         views = [self.slots[i * size : (i + 1) * size].data for i in range(SLOTS)]
@@ -102,7 +104,7 @@ def cpu_seconds() -> float:
 
 
 def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, wall seconds) of every round of every method; the first round does not count."""
+    """Returns (CPU seconds, wall seconds) of each method in each round, without the first round, which warms up."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for number in range(rounds + 1):
         for name, method in methods.items():
@@ -114,7 +116,9 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, li
 
 
 def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
-    """Runs one geometry. The staged path's bytes are checked against the file before anything is timed."""
+    """Measures one geometry. Before anything is timed, the bytes that the staged path reads are compared with the
+    file.
+    """
     staged, runs = case.worker(True, threads), case.worker(False, threads)
     staged.read(case.gpu, case.ssd)
     content = np.fromfile(case.path, np.uint8).reshape(case.blocks, case.layers, KV, case.chunk)
@@ -162,7 +166,7 @@ def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any], rounds: int) -> str:
-    """The line of the goal: the goal itself, what was measured, and in how many rounds."""
+    """Returns a line with the goal, what was measured in how many rounds, and whether the goal is reached."""
     ratio, (low, high) = result["cpu_ratio_median"], result["cpu_ratio_range"]
     said = "reached" if ratio <= GOAL_RATIO else "MISSED"
     if rounds < GOAL_ROUNDS:

@@ -1,6 +1,4 @@
-"""Relates an engine's steps to the loads and stores that run beside them, and computes what these cost. Arithmetic
-only.
-"""
+"""Finds out which loads and stores ran during an engine's steps, and how long the steps took. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -10,19 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 FEW_TOKENS = 1
-"""A step that computes no more tokens of other requests is a decoding step, which a CUDA graph of decoding serves: with
-asynchronous scheduling, an engine computes one token more of another request than it asked for."""
+"""A step that computes at most this many tokens of other requests is a decoding step, for which the engine uses a
+CUDA graph. One token is allowed because, with asynchronous scheduling, an engine computes one token more of another
+request than was asked for.
+"""
 MOST_LONGEST = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A load or a store of a connector.
+    """A load or a store that a connector made.
 
     Attributes:
         kind: "load" or "store".
-        begin_s, end_s: when it was submitted, and when the engine saw its end.
-        pages: number of blocks that it moves.
+        begin_s, end_s: when the copy was submitted, and when the engine got its result.
+        pages: number of blocks that the copy moves.
     """
 
     kind: str
@@ -36,14 +36,14 @@ class Step:
     """The time between two successive tokens of the running request.
 
     Attributes:
-        begin_s, end_s: when the engine had the first and the second token.
-        prefill_tokens: tokens of other requests' prompts that the step computed.
+        begin_s, end_s: when the engine had the first of these tokens, and when it had the second.
+        prefill_tokens: number of tokens of other requests that the step computed.
         running: number of requests in the step.
-        launched_tokens: such tokens in the batches that the engine launched during the step. With asynchronous
-            scheduling it launches a batch before it has the result of the previous one.
-        adding_s: seconds in which the thread that also runs the engine added requests. A server does that in another
-            process, so it is not part of the step.
-        connector_s: seconds in calls of the connector, by the scheduler and by the worker.
+        launched_tokens: the most tokens of other requests in a batch that the engine launched during the step. With
+            asynchronous scheduling an engine launches a batch before it has the result of the previous one.
+        adding_s: seconds in which the engine's thread added requests. They are not counted as part of the step, because
+            a server does this in another process.
+        connector_s: seconds that scheduler and worker spent in calls of the connector.
     """
 
     begin_s: float
@@ -65,10 +65,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles over steps, in milliseconds; None if there are no steps.
+    """Percentiles of the steps' times in milliseconds; None if there are no steps.
 
     Attributes:
-        connector_p50_ms: median of the time in calls of the connector.
+        connector_p50_ms: median of the time that a step spent in calls of the connector.
     """
 
     steps: int
@@ -90,12 +90,12 @@ def spread(steps: Iterable[Step]) -> Spread:
 
 
 def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Step]:
-    """The steps during which a copy of this kind was under way."""
+    """Returns the steps during which a copy of this kind was in flight."""
     return [step for step in steps if any(copy.kind == kind and _meets(step, copy) for copy in copies)]
 
 
 def quiet(steps: Iterable[Step], copies: Sequence[Copy]) -> list[Step]:
-    """The steps that had only the running request, while no copy was under way."""
+    """Returns the steps that had only the running request, and during which no copy was in flight."""
     return [
         step
         for step in steps
@@ -128,17 +128,17 @@ def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
 
 
 def longest(steps: Sequence[Step], copies: Sequence[Copy]) -> list[dict[str, object]]:
-    """The ten longest steps, with their cause."""
+    """Returns the MOST_LONGEST longest steps, each with what happened during it."""
     chosen = sorted(steps, key=lambda step: step.ms, reverse=True)[:MOST_LONGEST]
     return [{"ms": round(step.ms, 3), "cause": cause(step, steps, copies)} for step in chosen]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A measure that has a limit.
+    """A measured figure and its upper limit.
 
     Attributes:
-        value: None if it was not measured.
+        value: the figure; None if it was not measured.
     """
 
     what: str

@@ -1,8 +1,9 @@
-"""One vLLM engine in this process for `vllm_beside_gpu`: a running request, and others' prompts beside it.
+"""The program of the processes that `vllm_beside_gpu` starts. It runs one vLLM engine, with one long request and
+prompts of other requests beside it.
 
-Reads one JSON line per command from standard input, and answers each with one line on the file descriptor given at
-start. A step is timed where the scheduler gets a batch's result, in the engine's own process. Loads and stores of
-flexkv are timed where its transfer engine accepts them and where it returns their results.
+It reads one JSON line per command from standard input, and answers each with one line on the file descriptor given as
+its argument. A step ends when the scheduler, which is in this process, gets a batch's result. A load or store of flexkv
+begins when flexkv's transfer engine accepts it, and ends when the transfer engine returns its result.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ from benchmarks.step_times import Copy, Step
 
 RUNNING = "running"
 STEP_LIMIT_S = 120.0
-"""Seconds that a command waits at most."""
+"""Seconds after which a wait for tokens fails."""
 RUNNING_PROMPT = 512
-"""Tokens of the running request's prompt."""
+"""Number of tokens of the running request's prompt."""
 FIRST_STEPS = 20
-"""First steps of the running request, which are not counted."""
+"""Number of steps of the running request, at its start, that are not counted."""
 TAIL_STEPS = 24
-"""Steps after another request's end: its store goes on, then the running request is alone for a while."""
+"""Number of steps that are run after the end of another request. Its store goes on in the first of them; then the
+running request is alone.
+"""
 RENEWED_TOKENS = 2000
-"""Tokens after which the running request begins anew: a step takes longer the more tokens it attends to."""
+"""Number of tokens after which the running request is replaced by a new one, because a step takes longer the more
+tokens it attends to.
+"""
 
 
 class Trace:
-    """Records steps of the running request, and copies of flexkv."""
+    """Records the steps of the running request, and the loads and stores of flexkv."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -81,23 +86,23 @@ class Trace:
         scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
 
     def added(self, seconds: float) -> None:
-        """Excludes the time in which a request was added from the current step."""
+        """Excludes from the current step `seconds` that were spent on adding a request."""
         self._adding_s += seconds
 
     def forget(self) -> None:
-        """Begins a new window."""
+        """Drops what was recorded, and begins a new window."""
         self.steps, self.copies = [], []
         self.break_step()
 
     def break_step(self) -> None:
-        """Makes the next step begin at the next token."""
+        """Ends the current step without recording it. The next step begins at the next token."""
         self._begin_step(None)
 
     def _begin_step(self, now_s: float | None) -> None:
         self._last_s, self._launched, self._adding_s, self._connector_s = now_s, 0, 0.0, 0.0
 
     def watch_connector(self, connector: Any) -> None:
-        """Adds up the time in the connector's public methods."""
+        """Replaces the connector's public methods with timed ones, whose time counts for the current step."""
         for name in dir(type(connector)):
             method = getattr(connector, name) if inspect.isfunction(getattr(type(connector), name)) else None
             if method is not None and not name.startswith("_"):
@@ -118,7 +123,9 @@ class Trace:
         return timed
 
     def watch_flexkv(self) -> None:
-        """Records when each load and store was submitted, and when its result was returned."""
+        """Makes flexkv's transfer engines record when each load and store is submitted, and when its result is
+        returned.
+        """
         from flexkv.transfer.engine import TransferEngine
         from flexkv.transfer.graph import OpKind
 
@@ -147,7 +154,7 @@ class Trace:
         setattr(TransferEngine, "poll", watched_poll)  # noqa: B010
 
     def copies_so_far(self) -> list[Copy]:
-        """The copies so far; for those that have not ended, now counts as the end."""
+        """Returns the copies so far. For copies in flight, the current time counts as their end."""
         now_s = time.perf_counter()
         return [
             *self.copies,
@@ -155,7 +162,7 @@ class Trace:
         ]
 
     def path_bytes(self) -> dict[str, int]:
-        """Bytes that each path of the GPU's lanes has copied."""
+        """Returns how many bytes the GPU's lanes have copied on each path."""
         moved: dict[str, int] = {}
         for engine in self.lanes.values():
             if engine.cuda_lane is not None:
@@ -165,11 +172,11 @@ class Trace:
 
 
 class Engine:
-    """vLLM's engine, driven step by step.
+    """vLLM's engine, which this class drives step by step.
 
     Args:
-        arguments: arguments of `vllm.LLM`.
-        vocabulary: number of tokens that prompts are drawn from.
+        arguments: keyword arguments of `vllm.LLM`.
+        vocabulary: size of the vocabulary, from which prompts are drawn.
         flexkv: whether the connector is flexkv's.
     """
 
@@ -195,29 +202,29 @@ class Engine:
         self._number = 0
 
     def begin(self) -> None:
-        """Starts the running request anew."""
+        """Ends the running request, if there is one, and starts a new one."""
         self.end()
         self._number += 1
         self._running, self._tokens = f"{RUNNING}-{self._number}", 0
-        # Its prompt is cached after the first time, so a restart does not add a prefill beside the others.
+        # Each time the prompt is the same and is cached, so that a restart adds no prefill.
         self._add(self._running, self._prompt(RUNNING_PROMPT, 1), 2 * RENEWED_TOKENS)
         self._more(FIRST_STEPS)
         self.trace.break_step()
 
     def alone(self, steps: int) -> dict[str, Any]:
-        """Runs `steps` steps of the running request with nothing beside it."""
+        """Runs `steps` steps of the running request with nothing beside it, and returns them."""
         self.begin()
         self.trace.forget()
         self._more(steps + 1)
         return self._taken()
 
     def prompts(self, length: int, streams: list[int], least_steps: int, window_s: float) -> dict[str, Any]:
-        """Runs prompts of `length` tokens one after the other beside the running request, until all are done or a limit
-        is reached.
+        """Runs prompts of `length` tokens one after the other beside the running request, until all have ended or the
+        time is over.
 
         Args:
-            streams: numbers of the prompts; the same number is the same prompt.
-            least_steps: a window does not end early before this many steps of the running request.
+            streams: numbers of the prompts; equal numbers give equal prompts.
+            least_steps: the time limit ends the window only after this many steps of the running request.
         """
         ends_s = time.monotonic() + window_s
         self.trace.forget()
@@ -284,7 +291,9 @@ class Engine:
         self._until(lambda: self._tokens >= wanted)
 
     def _until(self, met: Callable[[], bool]) -> None:
-        """Steps until `met`. Raises RuntimeError if the running request has ended, and TimeoutError at the deadline."""
+        """Runs steps until `met()` is true. Raises RuntimeError if the running request ends, TimeoutError after
+        STEP_LIMIT_S.
+        """
         ends_s = time.monotonic() + STEP_LIMIT_S
         while not met():
             if self._running in self._ended:
@@ -295,7 +304,7 @@ class Engine:
 
 
 def serve(answers: int) -> None:
-    """Runs one command after the other until standard input ends."""
+    """Runs one command after the other until `close` or the end of standard input."""
     engine: Engine | None = None
     with os.fdopen(answers, "w") as out:
         for line in sys.stdin:

@@ -1,17 +1,16 @@
-"""Measures how storing and loading other requests' KV affects a running request of the real vLLM: the time of its
-steps.
+"""Measures how loads and stores of other requests' KV affect the step times of a running request in the real vLLM.
 
 Three engines run the same random Llama with CUDA graphs: without a connector, with flexkv, and with vLLM's
 OffloadingConnector. In each, one request decodes. Beside it, other prompts are computed (and stored, if there is a
-connector); then prompts that the engine's own cache has lost come again (and are loaded). Decoding steps are those that
-compute no prompt meanwhile. They are compared with the steps of the same window with nothing beside them, and with
-those of the engine without a connector beside the same prompts.
+connector); then prompts that the engine's own cache has evicted come again (and are loaded). Only decoding steps are
+judged, in which no prompt is computed. They are compared with steps of the same window without copies, and with those
+of the engine without a connector (for stores beside the same prompts, for loads alone).
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
-Each engine is a process of its own with the scheduler in it; they start together and are measured one after the other.
-`--prepare MODULE:FUNCTION` is called in each before vLLM is imported. `--cpu` runs a tiny model where there is no GPU:
-that shows that the program works, but says nothing about a GPU.
+Each engine is one process, scheduler included. They start together and are measured one after the other. Each calls
+`--prepare MODULE:FUNCTION` before it imports vLLM. `--cpu` runs a tiny model on a CPU, which shows that the program
+works, but says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Sizes of the model, the engine's pool and the prompts.
+    """The sizes of the model, of the engine's pool and of the prompts.
 
     Attributes:
-        prompt_tokens: tokens of each prompt beside the running request.
-        loaded_prompts: prompts that come again in turns; together they exceed the engine's pool.
-        least_steps: the least number of decoding steps with copies beside them.
+        prompt_tokens: number of tokens of each prompt beside the running request.
+        loaded_prompts: number of prompts that come again in turns; together they are larger than the engine's pool.
+        least_steps: the fewest decoding steps beside copies that give a conclusive result.
     """
 
     layers: int
@@ -91,12 +90,12 @@ class Size:
 
 
 GPU_SIZE = Size(32, 2048, 16, 8, 128, 3072, 32000, 40960, 8192, 8, 57344, 12 * GIB, 500, 8192, 16)
-"""A Llama of 1.1 billion weights with the KV of a larger one: 128 KiB per token, 1 GiB per prompt."""
+"""A Llama with 1.1 billion weights and as much KV as a larger one: 128 KiB per token, 1 GiB per prompt."""
 CPU_SIZE = Size(2, 128, 2, 1, 64, 256, 1024, 6144, 512, 20, 8192, 1 << 26, 12, 512, 32)
 
 
 def model_folder(folder: Path, size: Size, dtype: str) -> Path:
-    """Writes the model's configuration; its weights are drawn by the engine (`load_format` dummy)."""
+    """Writes the model's configuration. The engine makes random weights itself (`load_format` dummy)."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -123,7 +122,7 @@ def model_folder(folder: Path, size: Size, dtype: str) -> Path:
 
 
 def connector(name: str, size: Size, cpu: bool) -> dict[str, Any] | None:
-    """vLLM's kv_transfer_config."""
+    """Returns vLLM's kv_transfer_config for the connector `name`; None if there is none."""
     if name == FLEXKV:
         return {
             "kv_connector": "FlexKVConnector",
@@ -141,7 +140,7 @@ def connector(name: str, size: Size, cpu: bool) -> dict[str, Any] | None:
 
 
 def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`."""
+    """Returns the keyword arguments of `vllm.LLM` for the engine `name`."""
     dtype = "float32" if cpu else "bfloat16"
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -157,7 +156,7 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
         "enforce_eager": cpu,
     }
     if cpu:
-        # A share of all memory: enough to start with, though the override uses little of it.
+        # The share of memory must be large enough for vLLM to start; the override sets the pool's real size.
         arguments["gpu_memory_utilization"] = 0.2
         arguments["num_gpu_blocks_override"] = size.pool_tokens // size.block_tokens
     else:
@@ -175,14 +174,14 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
 
 
 class EngineError(RuntimeError):
-    """The engine refused a command, died, or did not answer in time; the message has the end of its log."""
+    """Raised if an engine failed a command, died or did not answer in time. The message has the end of its log."""
 
 
 class EngineProcess:
-    """A child process with one engine. Use as a context manager.
+    """A child process with one engine, as a context manager.
 
     Args:
-        log: the file for its output.
+        log: the file to which the engine's output goes.
     """
 
     def __init__(self, name: str, log: Path, environment: Mapping[str, str]) -> None:
@@ -228,7 +227,7 @@ class EngineProcess:
             raise EngineError(f"{self.name}: the engine has died\n{self._tail()}") from None
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """Raises EngineError."""
+        """Returns the engine's next answer. Raises EngineError if the command failed or took over `limit_s` seconds."""
         ends_s = time.monotonic() + limit_s
         while b"\n" not in self._rest:
             left_s = ends_s - time.monotonic()
@@ -253,20 +252,20 @@ class EngineProcess:
 
 
 def measure(engine: EngineProcess, size: Size, window_s: float) -> dict[str, Any]:
-    """Measures windows of one engine: alone, beside prompts that are computed, beside prompts that come again.
+    """Measures an engine's running request alone, beside prompts that are computed, and beside ones that come again.
 
     Args:
-        window_s: seconds for all windows together, approximately.
+        window_s: approximate seconds for all of these windows together.
     """
     ends_s = time.monotonic() + window_s
     limit_s = ANSWER_S + window_s
     engine.call("begin", limit_s)
-    # The first prompts, computed and loaded, compile kernels and touch memory.
+    # These prompts are not measured: they compile kernels and touch memory for the first time.
     engine.call(
         "prompts", limit_s, length=size.prompt_tokens, streams=[2, 3], least_steps=0, window_s=window_s
     )
     found = {"alone": engine.call("alone", limit_s, steps=size.least_steps)}
-    # Each copy is under way for only a few steps: prompts come until the time is over.
+    # Each copy is in flight for only a few steps, so prompts come until the time is over.
     share_s = (ends_s - time.monotonic()) / 2.2
     fresh = list(range(100, 100 + 10 * size.least_steps))
     found["computed"] = engine.call(
@@ -300,7 +299,7 @@ def copies_of(window: Mapping[str, Any]) -> list[Copy]:
 
 
 def summary(windows: Mapping[str, Any]) -> dict[str, Any]:
-    """Percentiles and longest steps of one engine's windows."""
+    """Returns the percentiles and the longest steps of one engine's windows."""
     alone = steps_of(windows["alone"])
     found: dict[str, Any] = {"alone": asdict(spread(alone))}
     found["alone, longest"] = longest(alone, copies_of(windows["alone"]))
@@ -325,7 +324,7 @@ def summary(windows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-    """flexkv's steps compared with the same engine alone, and with the engine without a connector."""
+    """Compares flexkv's steps with those of the same engine alone, and with those of the engine without a connector."""
     if FLEXKV not in summaries:
         return []
     mine = summaries[FLEXKV]
@@ -337,7 +336,7 @@ def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     ):
         limit = KERNEL_RATIO_MAX if by_kernel else limit
         beside_it = mine[window][f"decoding steps beside {kind}"]
-        # Taken from the same window, so that clocks, temperature and the length of the request are the same.
+        # The base is from the same window, so that clocks, temperature and request length are the same.
         alone = mine[window]["quiet steps"]
         found += [
             Verdict(f"beside {kind}: p50 / alone", ratio(beside_it["p50_ms"], alone["p50_ms"]), limit),
@@ -366,7 +365,7 @@ def _mostly_kernel(moved: Mapping[str, int]) -> bool:
 
 
 def failures(summaries: Mapping[str, Mapping[str, Any]], least_steps: int) -> list[str]:
-    """Why a measurement is inconclusive; empty if it is conclusive."""
+    """Returns why the measurement is inconclusive; empty if it is conclusive."""
     found = []
     for name, mine in summaries.items():
         if name == BASE:
@@ -425,7 +424,7 @@ def show(summaries: Mapping[str, Mapping[str, Any]], found: list[Verdict], conso
 
 
 def run(arguments: argparse.Namespace, size: Size, folder: Path) -> dict[str, dict[str, Any]]:
-    """Summaries by engine. An engine that fails is left out, and its error is printed."""
+    """Runs all engines, and returns their summaries. An engine that fails is left out, and its error is printed."""
     model = model_folder(folder / "model", size, "float32" if arguments.cpu else "bfloat16")
     environment = {"OMP_NUM_THREADS": "1"} if arguments.cpu else {}
     found: dict[str, dict[str, Any]] = {}
@@ -445,7 +444,7 @@ def run(arguments: argparse.Namespace, size: Size, folder: Path) -> dict[str, di
 
     try:
         if not arguments.cpu:
-            for name in names:  # their imports and graphs overlap
+            for name in names:  # so that imports and graphs overlap
                 start(name)
         ready = []
         for name in names:

@@ -1,10 +1,10 @@
-"""Measures what flexkv costs vLLM if there are no hits: CPU time per request, stores included, and CPU time when idle.
+"""Measures what flexkv costs vLLM if no request hits: CPU time per request, including stores, and CPU time when idle.
 
-Two engines, as deployed (the scheduler in a process of its own), get the same fresh prompts in turns. CPU time is user
-and system time of all of an engine's processes and threads. Both engines compute on the same single CPU. By default,
-vLLM keeps one more CPU free of its compute threads if any KV connector is configured, but uses all CPUs if none would
-remain. The engines would then differ in their threads and not only in flexkv. `flexkv_cost` measures flexkv's own part
-alone.
+Two engines run as in a deployment, with the scheduler in its own process, and get the same new prompts in turns. CPU
+time is user and system time of all processes and threads of an engine. Both engines are set to compute on the same
+single CPU. By default, vLLM keeps one more CPU free of its compute threads if any KV connector is configured, but uses
+all CPUs if none would remain. The engines would then differ not only in flexkv but also in their threads. `flexkv_cost`
+measures flexkv's own part alone.
     python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
 """
 
@@ -30,18 +30,22 @@ from demo.model import PRESETS, prompt_tokens, write_model
 
 ALONE, WITH = "vLLM alone", "with flexkv"
 ENVIRONMENT = SEPARATE_CORE | {"VLLM_CPU_OMP_THREADS_BIND": "0"}
-"""One compute thread, on CPU 0."""
+"""The engines' environment. It gives each engine one compute thread, on CPU 0."""
 EXTRA_CPU_MAX = 0.03
 IDLE_CPU_SHARE_MAX = 0.01
 IDLE_AFTER_S = 5.0
-"""Seconds after the last request from which the share is measured."""
+"""Seconds after the last request before the idle CPU share is measured."""
 IDLE_FOR_S = 5.0
 SETTLE_S = 0.3
-"""Seconds. Stores outlive their request by milliseconds; they belong to its cost."""
+"""Seconds to wait until the stores of a request have ended. They outlive the request by milliseconds, and are part
+of its cost.
+"""
 
 
 def batch_seconds(engine: EngineProcess, requests: list[dict[str, Any]]) -> float:
-    """CPU seconds per request of all the engine's processes, for these requests and the stores they leave behind."""
+    """Returns the CPU seconds per request of all the engine's processes, including the stores that outlive the
+    requests.
+    """
     before = engine.call("processor_seconds")["seconds"]
     engine.generate(requests)
     engine.call("idle", seconds=SETTLE_S)
@@ -49,7 +53,7 @@ def batch_seconds(engine: EngineProcess, requests: list[dict[str, Any]]) -> floa
 
 
 def fresh_requests(arguments: argparse.Namespace, number: int) -> list[dict[str, Any]]:
-    """The requests of run `number`, of which nothing is cached."""
+    """Returns the requests of run `number`. Nothing of their prompts is cached."""
     return [
         {
             "ids": prompt_tokens(arguments.prompt_tokens, 1000 * number + request, PRESETS[MODEL]),
@@ -60,7 +64,7 @@ def fresh_requests(arguments: argparse.Namespace, number: int) -> list[dict[str,
 
 
 def setting_of(arguments: argparse.Namespace) -> str:
-    """Model, requests and machine in words."""
+    """Describes the model, the requests and the machine in words."""
     shape = PRESETS[MODEL]
     return (
         f"random Llama {MODEL} ({shape.layers} layers, hidden {shape.hidden}, float32), blocks of {BLOCK_TOKENS} "
@@ -71,7 +75,9 @@ def setting_of(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """CPU seconds per request by engine, CPU shares when idle, and bytes stored."""
+    """Runs both engines. Returns CPU seconds per request by engine, CPU shares when idle, and the number of bytes
+    stored.
+    """
     shape = PRESETS[MODEL]
     model = write_model(arguments.out / "models", MODEL)
     flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}
@@ -87,7 +93,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.advance(task)
         for number in range(arguments.runs + 1):
             requests = fresh_requests(arguments, number)
-            # Which engine goes first alternates: clocks and caches drift.
+            # The engines take turns at going first, because CPU clocks and caches drift.
             for name in sorted(engines, reverse=bool(number % 2)):
                 progress.update(task, description=f"run {number}: {name}", advance=1)
                 used = batch_seconds(engines[name], requests)
@@ -126,7 +132,7 @@ def main() -> int:
     setting = setting_of(arguments)
     seconds = facts["cpu_seconds_per_request"]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    # Paired by run, so that a slow phase of the machine affects both engines.
+    # Ratios are taken within a run, so that a slow phase of the machine affects both engines.
     pairs = [mine / alone for mine, alone in zip(seconds[WITH], seconds[ALONE], strict=True)]
     extra = statistics.median(pairs) - 1
     table = Table(title="what flexkv costs when nothing hits", caption=setting)
@@ -143,7 +149,8 @@ def main() -> int:
         )
     console.print(table)
     low, _, high = (quartile - 1 for quartile in statistics.quantiles(pairs, n=4))
-    # flexkv cannot save CPU here, so a gain is noise; quartiles on both sides of the limit decide nothing.
+    # If the quartiles are on both sides of the limit, the result is not resolved. flexkv cannot save CPU time
+    # here, so a large gain is noise, and is not resolved either.
     resolved = low > EXTRA_CPU_MAX or (high <= EXTRA_CPU_MAX and low >= -EXTRA_CPU_MAX)
     idle_alone = facts["idle_cpu_share"][ALONE]
     idle_extra = facts["idle_cpu_share"][WITH] - idle_alone

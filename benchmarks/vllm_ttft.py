@@ -1,14 +1,15 @@
-"""Measures vLLM's time to the first token of a 4k-token prompt: computed, and served by flexkv and by vLLM's own
-connectors.
+"""Measures vLLM's time to the first token of a 4k-token prompt that is computed, that flexkv serves, or that one of
+vLLM's own connectors serves.
 
-Every connector has an engine of its own. All engines run at once and take turns, so that other load affects all alike.
-A hit is measured after the engine dropped its prefix cache. If the name contains "disk", host memory is too small for
-two such prompts and has also evicted the prompt for another one. If it contains "streamed", the engine is promised the
-prompt before it has been read (`disk.stream`). "stores by layer" copies each layer while the forward pass computes the
-next (`store.mode` layerwise); the others copy whole blocks after it. "stored" is the time from a computed prompt's
-answer until the prompt is in the cache. "own" is the same prompt once more, served by the engine's prefix cache, and
-shows what any hit costs. The time that flexkv's hit takes beyond that is compared with a memcpy of the same bytes by
-one thread in the same run.
+Every connector has its own engine. All engines run at the same time and take turns, so that other load affects all
+alike. A hit is measured after the engine dropped its prefix cache. If a connector's name contains "disk", host memory
+is too small for two such prompts and has evicted the prompt for another one, so the hit comes from disk. If the name
+contains "streamed", flexkv promises the prompt to the engine before it has read the prompt (`disk.stream`). If it
+contains "stores by layer", flexkv copies each layer while the forward pass computes the next (`store.mode` layerwise);
+all others copy complete blocks after the forward pass. "stored" is the time from a computed prompt's answer until the
+prompt is in the cache. "own" is the time of the same prompt when the engine's own prefix cache serves it, and shows
+what any hit costs. The additional time of flexkv's hit is compared with a memcpy of the same bytes by one thread in the
+same run.
 
     python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
 """
@@ -49,7 +50,9 @@ STREAM_SYNC, STREAM_LAYERWISE = "flexkv sync, disk streamed", "flexkv layerwise,
 ON_DISK = (DISK_SYNC, DISK_LAYERWISE, STREAM_SYNC, STREAM_LAYERWISE)
 NAMES = (SYNC, ASYNC, LAYERWISE, STORE_LAYERWISE, EXAMPLE, OFFLOADING, *ON_DISK)
 SMALL_HOST_BYTES = 74 << 20
-"""36 pages of 2 MiB and the pool's own records: the filler's blocks fit, and none of the prompt's beside them."""
+"""Space for 36 pages of 2 MiB and the pool's own records. The blocks of the filler prompt need all of it, so that
+no block of the measured prompt stays.
+"""
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 DISK = {"disk.bytes_per_folder": HOST_BYTES, "disk.compute_if_faster": False}
@@ -63,11 +66,12 @@ ADDED_OVER_MEMCPY_MAX = 1.3
 
 @dataclass(slots=True)
 class Times:
-    """Seconds to the first token, one entry per run; and for each hit the tokens served and the pages read from disk.
+    """What was measured with one connector, one entry per run: seconds to the first token; for each hit also the number
+    of tokens served and of pages read from disk.
 
     Attributes:
-        stored: seconds from a computed prompt's answer until the engine has nothing more to do for it.
-        own: seconds for the same prompt in the engine's prefix cache.
+        stored: seconds from a computed prompt's answer until the engine has no work left for it.
+        own: seconds to the first token of the same prompt when it is in the engine's prefix cache.
         memcpy: seconds that a memcpy of the served bytes takes.
     """
 
@@ -82,7 +86,7 @@ class Times:
 
 
 def connectors(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Name -> vLLM's kv_transfer_config."""
+    """Returns vLLM's kv_transfer_config of each connector, by the connector's name in this program."""
 
     def flexkv(mode: str, store: str = "eager") -> Mapping[str, Any]:
         extra = {"host.bytes": HOST_BYTES, "load.mode": mode, "store.mode": store}
@@ -135,14 +139,16 @@ def engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[s
 
 
 def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Times) -> None:
-    """Measures one prompt: computed, forgotten, served."""
+    """Measures one prompt three times: when it is computed, when the connector serves it after the engine dropped
+    its prefix cache, and when the engine's prefix cache serves it.
+    """
     request = {"ids": ids, "max_tokens": 1}
     [cold] = engine.generate([request])
     answered_s = time.perf_counter()
     engine.call("drain")
     times.stored.append(time.perf_counter() - answered_s)
-    # Other prompts run in between, as in service, so that the hit does not find CPU caches that its own prompt left
-    # warm.
+    # Another prompt runs in between, as in production, so that the hit does not profit from what the computed
+    # prompt left in the CPU caches.
     engine.generate([{"ids": filler, "max_tokens": 1}])
     engine.call("drain")
     engine.call("reset")
@@ -166,12 +172,12 @@ def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Tim
 
 
 def token_bytes(shape: ModelShape) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """Number of bytes of a token's keys and values in all layers."""
     return shape.layers * 2 * shape.kv_heads * shape.head_size * np.dtype(np.float32).itemsize
 
 
 def memcpy_s(size: int) -> float:
-    """Seconds that one thread takes to copy so many bytes between buffers whose memory is already mapped."""
+    """Returns how many seconds one thread takes to copy `size` bytes between buffers whose memory is already mapped."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     started_s = time.perf_counter()
     np.copyto(target, source)
@@ -187,8 +193,8 @@ def _external_hits(engine: EngineProcess) -> float:
 
 
 def from_elsewhere(results: Mapping[str, Times]) -> list[str]:
-    """Connectors with a hit that did not come from the place that their name says, so that their figures measure
-    something else.
+    """Returns the connectors with a hit whose pages did not come from where the connector's name says (disk or memory).
+    Their figures measure something else.
     """
 
     def true(name: str, served: int, read: int) -> bool:
@@ -202,7 +208,7 @@ def from_elsewhere(results: Mapping[str, Times]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Times]:
-    """Times by connector."""
+    """Runs all engines, and returns each connector's times."""
     shape = PRESETS[MODEL]
     model = write_model(arguments.out / "models", MODEL)
     storage = Path(tempfile.mkdtemp(prefix="ttft-storage-"))
@@ -223,7 +229,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Times]:
                     progress.update(task, description=f"run {number}: {name}", advance=1)
                     tokens = DISK_FILLER_TOKENS if name in ON_DISK else FILLER_TOKENS
                     filler = prompt_tokens(tokens, 10_000 + number, shape)
-                    # The first run warms up allocators and files and is thrown away.
+                    # The first run is not counted, because it warms up allocators and files.
                     measure(engine, ids, filler, results[name] if number else Times())
     finally:
         shutil.rmtree(storage, ignore_errors=True)
@@ -231,7 +237,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Times]:
 
 
 def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
-    """The measures that have a limit: value, limit, met."""
+    """Returns each measure that has a limit: its value, the limit, and whether it is met."""
     found: dict[str, dict[str, Any]] = {}
 
     def least(label: str, value: float, limit: float) -> None:
@@ -257,7 +263,7 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
                 "met": value <= ADDED_OVER_MEMCPY_MAX,
             }
     if DISK_SYNC in results and DISK_LAYERWISE in results:
-        # Ratios of neighbouring runs, so that a change of other load on the machine affects both.
+        # Ratios are taken within a run, so that a change of other load on the machine affects both.
         pairs = zip(results[DISK_LAYERWISE].hit, results[DISK_SYNC].hit, strict=True)
         value = statistics.median(layerwise / sync for layerwise, sync in pairs)
         found["disk hit, flexkv layerwise / sync"] = {
@@ -269,7 +275,9 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def added_over_memcpy(times: Times) -> float:
-    """Median of a hit's extra time over a hit in the engine's prefix cache, as a multiple of a memcpy of its bytes."""
+    """Returns the median of the time that a hit takes beyond one in the engine's own prefix cache, in multiples of
+    the time of a memcpy of the same bytes.
+    """
     runs = zip(times.hit, times.own, times.memcpy, strict=True)
     return statistics.median((hit - own) / memcpy for hit, own, memcpy in runs)
 

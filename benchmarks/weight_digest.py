@@ -1,12 +1,13 @@
-"""Measures naming weights by all of their content: the rate of the digest, compared with a bare parallel read of the
-same files.
+"""Measures the digest of all content of a model's weight files: its rate is compared with that of a bare parallel read
+of the same files.
 
-Both read files of random bytes in turns, bypassing the page cache. The bare read has as many threads and blocks as the
-digest, so it shows the rate that the disk allows. Prints medians, their ratio, and what 140 GB would take at the
-digest's rate, which is computed and not run; `--json PATH` writes them. "background" is the digest as an engine runs
-it, at the lowest priority: on a busy machine it gets the CPU time that others leave. Also prints the CPU seconds of
-both per GB (the digest needs a core for each 1.5 to 2 GB/s, whatever the disk's rate), and the time of the fingerprint
-by samples, with nothing of the files in the page cache.
+Both read files of random bytes in turns, and bypass the page cache. The bare read uses as many threads and equally
+large blocks as the digest, so it shows the rate that the disk allows. Prints medians, their ratio, and how long 140 GB
+would take at the digest's rate, which is computed and not measured; `--json PATH` writes them to a file. "background"
+is the digest as an engine runs it, at the lowest priority: on a busy machine it gets only the CPU time that other
+threads leave. Also prints the CPU seconds per GB of both (the digest needs a core for each 1.5 to 2 GB/s, whatever the
+disk's rate), and how long the fingerprint takes, which reads only samples of the files, when no file is in the page
+cache.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ GB = 1_000_000_000
 FILE_BYTES = 1 << 30
 WRITE_BYTES = 64 << 20
 GOAL_RATIO = 0.8
-"""Rate of the digest, over that of a bare read."""
+"""The rate of the digest should be at least this share of that of a bare read."""
 LARGE_BYTES = 140 * GB
-"""Weights of a model of 70 billion parameters, two bytes each."""
+"""Size of the weights of a model with 70 billion parameters of two bytes."""
 MOST_TABLE_TENSORS = 300
 
 
 def write_files(folder: Path, size: int) -> list[Path]:
-    """Safetensors files of random bytes, on the disk and not in the page cache."""
+    """Writes safetensors files of random bytes to the disk, and drops them from the page cache."""
     random = np.random.default_rng(0)
     files = []
     for number in range(max(1, size // FILE_BYTES)):
@@ -68,7 +69,9 @@ def write_files(folder: Path, size: int) -> list[Path]:
 
 
 def bare_read(files: list[Path]) -> None:
-    """Reads the same ranges with the same threads and blocks, and does nothing with them."""
+    """Reads the same ranges as the digest, with as many threads and equally large blocks, and does nothing with the
+    bytes.
+    """
     ranges = deque((file, number) for file in files for number in range(ranges_of(file.stat().st_size)))
 
     def read() -> None:
@@ -104,7 +107,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
-    """CPU seconds of all threads of this process."""
+    """Returns the CPU seconds of all threads of this process while `run` runs."""
     begun_s = time.process_time()
     run()
     return time.process_time() - begun_s
@@ -131,7 +134,7 @@ def main() -> None:
             rows["digest"].append(seconds(lambda: digest(files, background=False)))
             rows["background"].append(seconds(lambda: digest(files, background=True)))
     rates = {name: size / statistics.median(times) / GB for name, times in rows.items()}
-    # One ratio per round: a shared machine is faster in one than in another.
+    # Ratios are taken within a round, because a shared machine is faster in one round than in another.
     ratios = {
         name: statistics.median(bare / own for bare, own in zip(rows["bare read"], rows[name], strict=True))
         for name in ("digest", "background")

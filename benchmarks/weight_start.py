@@ -1,10 +1,10 @@
-"""Measures how much naming the weights by all of their content delays an engine's start. The same vLLM with a disk tier
-starts alternately with the weights' name given (so that no weights are read to name them) and without.
+"""Measures how much the digest of all content of the weights delays an engine's start. The same vLLM with a disk tier
+starts alternately with a name for the weights in its settings, so that no digest is needed, and without one.
 
-Each start reads the weights from the disk, because they are dropped from the page cache before it, and has its own
-folder, so that no earlier start has named them there. Prints medians of the time from the start of the process until
-the engine is ready, of the time of its first answer after that, and of the time until the weights had their name;
-`--json PATH` writes them.
+The weights are dropped from the page cache before each start, so that it reads them from the disk. Each start has its
+own folder, so that the folder has no digest from an earlier start. Prints medians of three times: from the start of the
+process until the engine is ready, from then until its first answer, and from the start of the process until the weights
+are identified. `--json PATH` writes them to a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAYS = ("named", "digest")
 
 
 def forget(folder: Path) -> int:
-    """Drops the weights from the page cache; returns their size in bytes."""
+    """Drops the weight files in the folder from the page cache. Returns their size in bytes."""
     size = 0
     for file in folder.glob("*.safetensors"):
         size += file.stat().st_size
@@ -62,7 +62,7 @@ def start(model: Path, folder: Path, way: str, ids: list[int]) -> dict[str, floa
             if time.perf_counter() > ends_s:
                 raise RuntimeError(f"the weights have no name after {KNOWN_DEADLINE_S:.0f} s")
             time.sleep(0.05)
-            # Gauges are set when the engine steps.
+            # The engine updates its gauges only when it runs a step.
             engine.generate([{"ids": ids[:2], "max_tokens": 1}])
         known_s = time.perf_counter()
     return {
@@ -84,7 +84,7 @@ def main() -> None:
         model = write_model(Path(made), arguments.preset)
         os.sync()
         (warm_up := Path(made) / "warm-up").mkdir()
-        start(model, warm_up, "named", ids)  # imports vLLM, once for all
+        start(model, warm_up, "named", ids)  # not counted: vLLM's files are read only once
         for number in range(arguments.rounds):
             for way in WAYS:
                 folder = Path(made) / f"{way}-{number}"
@@ -98,7 +98,7 @@ def main() -> None:
     print(f"{size / GB:.2f} GB of weights, {arguments.rounds} rounds, load {os.getloadavg()[0]:.1f}")
     for way, row in medians.items():
         print(f"{way:8} " + "  ".join(f"{name} {value:.2f}" for name, value in row.items()))
-    # One difference per round: a shared machine is faster in one than in another.
+    # Differences are taken within a round, because a shared machine is faster in one round than in another.
     more_s = [
         digest["start, s"] - named["start, s"]
         for named, digest in zip(found["named"], found["digest"], strict=True)

@@ -1,14 +1,14 @@
-"""Computes how many tokens of a request trace are served to a model with sliding windows, by cache size.
+"""Computes which share of a request trace's tokens are hits for a model with sliding windows, for several cache sizes.
 
-One group of full attention and five of windows share the slots of a native index. A hit ends where all of them have the
-pages that it needs. Windows are stored at the end of each prompt, every `--checkpoint` tokens before it, and where a
-prompt diverges from earlier ones. Two ways to keep these pages are compared: in one order of use (`lru`), and with the
-pages of checkpoints as spare blocks (`spare`). A cache of N tokens has room for all six groups' pages of N tokens;
-`all` has room for everything.
+One KV group with full attention and five with windows share the slots of a native index. A hit can end only where all
+groups have the pages that it needs. The pages of windows are stored at the end of each prompt, every `--checkpoint`
+tokens before its end, and where a prompt diverges from earlier ones. Two policies for these pages are compared: all
+pages in one order of use (`lru`), and pages of checkpoints as spare blocks (`spare`). A cache of N tokens has slots for
+all six groups' pages of N tokens. The size `all` has slots for everything.
 
     python -m benchmarks.window_eviction TRACE [--tokens 1000000 3000000]
 
-Each line of a trace is a JSON object for one request: `hash_ids` names its blocks of 512 tokens in order,
+Each line of a trace is a JSON object for one request: `hash_ids` identify its blocks of 512 tokens in order, and
 `input_length` is its number of tokens (as in Mooncake's traces).
 """
 
@@ -39,8 +39,8 @@ class Request:
     """One request of a trace.
 
     Attributes:
-        keys: keys of the blocks that a hit may end with: the last token is always computed.
-        tokens: tokens of the whole prompt.
+        keys: keys of the complete blocks without the prompt's last token, which is always computed, in order.
+        tokens: number of tokens of the complete prompt.
     """
 
     keys: Keys
@@ -54,20 +54,20 @@ def read_trace(path: Path) -> list[Request]:
         blocks = (request["input_length"] - 1) // BLOCK_TOKENS
         ids = np.array(request["hash_ids"][:blocks], np.uint64)
         keys = np.zeros((len(ids), 16), np.uint8)
-        # Mixed as digests are, because the index assumes that keys are random.
+        # Spreads the ids over the keys' bits, because the index assumes that keys are random like digests.
         keys.view(np.uint64)[:] = ids[:, None] * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
         requests.append(Request(keys, request["input_length"]))
     return requests
 
 
 class Cache:
-    """A cache for one group of full attention and five of windows, on a native index.
+    """A cache for one KV group with full attention and five with windows, on a native index.
 
     Args:
-        slots: number of pages, of any group.
+        slots: number of slots; each holds a page of any group.
         reach: length of a window in blocks.
-        checkpoint: blocks between two boundaries of a prompt.
-        spare: whether pages of boundaries within a prompt are spare blocks.
+        checkpoint: number of blocks between two checkpoints of a prompt.
+        spare: whether pages of checkpoints are stored as spare blocks.
     """
 
     def __init__(self, slots: int, reach: int, checkpoint: int, spare: bool) -> None:
@@ -76,7 +76,7 @@ class Cache:
         self._reach, self._checkpoint, self._spare = reach, checkpoint, spare
 
     def serve(self, keys: Keys) -> int:
-        """Serves a request and stores what was not there; returns the blocks of its hit."""
+        """Serves a request, and stores the pages that were not cached. Returns how many blocks were hits."""
         there = self._index.find(FULL, keys) != NO_ENTRY
         shared = len(there) if there.all() else int(there.argmin())
         hit = self._longest(keys, shared)
@@ -124,7 +124,7 @@ class Cache:
 
 
 def hit_ratio(requests: list[Request], slots: int, window: int, checkpoint: int, spare: bool) -> float:
-    """Share of all tokens that were hits."""
+    """Runs the trace, and returns the share of all tokens that were hits."""
     cache = Cache(slots, -(-window // BLOCK_TOKENS), max(1, checkpoint // BLOCK_TOKENS), spare)
     hits = sum(cache.serve(request.keys) for request in requests)
     return hits * BLOCK_TOKENS / sum(request.tokens for request in requests)

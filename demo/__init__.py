@@ -1,1 +1,3 @@
-"""A conversation with a real engine that uses flexkv, and the tools to drive an engine."""
+"""A demo that runs conversations through a real engine with flexkv, and the tools to start and control such an
+engine.
+"""

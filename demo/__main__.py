@@ -1,8 +1,8 @@
-"""`python -m demo`: runs a conversation through the real vLLM engine, with flexkv and without, and checks that the
-answers agree. Then does the same with one prompt and a model with sliding windows.
+"""`python -m demo`: runs conversations through two real vLLM engines, one with flexkv and one without, and checks that
+their answers agree. Then does the same with one prompt and a model with sliding windows.
 
-Exits with 1 unless every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
-wherever it should have.
+Exits with 0 if every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
+wherever it should have; otherwise with 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from demo.headline import headline, next_steps
 from demo.model import PRESETS, write_model
 
 TABLE_WIDTH = 80
-"""Columns that the table takes."""
+"""Width of the result table in characters."""
 
 HOST_BYTES = 512 << 20
 DISK_BYTES = 512 << 20
@@ -41,9 +41,10 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_WIDTH))  # a log is not cut to a width
+        console = Console(width=max(console.width, TABLE_WIDTH))  # lines of a log need not fit a terminal
     started = time.monotonic()
-    # The engines inherit this. Two threads on two cores that others use as well mostly wait for each other.
+    # The engines inherit this. On two cores that other programs use too, two threads would mostly wait for
+    # each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         turns, reference, facts = _run(arguments, console)
@@ -61,7 +62,7 @@ def main() -> int:
     report.write_json(arguments.out / "demo.json", facts, turns, reference)
     report.draw(turns, reference, arguments.out / "demo.png")
     console.print(f"{facts['model']}; {facts['prompt']}", highlight=False)
-    # Paths are not cut, so that they can be copied.
+    # Paths are not wrapped, so that they can be copied.
     console.print(
         f"wrote {arguments.out / 'demo.png'}, {arguments.out / 'demo.json'}; log {facts['log']}",
         soft_wrap=True,
@@ -77,7 +78,7 @@ def main() -> int:
         console.print(f"[bold]{line}[/]", highlight=False, soft_wrap=True)
     console.print("what to try next:")
     for line in next_steps(arguments.out / "models" / f"{arguments.model}-0"):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)  # not cut, for copying
+        console.print(line, markup=False, highlight=False, soft_wrap=True)  # unwrapped, for copying
     return 0
 
 
@@ -92,7 +93,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             "load.mode": arguments.load_mode,
             "disk.folders": str(_empty_folder(arguments.out / "disk")),
             "disk.bytes_per_folder": DISK_BYTES,
-            # The model is so small that it may compute sooner than a disk of a busy machine reads.
+            # Without this, flexkv may not read from disk: the model is so small that computing may be faster.
             "disk.compute_if_faster": False,
         }
     }
@@ -104,7 +105,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         said: set[str] = set()
 
         def now(description: str, line: str | None = None) -> None:
-            """Shows what begins. In a log, which has no progress bar, prints `line` (default: the same text) once."""
+            """Shows what begins now. A log has no progress bar, so there this prints `line` (default:
+            `description`), once.
+            """
             bar.update(task, description=description, advance=1)
             line = line or description
             if not console.is_terminal and line not in said:
@@ -151,7 +154,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
 
 
 def _empty_folder(folder: Path) -> Path:
-    """Empties the folder of an earlier run, so that the first answers are cold."""
+    """Makes the folder, without the pages of an earlier run, so that the first answers are cold. Returns its
+    absolute path.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder.resolve()

@@ -1,8 +1,8 @@
-"""`python -m demo.blend`: prompts that contain four documents in some order, each of which was computed by itself. The
-real vLLM blends them, and for comparison computes them in full.
+"""`python -m demo.blend`: asks the real vLLM prompts that contain four documents in different orders. Each document was
+computed separately before. vLLM blends the prompts at several ratios, and computes them in full for comparison.
 
 The time of an answer is the time from the request to its first token, including any wait for cached pages. Exits with 1
-if a ratio of 1 does not give the full computation's answers, or if a request was not blended.
+if the answers at ratio 1 differ from those of the full computation, or if a request was not blended.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ CONNECTOR = FLEXKV | {
 
 @dataclass
 class Row:
-    """One way to compute the prompts.
+    """The results of one method: a blending ratio, or the full computation.
 
     Attributes:
-        name: "full", or the ratio.
-        seconds: time to the first token, of each prompt.
-        processor_s: processor time of each prompt and its answer. Other work on the machine hardly changes it.
-        same_tokens: share of the answers' tokens that equal those of the full computation.
-        off: mean distance of the first token's log probability from the full computation's.
+        name: "full" for the full computation; otherwise the ratio.
+        seconds: seconds to the first token, one entry per prompt.
+        processor_s: seconds of CPU time for a prompt and its answer, one entry per prompt. Other work on the machine
+            hardly changes them.
+        same_tokens: share of the answers' tokens that are equal to those of the full computation.
+        off: mean absolute difference between the first token's log probability and that of the full computation.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Row:
 
 
 class Documents:
-    """The documents, and prompts that contain them in some order."""
+    """The documents, and the prompts that contain them in a given order."""
 
     def __init__(self, tokens: int, model: str) -> None:
         shape = PRESETS[model]
@@ -72,12 +73,14 @@ class Documents:
         self._salts = itertools.count()
 
     def store(self, engine: EngineProcess) -> None:
-        """Has each document computed by itself, and kept."""
+        """Lets the engine compute each document separately and cache it."""
         for text in self.texts:
             engine.generate([self._request(text, {"store": True}, 1)])
 
     def ask(self, engine: EngineProcess, order: Sequence[int], ratio: float | None) -> dict[str, Any]:
-        """The answer to a prompt of the documents in this order; computed fully if there is no ratio."""
+        """Returns the answer to a prompt with the documents in this order. `ratio` is the blending ratio; None
+        computes the prompt in full.
+        """
         ids, segments = [], []
         for number in order:
             ids.append(SEPARATOR)
@@ -94,19 +97,19 @@ class Documents:
             "ids": ids,
             "max_tokens": answer_tokens,
             "logprobs": True,
-            # Also for prompts that are computed in full, so that no prefix cache helps any of them.
+            # Each request has its own salt, so that no prefix cache serves any prompt.
             "salt": f"flexkv-blend:{next(self._salts)}",
             "extra": None if blend is None else {"kv_transfer_params": {"flexkv.blend": blend}},
         }
 
 
 def measure(engine: EngineProcess, documents: Documents, rounds: int) -> list[Row]:
-    """Asks each way in turn, round by round, each round in another order of the documents."""
+    """Asks one prompt per method in each round. Each round has the documents in a different order."""
     documents.store(engine)
     ways: list[float | None] = [None, *RATIOS]
     answers: dict[float | None, list[dict[str, Any]]] = {way: [] for way in ways}
     for way in ways:
-        documents.ask(engine, ORDERS[-1], way)  # once, so that no way pays for what is made on first use
+        documents.ask(engine, ORDERS[-1], way)  # not counted, so that one-time setup affects no method
     for number in range(rounds):
         for way in ways:
             answers[way].append(documents.ask(engine, ORDERS[number % len(ORDERS)], way))
@@ -123,7 +126,7 @@ def _row(way: float | None, answers: list[dict[str, Any]], full: list[dict[str, 
 
 
 def problems(rows: Sequence[Row], blended: float, rounds: int) -> list[str]:
-    """What is wrong with the run. `blended`: requests that flexkv counts as blended."""
+    """Returns what is wrong with the run. `blended` is the number of requests that flexkv counted as blended."""
     found = []
     exact = next(row for row in rows if row.name == "1")
     if exact.same_tokens < 1 or exact.off > 0:
@@ -153,7 +156,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws times and distances of all ratios."""
+    """Writes a picture with the times of all methods, and with how far the log probabilities of all ratios are off."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -176,7 +179,7 @@ def main() -> int:
     parser.add_argument("--document-tokens", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the engine; see demo.__main__
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the engine; demo.__main__ says why
     console = Console()
     arguments.out.mkdir(parents=True, exist_ok=True)
     model = write_model(arguments.out / "models", arguments.model)

@@ -1,5 +1,5 @@
-"""The demo's script: one conversation cold, the same one after the engine forgot it, then more conversations than its
-pool holds, and the first one again in a new process of the engine.
+"""The demo's script. It plays one conversation cold, the same one after the engine dropped its cache, then more
+conversations than the engine's pool holds, and finally the first one again in a new engine process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from demo.model import ModelShape, prompt_tokens
 BLOCK_TOKENS = 32
 """The smallest block that vLLM allows on a CPU."""
 POOL_BLOCKS = 129
-"""Blocks of the engine's own pool, the null block included: the crowd's first prompts alone need 144."""
+"""Number of blocks in the engine's own pool, including the null block. The first prompts of the phase "crowd" alone
+need 144 blocks.
+"""
 
 FIRST_PROMPT_TOKENS = 1024
 FOLLOW_UP_TOKENS = 96
@@ -33,13 +35,13 @@ LOAD_SECONDS = "vllm:flexkv_transfer_seconds_sum{direction=load}"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt, its answer and what the answer took.
+    """One prompt, its answer, and what was measured.
 
     Attributes:
-        phase: cold, warm (the engine's own cache was dropped before), crowd, or disk (a new process answers).
-        served: prompt tokens that came from flexkv.
-        expects: fewest prompt tokens that flexkv must have served.
-        load_seconds: time from the submission of the loads until the engine saw their end.
+        phase: "cold", "warm" (the engine dropped its own cache before), "crowd", or "disk" (a new process answers).
+        served: number of prompt tokens that came from flexkv.
+        expects: the fewest prompt tokens that flexkv must serve; otherwise the run has failed.
+        load_seconds: seconds from the submission of the loads until the engine got their results.
     """
 
     phase: str
@@ -61,19 +63,19 @@ class Turn:
 
 @dataclass
 class Script:
-    """Runs the script on two engines in turns, so that other load on the machine affects both alike.
+    """Plays the script on two engines in turns, so that other load on the machine affects both alike.
 
-    Both get the same prompts: each prompt contains the earlier answers of the engine without flexkv.
+    Both get the same prompts. A prompt of a later turn contains the earlier answers of the engine without flexkv.
     """
 
     engine: EngineProcess
-    """The engine with flexkv. A phase may replace it."""
+    """The engine with flexkv. The phase "disk" replaces it."""
     alone: EngineProcess
     shape: ModelShape
     advance: Callable[[str], None]
-    """Called before each turn with its name."""
+    """Called before each turn, with the turn's name."""
     restart: Callable[[], EngineProcess]
-    """Ends the engine with flexkv, and starts it again in another process."""
+    """Ends the engine with flexkv, and starts it again in a new process, which it returns."""
     turns: list[Turn] = field(default_factory=list)
     reference: list[Turn] = field(default_factory=list)
     _prompts: list[list[int]] = field(default_factory=list)
@@ -90,7 +92,9 @@ class Script:
             engine.call("reset")
 
     def _warm_up(self, *engines: EngineProcess) -> None:
-        """Warms the engines up: the first requests of a process are slow because of allocators and thread pools."""
+        """Runs one short request on each engine, because the first request of a process is slow until allocators
+        and thread pools are set up.
+        """
         for engine in engines:
             engine.generate([{"ids": self._tokens(WARM_UP_TOKENS, 99), "max_tokens": 2}])
             engine.call("drain")
@@ -104,8 +108,8 @@ class Script:
             prompt = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 1000 + number)]
 
     def warm(self) -> None:
-        """Asks the same prompts again, each after the engine has dropped its cache, as if other users' prompts had come
-        in between.
+        """Asks the same prompts again. Before each, the engines drop their own caches, as if prompts of other users had
+        evicted everything.
         """
         for number, prompt in enumerate(self._prompts):
             self._forget()
@@ -113,8 +117,8 @@ class Script:
         self._forget()
 
     def crowd(self) -> None:
-        """Runs conversations in rotation that together exceed the engine's pool, so that each turn finds its start
-        evicted.
+        """Plays conversations in rotation that together are larger than the engine's pool, so that each second turn
+        finds the start of its prompt evicted.
         """
         prompts = {talk: self._tokens(CROWD_PROMPT_TOKENS, talk) for talk in range(1, CROWD + 1)}
         for number in range(CROWD_TURNS):
@@ -123,7 +127,9 @@ class Script:
                 prompts[talk] = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 2000 + 10 * talk + number)]
 
     def disk(self) -> None:
-        """Plays the first conversation again, in a process that did not exist when it was computed."""
+        """Asks the first conversation's prompts again in a new engine process, which can get their pages only from
+        disk.
+        """
         self.engine = self.restart()
         self._warm_up(self.engine)
         for number, prompt in enumerate(self._prompts):
@@ -136,7 +142,7 @@ class Script:
         [plain] = self.alone.generate([request])
         before = self.engine.metrics()
         [result] = self.engine.generate([request])
-        # Stores end a moment after their request; their bytes belong to this turn.
+        # Stores end a moment after their request. Their bytes count for this turn, so it waits for them.
         self.engine.call("drain")
         after = self.engine.metrics()
 
@@ -168,7 +174,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the script: its number of turns, and the method that plays them."""
+    """A phase of the script: its number of turns, and the method that plays them."""
 
     turns: int
     play: Callable[[Script], None]
@@ -183,17 +189,21 @@ PHASES = (
 
 
 def turn_count() -> int:
-    """The number of turns in the script."""
+    """Returns the number of turns in the script."""
     return sum(phase.turns for phase in PHASES)
 
 
 def whole_blocks(prompt_tokens: int) -> int:
-    """Tokens of a prompt that whole blocks can serve: the engine computes at least the last one itself."""
+    """Returns how many tokens of a prompt complete blocks can serve. The engine always computes the last token
+    itself.
+    """
     return (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def problems(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Yields what is wrong with a run; nothing if flexkv served tokens and every answer equals the reference's."""
+    """Yields what is wrong with a run. Yields nothing if flexkv served the expected tokens, and every answer equals
+    the reference.
+    """
     if not len(turns) == len(reference) == turn_count():
         yield f"{len(turns)} turns were played, {len(reference)} without flexkv, of {turn_count()}"
     for mine, theirs in zip(turns, reference, strict=False):

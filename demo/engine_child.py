@@ -1,6 +1,6 @@
-"""The engine's side of `EngineProcess`: one vLLM engine that runs operations, one JSON message at a time.
+"""The child process of `EngineProcess`. It has one vLLM engine, and runs one operation per JSON message.
 
-Modules named at the start may add operations of their own.
+Modules whose names the parent passes may add operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Operation = Callable[..., dict[str, Any]]
-"""Called with the engine (`vllm.LLM`) and the command's arguments; returns what the reply carries."""
+"""An operation is called with the engine (`vllm.LLM`) and the message's arguments, and returns the content of the
+reply.
+"""
 
 QUIET_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -27,18 +29,19 @@ QUIET_ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Workers are forked from a process that has imported everything; a spawned one would import it all again.
+    # Workers are forked from a process that has imported everything. A spawned worker would import it all
+    # again.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
-"""No network, no telemetry, 1 GiB of KV cache at most."""
+"""Environment variables for all engines: no network, no telemetry, at most 1 GiB of KV cache."""
 
 CLOSE = "close"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _ENGINE_LABELS = ("model_name", "engine")
 
 
 class RequestTracker:
-    """Adds requests to an engine and collects the output of its steps."""
+    """Adds requests to an engine, runs its steps, and collects what they return."""
 
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
@@ -48,9 +51,10 @@ class RequestTracker:
     def add(
         self, name: str, request: dict[str, Any], embeddings: Any = None, lora_request: Any = None
     ) -> None:
-        """Adds a request: ids, max_tokens, and maybe salt, extra (the sampling parameters' extra_args), logprobs.
+        """Adds a request. Its keys are `ids` and optionally `max_tokens`, `salt`, `extra` (the sampling parameters'
+        extra_args) and `logprobs`.
 
-        With `logprobs` its result holds the log probabilities of the chosen tokens.
+        If `logprobs` is true, the result has the log probabilities of the chosen tokens.
         """
         from vllm import SamplingParams
 
@@ -77,7 +81,7 @@ class RequestTracker:
         self.engine.add_request(name, prompt, params, lora_request=lora_request)
 
     def step(self) -> bool:
-        """Runs one engine step; False if no request is left."""
+        """Runs one engine step. Returns False if no request was left to run."""
         if not self.engine.has_unfinished_requests():
             return False
         for output in self.engine.step():
@@ -95,12 +99,12 @@ class RequestTracker:
         return True
 
     def results(self) -> list[dict[str, Any]]:
-        """One entry per request, in the order in which they were added."""
+        """Returns one result per request, in the order in which they were added."""
         return list(self._results.values())
 
 
 def generate(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs the requests together to their end."""
+    """Runs the requests together until all have finished, and returns their results."""
     tracker = RequestTracker(llm)
     started = time.perf_counter()
     for number, request in enumerate(requests):
@@ -116,7 +120,9 @@ def reset(llm: Any, connector: bool = False, running: bool = False) -> dict[str,
 
 
 def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
-    """Steps an in-process engine until its scheduler has nothing left. A separate core does this by itself."""
+    """Runs steps of an in-process engine until its scheduler has no work left. A scheduler in its own process does
+    this by itself.
+    """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     steps, ends_at = 0, time.monotonic() + deadline_s
     while scheduler.has_requests():
@@ -130,8 +136,8 @@ def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
 
 
 def metrics(llm: Any, contains: str = "") -> dict[str, Any]:
-    """The values that Prometheus would scrape of series whose names contain a text, by "name" or
-    "name{label=value}".
+    """Returns the values of the Prometheus series whose names contain the text `contains`. The keys have the form
+    "name" or "name{label=value}".
     """
     from prometheus_client import REGISTRY
 
@@ -147,7 +153,7 @@ def metrics(llm: Any, contains: str = "") -> dict[str, Any]:
 
 
 def processor_seconds(llm: Any) -> dict[str, Any]:
-    """CPU time (user and system, all threads) used so far by the engine's processes."""
+    """Returns the CPU time (user and system, all threads) that the engine's processes have used so far."""
     import psutil  # type: ignore[import-untyped]
 
     process = psutil.Process()
@@ -160,7 +166,7 @@ def processor_seconds(llm: Any) -> dict[str, Any]:
 
 
 def idle(llm: Any, seconds: float) -> dict[str, Any]:
-    """Waits, and reports the CPU time that the engine's processes used meanwhile."""
+    """Waits for `seconds`, and returns the CPU time that the engine's processes used in that time."""
     before, started = processor_seconds(llm)["seconds"], time.perf_counter()
     time.sleep(seconds)
     elapsed = time.perf_counter() - started
@@ -186,16 +192,17 @@ def _operations(modules: list[str]) -> dict[str, Operation]:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Asks for a signal when the parent process ends. An engine's parent is the fork server, which ends with our
-    caller.
+    """Makes the kernel send this process a signal when its parent ends. An engine's parent is the fork server, which
+    ends with the program that started the engine.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _compile_nothing() -> None:
-    """On a CPU, runs uncompiled the functions that vLLM compiles even for an engine without compilation. With several
-    ranks, and for log probabilities, each process would otherwise spend two seconds of CPU in the compiler.
+    """On a CPU, turns off torch's compiler, which vLLM uses for some functions even if `enforce_eager` is set.
+    Otherwise, with several ranks and for log probabilities, each process would spend two seconds of CPU time in the
+    compiler.
     """
     import torch
     from vllm.platforms import current_platform
@@ -219,8 +226,8 @@ def serve(
     paths: list[str],
     log: str,
 ) -> None:
-    """Runs in the new process: starts the engine, replies, then runs operations until it gets `CLOSE`."""
-    os.setsid()  # a process group of its own, so that a stuck engine can be killed with all its workers
+    """Runs in the child process: starts the engine, replies, and then runs operations until it gets `CLOSE`."""
+    os.setsid()  # makes a new process group, so that a stuck engine can be killed with all its workers
     die_with_parent()
     _redirect_output(log)
     os.environ.update(environment)

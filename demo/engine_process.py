@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, controlled call by call. Every call is bounded in time."""
+"""Runs a vLLM engine in a child process and passes calls to it. Every call has a deadline."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from typing import Any
 from demo.engine_child import CLOSE, serve
 
 START_DEADLINE_S = 240.0
-"""An engine with two worker processes starts in about 14 s on two idle cores; others may use them too."""
+"""Seconds. An engine with two worker processes starts in about 14 s on two idle cores; on busy cores it takes
+longer.
+"""
 CALL_DEADLINE_S = 90.0
 CLOSE_DEADLINE_S = 15.0
 LOG_TAIL_CHARACTERS = 6000
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The scheduler runs in the steered process: operations can reach the block pool, and it starts in a few seconds."""
+"""Environment that puts the scheduler into the engine's main process, where operations can reach the block pool.
+The engine then starts in a few seconds.
+"""
 SEPARATE_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""The scheduler runs in a process of its own with its own busy loop, as it is deployed."""
+"""Environment that puts the scheduler into its own process with a busy loop, as in a deployment."""
 
 FLEXKV = {
     "kv_connector": "FlexKVConnector",
@@ -31,20 +35,22 @@ FLEXKV = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""vLLM's `kv_transfer_config` for flexkv, as a user writes it."""
+"""vLLM's `kv_transfer_config` for flexkv, as a user would write it."""
 
 
 class EngineError(RuntimeError):
-    """The engine refused a call, died, or did not answer in time. Carries the end of the engine's log."""
+    """Raised if an operation failed, or if the engine died or did not answer in time. The message has the end of
+    the engine's log.
+    """
 
 
 def engine_arguments(
     model: Path, connector: Mapping[str, Any] | None, block_tokens: int, pool_blocks: int
 ) -> dict[str, Any]:
-    """Arguments of the demo's engines.
+    """Returns the arguments of `vllm.LLM` for an engine of the demo.
 
     Args:
-        connector: its `kv_transfer_config`; None for an engine alone.
+        connector: the engine's `kv_transfer_config`; None for an engine without a connector.
     """
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -59,14 +65,15 @@ def engine_arguments(
 
 
 class EngineProcess:
-    """Starts an engine and passes operations to it. Use as a context manager.
+    """Starts an engine and passes operations to it. A context manager, which closes the engine at its end.
 
     Args:
-        engine: arguments of `vllm.LLM`.
-        log: file that takes the engine's stdout and stderr.
-        operations: modules whose OPERATIONS the engine's side adds to its own.
-        environment: variables added to those of the fork server, which has this process's and `QUIET_ENVIRONMENT`.
-        paths: where the engine's processes also look for modules: operations, a connector.
+        engine: keyword arguments of `vllm.LLM`.
+        log: the file to which the engine's stdout and stderr are appended.
+        operations: names of modules whose OPERATIONS the child process also offers.
+        environment: variables of the engine in addition to those of the fork server, which has the variables of this
+            process and `QUIET_ENVIRONMENT`.
+        paths: more folders in which the engine's processes look for modules, such as operations or a connector.
     """
 
     def __init__(
@@ -114,7 +121,8 @@ class EngineProcess:
         """Runs one operation and returns its reply.
 
         Raises:
-            EngineError: the operation failed, the engine died, or the deadline passed (then the engine was killed).
+            EngineError: the operation failed, the engine died, or the deadline passed. After a deadline the engine has
+                been killed.
         """
         if not self._open:
             raise EngineError(f"{operation}: the engine was closed")
@@ -123,7 +131,7 @@ class EngineProcess:
     def generate(
         self, requests: Sequence[Mapping[str, Any]], deadline_s: float = CALL_DEADLINE_S
     ) -> list[dict[str, Any]]:
-        """Runs requests together; returns one result per request: tokens, finish, cached, ttft_s."""
+        """Runs requests together. Returns one result per request, with the keys tokens, finish, cached and ttft_s."""
         reply = self.call("generate", deadline_s, requests=[dict(request) for request in requests])
         results: list[dict[str, Any]] = reply["requests"]
         return results
@@ -136,7 +144,7 @@ class EngineProcess:
         return self.log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
 
     def close(self) -> None:
-        """Shuts the engine down, by force after a deadline. Idempotent."""
+        """Shuts the engine down, and kills it if that takes too long. Idempotent."""
         if not self._open:
             return
         with contextlib.suppress(EngineError):
@@ -145,12 +153,13 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the engine and every process it started. Idempotent."""
+        """Kills the engine and every process that it started. Idempotent."""
         if not self._open:
             return
         self._open = False
         assert self._process.pid is not None
-        # Until the engine has called setsid it is in the fork server's process group, which must not be killed with it.
+        # Kills the process first: before it has called setsid it is in the fork server's process group, which
+        # must live on.
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

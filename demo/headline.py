@@ -15,9 +15,9 @@ from demo.engine_process import FLEXKV
 
 
 def headline(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Yields the number of equal answers, and how much sooner the first token came: least and median for turns in which
-    flexkv served tokens, and the median for turns in which it had none to serve, which shows its cost beside its
-    gain.
+    """Yields the number of equal answers, and by which factor the first token came sooner. For turns in which flexkv
+    served tokens these are the least and the median. For the other turns it is the median, which shows what flexkv
+    costs.
     """
     pairs = list(zip(turns, reference, strict=True))
     equal = sum(mine.answer == theirs.answer for mine, theirs in pairs)
@@ -43,7 +43,7 @@ def _gains(pairs: list[tuple[Turn, Turn]], phase: str) -> list[float]:
 
 
 def next_steps(model: Path) -> Iterator[str]:
-    """Commands to try next, each on its own line after a line that says what it does."""
+    """Yields commands to try next, each on its own line after a line that says what it does."""
     python = os.path.relpath(sys.executable)
     extra = {"kv_connector_extra_config": {"host.bytes": "512MiB"}}
     config = json.dumps(FLEXKV | extra, separators=(",", ":"))

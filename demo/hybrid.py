@@ -1,5 +1,5 @@
-"""The demo's second part: a model with sliding windows, which vLLM serves as six KV groups. One prompt is asked cold
-and again after the engine has forgotten it, beside an engine without flexkv.
+"""The demo's second part: a model with sliding windows, which vLLM serves as six KV groups. One prompt is asked cold,
+and again after the engine has dropped its cache. The answers are compared with that of an engine without flexkv.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess, engine_argume
 from demo.model import PRESETS, WEIGHT_STD, prompt_tokens, write_tokenizer
 
 LAYERS, WINDOW = 6, 128
-"""Five layers of six see a window of this many tokens."""
+"""Number of layers, and of tokens in a window. All layers except one attend only to a window."""
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 1400
 ANSWER_TOKENS = 12
@@ -23,12 +23,13 @@ STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 
 @dataclass(frozen=True, slots=True)
 class HybridRun:
-    """The answers to one prompt, and what flexkv did for them.
+    """The answers to one prompt, and what flexkv stored and served.
 
     Attributes:
-        cold, hit, alone: the answers' tokens.
-        cached: prompt tokens of the hit that were not computed.
-        stored_pages: pages stored, over all groups; `whole_pages` would have been stored with windows kept whole.
+        cold, hit, alone: the tokens of the three answers: computed with flexkv, served by flexkv, and without flexkv.
+        cached: number of prompt tokens of the hit that were not computed.
+        stored_pages: number of pages stored, over all KV groups. `whole_pages` is what it would be if all layers had
+            full attention.
     """
 
     cold: tuple[int, ...]
@@ -42,7 +43,7 @@ class HybridRun:
         return LAYERS * ((PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS)
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with the run."""
+        """Yields what is wrong with the run; nothing if it is right."""
         if not self.cold == self.hit == self.alone:
             yield f"windows: answers differ: cold {self.cold}, hit {self.hit}, without flexkv {self.alone}"
         if self.cached != (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
@@ -62,8 +63,8 @@ class HybridRun:
 def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
     """
     Args:
-        folder: the model is written here.
-        now: called with a text that says what begins.
+        folder: where the model is written.
+        now: called with a text that says what begins now.
     """
     now("writing a random Gemma 3")
     model = write_gemma_3(folder / "gemma3")
@@ -94,7 +95,9 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
 
 
 def write_gemma_3(folder: Path) -> Path:
-    """Writes a Gemma 3 with random float32 weights, the same every time: five sliding layers and a full one."""
+    """Writes a Gemma 3 with five layers with sliding windows and one with full attention. Its float32 weights are
+    random, but the same every time. Returns its folder.
+    """
     if (folder / "config.json").exists():
         return folder
     import torch
@@ -113,7 +116,7 @@ def write_gemma_3(folder: Path) -> Path:
         layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
         sliding_window=WINDOW,
         max_position_embeddings=shape.context_tokens,
-        # Tied, each token would answer itself whatever the cache holds.
+        # With tied embeddings the model would repeat its last token, whatever the cache holds.
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,

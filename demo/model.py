@@ -1,6 +1,7 @@
-"""Writes small random-weight Llama models that any engine loads like a downloaded one. No hub, no torch.
+"""Writes small Llama models with random weights, which any engine loads like a downloaded model. This needs neither a
+model hub nor torch.
 
-The weights are drawn wide enough (standard deviation 0.08) that the KV cache decides the generated tokens:
+The weights have a standard deviation of 0.08, which is large enough for the KV cache to decide the generated tokens:
 wrong KV in a block changes the output. An engine's own dummy weights are too small for that.
 """
 
@@ -19,29 +20,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 WEIGHT_STD = 0.08
-"""Standard deviation of every projection; a control of the engine tests shows that tests notice bad KV."""
+"""Standard deviation of the weights of every projection. A control among the engine tests shows that this is large
+enough for tests to notice wrong KV.
+"""
 
 FIRST_WORD_TOKEN = 4
-"""Tokens below are <pad>, <s>, </s>, <unk>."""
+"""The first token that is a word. Those before it are <pad>, <s>, </s> and <unk>."""
 
 
 Weights = dict[str, NDArray[np.float32]]
-"""Tensors by name."""
+"""A model's tensors by name."""
 
 
 class Draw(Protocol):
-    """Draws a matrix at random."""
+    """A function that returns a random matrix, float32 [rows, columns]."""
 
     def __call__(self, rows: int, columns: int, std: float = WEIGHT_STD) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Dimensions of a Llama. All float32.
+    """The dimensions of a Llama, all of whose weights are float32.
 
     Attributes:
         context_tokens: longest sequence that the model's rope table covers.
-        head: elements of a head; 0 divides the hidden size among the heads.
+        head: number of elements of a head; 0 if the hidden size is divided among the heads.
     """
 
     layers: int
@@ -59,30 +62,31 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers, float32."""
+        """Bytes of one token's K and V in all layers, in float32."""
         return 2 * self.layers * self.kv_heads * self.head_size * 4
 
 
 PRESETS = {
-    # Starts and prefills quickly; for tests and the demo.
+    # Starts and prefills quickly; for tests and the second part of the demo.
     "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
-    # A cold 4k-token prefill takes seconds on two cores: long enough to measure a hit against.
+    # A cold prefill of 4k tokens takes seconds on two cores, which is long enough to compare a hit with.
     "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),
-    # A layer has 101,000 weights for each number of its queries, about as many as a Llama of 70B (104,000; "medium" has
-    # 6,000): products with weights and attention share the time of a prompt as they do in a large model.
+    # A layer has 101,000 weights per element of a query, about as many as a Llama of 70B (104,000; "medium"
+    # has 6,000). So attention takes about the same share of a prompt's time as in a large model.
     "wide": ModelShape(layers=4, hidden=1024, heads=2, kv_heads=1, intermediate=4096, head=64),
-    # Two GB of weights: reading them takes long enough for its cost to be seen.
+    # Has two GB of weights, so that reading them takes a noticeable time.
     "heavy": ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, intermediate=8192),
 }
 
 
 def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
-    """Writes the model to `folder`/`preset`-`seed` unless it is there, and returns that path.
+    """Writes the model to `folder`/`preset`-`seed` if that does not exist yet, and returns that path.
 
-    The same preset and seed give the same bytes. Writers may race: the folder appears in one rename.
+    The same preset and seed give the same bytes. Several processes may do this at once, because the folder appears with
+    one rename.
 
     Raises:
-        ValueError: no such preset.
+        ValueError: there is no such preset.
     """
     if preset not in PRESETS:
         raise ValueError(f"model preset {preset!r} is not one of {sorted(PRESETS)}")
@@ -108,7 +112,9 @@ def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
 
 
 def prompt_tokens(count: int, stream: int, shape: ModelShape = PRESETS["tiny"]) -> list[int]:
-    """`count` word tokens, the same for the same stream; different streams differ from the first token on."""
+    """Returns `count` word tokens. The same `stream` gives the same tokens; different streams differ already in the
+    first token.
+    """
     words = shape.vocabulary - FIRST_WORD_TOKEN
     drawn = np.random.default_rng([stream, 20]).integers(0, words, size=max(count, 1))
     drawn[0] = stream % words
@@ -118,7 +124,7 @@ def prompt_tokens(count: int, stream: int, shape: ModelShape = PRESETS["tiny"]) 
 def model_config(
     architecture: str, model_type: str, shape: ModelShape, **particular: object
 ) -> dict[str, object]:
-    """A Hugging Face configuration, with the extra fields of the family `model_type`."""
+    """Returns a Hugging Face configuration. `particular` has the fields that only this `model_type` has."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -142,10 +148,12 @@ def model_config(
 
 
 def model_weights(shape: ModelShape, drawn: Draw, attention: Callable[[str], Weights]) -> Weights:
-    """Embeddings, attention, dense MLPs and norms of every layer, drawn in this order.
+    """Returns the model's weights: the embeddings, then attention, dense MLP and norms of every layer, drawn in this
+    order.
 
     Args:
-        attention: makes a layer's attention weights, whose names begin with "model.layers.N.self_attn.".
+        attention: a function that returns a layer's attention weights; its argument is the prefix of their names,
+            "model.layers.N.self_attn.".
     """
     ones = np.ones(shape.hidden, dtype=np.float32)
     tensors = {
@@ -189,7 +197,7 @@ def _write_weights(path: Path, shape: ModelShape, seed: int) -> None:
 
 
 def write_tokenizer(folder: Path, shape: ModelShape) -> None:
-    """Writes a tokenizer with a word for every token of the vocabulary."""
+    """Writes a tokenizer that has a word for every token of the vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

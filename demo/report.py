@@ -33,7 +33,7 @@ GIGA = 1e9
 
 
 def table(turns: list[Turn], reference: list[Turn]) -> Table:
-    """One row per turn; cold TTFT is the reference engine's, which has no flexkv."""
+    """Returns a table with one row per turn. `reference` has the turns of the engine without flexkv."""
     shown = Table(
         title="vLLM with flexkv, beside vLLM alone",
         box=SIMPLE_HEAD,
@@ -80,7 +80,7 @@ def _mib(size: float) -> str:
 
 
 def draw(turns: list[Turn], reference: list[Turn], path: Path) -> None:
-    """Writes a PNG: time to the first token of every turn, and where the prompt's tokens came from."""
+    """Writes a PNG that shows for every turn the time to the first token, and where the prompt's tokens came from."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,5 @@
-"""The engine's side: SGLang in its own environment, controlled by lines of JSON on two file descriptors.
+"""The child process of `SglangProcess`: an SGLang engine in its own environment, which gets orders and sends answers as
+lines of JSON on two file descriptors.
 
 python -m demo.sglang_child ORDERS_FD ANSWERS_FD '{"model_path": ..., ...}' spawn|fork
 """
@@ -18,22 +19,27 @@ from typing import Any
 
 
 class Operations:
-    """The operations of the running engine."""
+    """The operations that the parent process can ask for."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Runs requests together: `ids`, `tokens`, maybe `custom_params`, and for another tenant `extra_key` or
-        `cache_salt`."""
+        """Runs requests together. Their keys are `ids`, `tokens` and optionally `custom_params`; `extra_key` or
+        `cache_salt` separates tenants.
+        """
         return list(self._run(self._generate_all(requests)))
 
     def abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
-        """Runs a request and aborts it after `after_tokens` tokens; for 0, as soon as it is sent."""
+        """Runs a request and aborts it after `after_tokens` tokens. If that is 0, aborts it as soon as the engine
+        has it.
+        """
         return dict(self._run(self._abort(request, after_tokens)))
 
     def flush(self) -> bool:
-        """Empties the engine's own cache, once it is idle."""
+        """Empties the engine's own cache, which is only possible when the engine is idle. Returns False if it is
+        not idle within ten seconds.
+        """
         for _ in range(100):
             if self._engine.flush_cache().success:
                 return True
@@ -41,23 +47,24 @@ class Operations:
         return False
 
     def update_weights(self, path: str) -> bool:
-        """Loads weights in place.
+        """Loads other weights into the running engine. Returns False if its cache cannot be flushed within ten seconds.
 
         Raises:
-            RuntimeError: the engine refused them; the error has the engine's message.
+            RuntimeError: the engine refused the weights; the error has the engine's message.
         """
         for _ in range(100):
             success, message, *_ = self._engine.update_weights_from_disk(path)
             if success:
                 return True
-            # The last batch leaves the scheduler one step after its answer has left the engine.
+            # Tries again, because a batch leaves the scheduler one step after its last answer has left the
+            # engine.
             if "not flushed" not in message:
                 raise RuntimeError(message)
             time.sleep(0.1)
         return False
 
     def metrics_page(self) -> str:
-        """The text that the engine's own server shows at /metrics, for an engine with `enable_metrics`."""
+        """Returns the text that the engine's own server would show at /metrics. The engine needs `enable_metrics`."""
         from fastapi import FastAPI
         from sglang.srt.utils import add_prometheus_middleware
         from starlette.testclient import TestClient
@@ -67,7 +74,7 @@ class Operations:
         return str(TestClient(app).get("/metrics").raise_for_status().text)
 
     def processor_seconds(self) -> float:
-        """User and system time of all of the engine's processes until now."""
+        """Returns the CPU seconds (user and system) that all of the engine's processes have used so far."""
         import psutil  # type: ignore[import-untyped]
 
         mine = psutil.Process()
@@ -131,7 +138,7 @@ def _answer(last: dict[str, Any], ttft_s: float | None) -> dict[str, Any]:
     about = last["meta_info"]
     details = about.get("cached_tokens_details") or {}
     return {
-        # A request that was aborted before its first token has none of these.
+        # A request that was aborted before its first token has neither tokens nor log probabilities.
         "tokens": last.get("output_ids", []),
         "logprobs": [entry[0] for entry in about.get("output_token_logprobs") or ()],
         "device": details.get("device", 0) if about.get("cached_tokens") else 0,
@@ -150,7 +157,8 @@ def main() -> None:
     orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(sys.argv[1:3], ("r", "w"), strict=True))
     import sglang
 
-    # SGLang calls set_start_method("spawn") as it starts: this replaces its argument with ours.
+    # SGLang calls set_start_method("spawn") when it starts. This replaces the argument with that of the
+    # command line.
     multiprocessing.set_start_method = partial(
         _set_start_method, multiprocessing.set_start_method, sys.argv[4]
     )
@@ -167,7 +175,8 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)
     engine.shutdown()
-    # All of its processes have ended. A regular exit of the interpreter would cost another three seconds of CPU.
+    # All of the engine's processes have ended. A regular exit of the interpreter would take another three
+    # seconds of CPU time.
     os._exit(0)
 
 

@@ -1,4 +1,6 @@
-"""A real SGLang engine in its own environment, controlled call by call. Every call is bounded in time."""
+"""Runs a real SGLang engine in a child process with its own environment, and passes calls to it. Every call has a
+deadline.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from build_support.sglang_environment import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 900.0
-"""Three processes import torch and SGLang: half a minute on two idle cores, minutes where others use them too."""
+"""Seconds. Three processes import torch and SGLang, which takes half a minute on two idle cores, and minutes on
+busy ones.
+"""
 CALL_DEADLINE_S = 300.0
 CLOSE_DEADLINE_S = 60.0
 LOG_TAIL_CHARACTERS = 5000
@@ -40,35 +44,41 @@ ENGINE = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "skip_server_warmup": True,
-    # An idle scheduler would take a core from the engine beside it.
+    # Otherwise an idle scheduler would take a core from another engine on this machine.
     "sleep_on_idle": True,
     "random_seed": 1,
     "log_level": "info",
 }
-"""What SGLang needs on a machine without a GPU, and a pool small enough to fill."""
+"""Engine arguments that SGLang needs on a machine without a GPU, with a pool that is small enough to fill."""
 
 ENVIRONMENT = {
-    # SGLang compiles with the ninja that is there.
+    # SGLang compiles with the ninja of its environment.
     "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-    # The model is tiny: more threads only wait for each other. Compiling a kernel takes longer than all its runs.
+    # The model is tiny: several threads would only wait for each other, and to compile a kernel takes longer
+    # than all its runs.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # SGLang compiles its page hash at first use and treats CXX as one word; "ccache g++" is for our own build.
+    # SGLang compiles its page hash at first use and treats CXX as one word, but for flexkv's build it may be
+    # "ccache g++".
     **({"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}),
 }
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's environment variables for a process of SGLang's Python, which has paths of its own."""
+    """Returns the environment for SGLang's process: this process's variables without PYTHONPATH, because SGLang's
+    Python has its own paths.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ENVIRONMENT | more
 
 
 def linker(
     module: str = "flexkv.adapters.sglang", name: str = "FlexKVLinker", **settings: Any
 ) -> dict[str, Any]:
-    """Engine arguments for flexkv as the external linker; settings are dotted keys with `__` in place of the dot."""
+    """Returns engine arguments that make flexkv the external linker. `settings` are flexkv's settings, with `__` in
+    place of the dot.
+    """
     extra = {key.replace("__", "."): value for key, value in settings.items()}
     return {
         "enable_unified_cache_external_linker": True,
@@ -82,7 +92,7 @@ def linker(
 
 
 class Launched(Protocol):
-    """The started process; the part of `subprocess.Popen` that is used."""
+    """A started process: the part of `subprocess.Popen` that `SglangProcess` uses."""
 
     @property
     def pid(self) -> int: ...
@@ -91,19 +101,20 @@ class Launched(Protocol):
 
 
 class SglangProcess:
-    """Starts an engine; use as a context manager.
+    """Starts an engine. A context manager, which ends the engine.
 
     Raises:
-        RuntimeError: there is no environment, or the engine did not start, answer or end in time; the message has the
-            log's end.
+        RuntimeError: there is no environment for SGLang, an operation failed, or the engine died or did not start or
+            answer in time. The message has the end of the log.
     """
 
     python = FOLDER / "bin" / "python"
-    """Python of SGLang's environment."""
+    """The Python interpreter of SGLang's environment."""
 
     start_method = "spawn"
-    """How SGLang's processes start, as `multiprocessing` calls it. SGLang itself spawns them; tests fork most, which
-    saves a minute of importing on a busy core."""
+    """The `multiprocessing` start method of SGLang's processes. SGLang itself uses "spawn"; most tests use "fork",
+    which saves a minute of imports on a busy core.
+    """
 
     def __init__(self, model: Path, log: Path, arguments: Mapping[str, Any], **environment: str) -> None:
         if not self.python.exists():
@@ -135,19 +146,19 @@ class SglangProcess:
         self.close()
 
     def placed(self, command: Sequence[str]) -> Sequence[str]:
-        """The command that runs `command` in the place of the engine (such as a namespace), with the id of the started
-        process.
+        """Returns the command line that starts `command`. Subclasses override this to run the engine elsewhere, such as
+        in a namespace; the started process must keep its process id.
         """
         return command
 
     def launched(
         self, pipes: tuple[int, int], arguments: Sequence[str], environment: Mapping[str, str], output: int
     ) -> Launched:
-        """Starts `demo.sglang_child` in a session of its own.
+        """Starts `demo.sglang_child` in a new session.
 
         Args:
-            pipes: descriptors of its orders and answers.
-            output: descriptor of its log.
+            pipes: the file descriptors from which the child reads orders, and to which it writes answers.
+            output: the file descriptor of the child's log.
         """
         command = [str(self.python), "-W", "ignore", "-m", "demo.sglang_child"]
         return subprocess.Popen(
@@ -161,13 +172,13 @@ class SglangProcess:
         )
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Runs one of the child's `Operations`."""
+        """Runs one of the child's `Operations`, and returns its result."""
         order = json.dumps({"name": name, "arguments": arguments}) + "\n"
         os.write(self._orders, order.encode())
         return self._answer(name, CALL_DEADLINE_S)
 
     def close(self) -> None:
-        """Ends the engine and all of its processes. Idempotent."""
+        """Ends the engine and all of its processes, by force after a deadline. Idempotent."""
         if self._orders < 0:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -178,7 +189,7 @@ class SglangProcess:
         try:
             self._process.wait(CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            # Its session is ours: nothing else is in that group.
+            # The engine was started in a new session, so the group has only its processes.
             os.killpg(self._process.pid, 9)
             self._process.wait()
 
