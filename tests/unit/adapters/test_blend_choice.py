@@ -1,4 +1,6 @@
-"""Two ranks keep the same rows: those that differ most over the heads of both."""
+"""Two ranks keep the same rows: those whose cached keys differ most from the fresh ones, summed over the heads of both
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,21 @@ RANKS, LAYERS, CHECK, ROWS = 2, 4, 1, 9
 WIDTH = 4
 REUSED = np.arange(2, 8, dtype=np.int64)
 RATIO = 1 / 3
-"""Two of the six reused rows."""
+"""Share of the six reused rows that is kept: two rows."""
 WAIT_S = 20.0
 
 APART = ((3.0, 3.0, 2.5, 0.0, 0.0, 2.5), (0.0, 0.0, 2.5, 3.0, 3.0, 2.5))
-"""How far each rank's cached keys of the reused rows are from the fresh ones. The third and the sixth differ most over
-all heads, but on neither rank."""
+"""For each rank, how far the cached keys of the reused rows are from the fresh keys. Summed over all heads, the third
+and the sixth row differ most, but on neither rank alone."""
 OF_BOTH, OF_FIRST, OF_SECOND = [4, 7], [2, 3], [5, 6]
 SAME = ((1.0,) * 6,) * 2
 ROUNDING = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0]) * 1e-6
-"""What the second rank's sums have more than the first one's: with equal rows, it decides."""
+"""How much larger the second rank's sums are than the first rank's. Where the rows are otherwise equal, this rounding
+decides which rows are kept."""
 
 
 class Group:
-    """Ranks that are threads."""
+    """A group whose ranks are threads."""
 
     world_size = RANKS
 
@@ -74,7 +77,7 @@ class Attention(torch.nn.Module):
 
 
 class Layer:
-    """Its fresh keys are zeros."""
+    """A layer whose fresh keys and values are zeros."""
 
     def __init__(self, number: int) -> None:
         self.self_attn = SimpleNamespace(attn=Attention(number))
@@ -86,7 +89,7 @@ class Layer:
 
 
 class Rows:
-    """One rank's cached rows: a source and its layers. Each row's key has the given norm."""
+    """One rank's cached rows. The object is both the source and what it opens; each row's key has the given norm."""
 
     def __init__(self, lengths: tuple[float, ...]) -> None:
         self._keys = torch.zeros(len(lengths), 1, WIDTH)
@@ -102,7 +105,7 @@ class Rows:
         return self._keys, self._keys
 
     def close(self, wait: bool = True) -> None:
-        """Nothing was begun."""
+        """Does nothing, because no copy was begun."""
 
 
 Keep = Callable[..., list[list[int]]]
@@ -110,7 +113,9 @@ Keep = Callable[..., list[list[int]]]
 
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch) -> Keep:
-    """Returns which of the reused rows each rank keeps."""
+    """Returns a function that runs a forward pass on two ranks and returns, for each rank, which of the reused rows it
+    keeps.
+    """
 
     def run(apart: tuple[tuple[float, ...], ...], group: Group) -> list[list[int]]:
         context = SimpleNamespace(slot_mapping={"layer0": torch.arange(ROWS)})

@@ -1,4 +1,4 @@
-"""Which engines and models blending refuses, and why."""
+"""Engines and models with which blending refuses to start, and the reasons that it gives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ BACKEND = min(TESTED[engine_release()])
 
 
 def engine(**changed: Any) -> Any:
-    """An engine's configuration that can blend, with some values changed; dotted names with `__` for the dot."""
+    """An engine's configuration that allows blending, with some values changed. A keyword has `__` in place of each dot
+    of the value's name.
+    """
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             architectures=["FlexKVLlamaForCausalLM"],
@@ -89,7 +91,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer:
-    """A decoder layer with the parts that blending needs."""
+    """A decoder layer with the attributes that blending needs."""
 
     def __init__(self, rope: Any, **attention: Any) -> None:
         parts: dict[str, Any] = {

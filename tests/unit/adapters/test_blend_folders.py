@@ -1,4 +1,4 @@
-"""Where a rank of vLLM keeps its segments on disk."""
+"""The folders in which a rank of vLLM keeps its segments on disk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_each_rank_has_its_own_room_under_a_name_of_its_own() -> None:
 def test_what_came_can_be_used_before_the_requests_deadline(
     wait_s: float, stream: bool, waits_s: float
 ) -> None:
-    """A request may wait once for room and once for reads, and once more for the first layers of streamed ones."""
+    """A request may wait three times: for space in host memory, for reads, and, if segments are streamed, for their
+    first layers. The limit of one wait is chosen so that all of them end before the load's deadline.
+    """
     settings = config({"folders": "/mnt/a", "wait_s": wait_s, "stream": stream}, disk_bytes=4096)
     found = segment_folders(engine(), settings, 0)
     assert (found.disk.wait_s, found.streams) == (waits_s, stream)

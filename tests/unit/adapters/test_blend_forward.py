@@ -1,4 +1,4 @@
-"""The memory that a blended forward pass keeps alive, with a minimal model."""
+"""How many layers' keys and values a blended forward pass keeps alive, shown with a minimal model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS, ROWS = 6, 5
 
 
 class Attention(torch.nn.Module):
-    """Takes keys and values, and records that they were made."""
+    """An attention layer that records which keys and values it is given."""
 
     num_kv_heads, head_size = 2, 4
 
@@ -62,7 +62,7 @@ def blending(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> BlendForward:
 
 
 def most_alive(blending: BlendForward, made: list[Any]) -> int:
-    """The largest number of layers whose keys and values are alive while the rows of a layer are taken."""
+    """The largest number of layers whose keys and values are alive at a moment when a layer's rows are taken."""
     alive = []
 
     def take(layer: int, planes: Any) -> None:
@@ -78,7 +78,9 @@ def most_alive(blending: BlendForward, made: list[Any]) -> int:
 
 
 def test_no_more_than_one_layers_keys_and_values_are_kept(blending: BlendForward, made: list[Any]) -> None:
-    """On a GPU the keys and values are views of a layer's whole projection, for every row of the batch."""
+    """On a GPU, keys and values are views of a layer's complete projection, so keeping them would keep the projection
+    of every row of the batch.
+    """
     assert most_alive(blending, made) == 2
 
 

@@ -1,4 +1,6 @@
-"""The outcomes of captured segments and of loads on a rank, including after errors that are not flexkv's own."""
+"""The outcomes that a rank reports for captured segments and for loads, including outcomes after errors that other code
+raises.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_a_segment_without_room_beside_others_is_not_stored(
 
 
 def test_a_segment_without_room_in_host_memory_is_not_stored(pages: BlendPages) -> None:
-    """Another request holds the pages of the segment before this one."""
+    """The pages of the segment stored before are held for another request, so no slots can be freed."""
     capture(pages, "first", FIRST, number=1)
     first = outcome(pages)
     pages.begin_load(SegmentOrder("r", 1, (FIRST,), ""))
@@ -112,7 +114,7 @@ def test_a_segment_whose_rows_were_not_found_is_lost(pages: BlendPages) -> None:
     assert outcome(pages) == {5: BlendResult.LOST}
 
 
-# --- errors that are not flexkv's own ---
+# --- errors that other code raises ---
 
 
 def no_memory(*given: Any, **more: Any) -> Any:
@@ -151,7 +153,7 @@ def test_a_segment_whose_store_fails_is_lost(
     (record,) = caplog.records
     assert record.getMessage() == f"a segment of {len(SEGMENT)} tokens is not kept: MemoryError: no memory"
     assert record.exc_info
-    if place != "advance":  # whose own handler frees its blocks
+    if place != "advance":  # the handler of a failed `advance` frees the blocks itself
         assert sorted(pages.cache.staging.free) == free
     capture(pages, number=4)
     assert outcome(pages) == {4: BlendResult.STORED}
@@ -167,12 +169,12 @@ def test_a_capture_that_breaks_off_is_lost_with_its_last_token(
     assert not pages.begin_capture("s", asks, end), "no rank captures a chunk that one of them does not"
     assert pages.take_stored() == ({6: BlendResult.LOST} if end == len(SEGMENT) else {})
     if end < len(SEGMENT):
-        pages.lose_capture("s", asks)  # as its last chunk does, which is not captured
+        pages.lose_capture("s", asks)  # the last chunk is not captured, so it ends the capture like this
         assert pages.take_stored() == {6: BlendResult.LOST}
     (record,) = caplog.records
     assert record.getMessage() == f"a segment of {len(SEGMENT)} tokens is not kept: MemoryError: no memory"
     assert record.exc_info
     assert not pages._captures
-    # Computed again from its start, as after a preemption, it is kept.
+    # When the segment is computed again from its start, as after a preemption, it is kept.
     capture(pages, number=7)
     assert outcome(pages) == {7: BlendResult.STORED}

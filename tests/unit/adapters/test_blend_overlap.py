@@ -1,4 +1,4 @@
-"""The cached rows of a blended forward pass come through the layerwise pipeline while the model's layers run."""
+"""The layerwise pipeline brings the cached rows of a blended forward pass while the model's layers run."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, ReorderingDevi
 
 CHECK = 1
 ROWS = 340
-"""Rows of the prompt, which is one chunk: the stretches' are at 40 to 59 and 300 to 319."""
+"""Number of the prompt's rows, all in one chunk. The cached stretches are at rows 40 to 59 and 300 to 319."""
 
 CPU = torch.device("cpu")
 
 
 class Attention(torch.nn.Module):
-    """The keys of all rows are zeros; what is written to the slots is recorded."""
+    """An attention layer whose fresh keys are zeros. It records what is written to the slots."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Layer:
 
 
 class Copies(TurnedRows):
-    """Records which layers' copies have begun.
+    """Cached rows that record which layers' copies have begun.
 
     Attributes:
-        shown: the layer whose rows are given as another layer's.
-        before: called in the copying stream, before a layer's copy.
+        shown: returns, for a layer, the layer whose rows are copied in its place. By default, the same layer.
+        before: called with the layer in the copying stream, before the layer is copied.
     """
 
     shown: Callable[[int], int] = staticmethod(lambda layer: layer)
@@ -133,7 +133,9 @@ def host() -> Iterator[RowDevice]:
 
 @pytest.fixture
 def blending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], BlendForward]:
-    """Makes a forward pass. Its model calls the argument in each layer, after the layer's attention."""
+    """Returns a function that makes a forward pass. The model calls the function's argument with the number of each
+    layer, after the layer's attention.
+    """
     slots = torch.arange(ROWS)
     context = SimpleNamespace(slot_mapping={"layer0": slots})
     monkeypatch.setattr(forward, "get_forward_context", lambda: context)
@@ -153,7 +155,7 @@ def blending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]
 
 
 def run(blended: BlendForward, rows: TurnedRows, on: RowDevice, ratio: float = 0.0, requests: int = 1) -> Any:
-    """Runs the forward. Returns which rows were kept."""
+    """Runs the forward pass. Returns, for each row of the batch, whether it was kept."""
     at = np.arange(ROWS, dtype=np.int64)
     batch = BatchRows(np.array([0, ROWS], np.int64), at, at)
     covered = rows.in_buffer + 40
@@ -172,7 +174,9 @@ def nothing(layer: int) -> None:
 
 
 def off_by(blended: BlendForward, rows: TurnedRows, skipped: Any) -> float:
-    """Distance of what was written to the pool from the keys and values of the skipped rows."""
+    """The largest difference between what was written to the pool and the expected keys and values
+    of the skipped rows.
+    """
     worst = 0.0
     for layer in range(CHECK + 1, SHAPE.layers):
         slots = rows.in_buffer[skipped] + 40
@@ -214,7 +218,9 @@ def test_control_a_pipeline_that_gives_another_layers_rows_is_seen(
 def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
     blending: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffer gets the rows of a later layer meanwhile."""
+    """Here the forward pass leaves a layer before it has taken its rows, and the pipeline fills the buffer with the
+    rows of a later layer.
+    """
 
     def too_early(self: LoadedLayers, layer: int) -> Any:
         buffer = self._tensor(self._layers.layer(layer))
@@ -232,14 +238,16 @@ def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
 
 
 def seen_in(layer: int) -> list[int]:
-    """The layers whose copies have begun when a layer of the model ends."""
+    """The layers whose copies have begun by the time the given layer of the model ends."""
     return [each for each in range(max(layer, CHECK), layer + 3) if each < SHAPE.layers]
 
 
 def test_the_next_layers_are_copied_while_a_layer_of_the_model_runs(
     blending: Any, copies: Copies, host: RowDevice
 ) -> None:
-    """When a layer of the model ends, the copies of the next two layers have begun, and nothing has waited for them."""
+    """When a layer of the model ends, the copies of the next two layers have begun although nothing has waited for
+    them.
+    """
 
     def runs(layer: int) -> None:
         if layer > CHECK:
@@ -276,7 +284,7 @@ def test_control_a_device_that_works_only_when_awaited_copies_nothing_ahead(
 def test_a_source_that_fails_at_the_check_layer_has_all_rows_computed(
     blending: Any, copies: Copies, host: RowDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Up to that layer, every layer has computed all rows."""
+    """This is possible because all layers up to the check layer have computed all rows."""
 
     def fail(layer: int) -> None:
         raise OSError("gone")
@@ -316,7 +324,7 @@ def test_a_source_that_fails_ends_the_forward_and_leaves_nothing_open(
 
 
 def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
-    """Records the longest time that each close waits."""
+    """Appends to `waits` the largest time for which each close of a pipeline may wait."""
     of_pipeline = LoadPipeline.precede_caller
 
     def precede_caller(self: LoadPipeline, deadline_s: float) -> bool:
@@ -329,8 +337,8 @@ def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
 def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
     blending: Any, copies: Copies, cache: SegmentCache, host: RowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is one wait for the layer and one for the close of all pipelines: closing the second pipeline does not wait
-    again.
+    """The forward pass waits once for the layer, and once to close all pipelines: after the first pipeline's close has
+    used up the deadline, the close of the second does not wait.
     """
     go_on = threading.Event()
     waits: list[float] = []
@@ -349,10 +357,11 @@ def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
 
 
 class BusyGpu(HostDevice):
-    """A device with streams: the host does not wait for it, and the caller's own work on it does not end.
+    """A device with streams, for which the host does not wait. The caller's own work on it does not end until a test
+    ends it.
 
     Attributes:
-        before_caller: the events that the caller's next work waits for.
+        before_caller: the events for which the caller's next work waits.
     """
 
     def __init__(self) -> None:
@@ -372,7 +381,9 @@ class BusyGpu(HostDevice):
 def test_the_engines_own_work_on_a_gpu_does_not_count_as_a_late_copy(
     blending: Any, copies: Copies, cache: SegmentCache, monkeypatch: pytest.MonkeyPatch, on_the_host: bool
 ) -> None:
-    """The last copies wait for buffers that layers of the engine, which are only enqueued so far, still read."""
+    """The last copies wait for buffers that earlier layers of the model still read; on a GPU, those layers are only
+    enqueued when the pipeline is closed.
+    """
     device = BusyGpu()
     monkeypatch.setattr(cache, "deadline_s", 0.05)
     if on_the_host:

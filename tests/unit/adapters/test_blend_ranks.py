@@ -1,4 +1,4 @@
-"""If one rank fails in a blended forward pass, the other one does not wait for it in a collective."""
+"""If one rank fails in a blended forward pass, the other rank does not wait for it in a collective operation."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ REUSED = np.arange(2, 8, dtype=np.int64)
 TAKEN = np.arange(8, 12, dtype=np.int64)
 WAIT_S = 20.0
 SHORT_S = 0.5
-"""A control's: how long a rank waits for one that has left."""
+"""In control tests, how long a rank waits in a collective operation for a rank that has left."""
 
 
 class Group:
-    """Ranks that are threads. Each collective waits for all of them."""
+    """A group whose ranks are threads. Each collective operation waits for all of them."""
 
     world_size = RANKS
 
@@ -71,7 +71,7 @@ class Attention(torch.nn.Module):
 
 
 class Layer:
-    """The ranks add up their parts, as those of a tensor-parallel model do."""
+    """A layer in which the ranks sum their partial results, as in a tensor-parallel model."""
 
     def __init__(self, number: int, group: Group) -> None:
         self.self_attn = SimpleNamespace(attn=Attention(number))
@@ -84,11 +84,12 @@ class Layer:
 
 
 Fault = Callable[[str, int], None]
-"""Called with the place and the layer of each part of flexkv's work on the rank that fails."""
+"""A function that is called at each step of flexkv's work on the rank that fails, with the name of the step and the
+layer. It raises an error to make the step fail."""
 
 
 class Rows:
-    """Cached rows of one rank: a source and its layers."""
+    """One rank's cached rows. The object is both the source and what it opens."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault, self._chosen = fault, len(REUSED)
@@ -113,11 +114,11 @@ class Rows:
 
 
 class World:
-    """One forward pass on two ranks, of which one fails.
+    """One forward pass on two ranks, one of which fails.
 
     Attributes:
-        may_lose: whether the forward pass can go on without rows that are taken.
-        lost: what each rank's taken rows failed with.
+        may_lose: whether the forward pass may go on if the rows of a new segment cannot be captured.
+        lost: by rank, the error because of which the rank's rows could not be captured.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, wait_s: float = WAIT_S) -> None:
@@ -161,10 +162,10 @@ class World:
             self.ended[rank] = error
 
     def run(self, fault: Fault, rank: int = 1) -> list[Any]:
-        """What the forward pass of each rank returned or raised.
+        """Runs the forward pass. Returns for each rank what the forward pass returned or raised.
 
         Args:
-            rank: the one that fails.
+            rank: the rank that fails.
         """
         faults: list[Fault] = [lambda place, layer: None] * RANKS
         faults[rank] = fault
@@ -223,7 +224,9 @@ def test_rows_are_those_of_the_first_rank_and_all_if_it_cannot_choose(
 
 @pytest.mark.parametrize("layer", [0, CHECK + 1, LAYERS - 1])
 def test_rows_that_may_be_lost_are_lost_on_the_rank_that_cannot_take_them(world: World, layer: int) -> None:
-    """The control, below, has forward passes that may not lose rows."""
+    """Rows of a new segment are meant. The control is the next test, in which the forward pass may
+    not lose such rows.
+    """
     world.may_lose = True
     for _, keep in world.run(failing(("taken", layer), error=MemoryError)):
         assert np.flatnonzero(~keep).tolist() == REUSED.tolist()

@@ -1,4 +1,4 @@
-"""The scheduler's side of blending: which requests are blended, how they wait, and when loads and stores are
+"""The scheduler's side of blending: which requests are blended, how long they wait, and when their loads and stores are
 ordered.
 """
 
@@ -27,7 +27,7 @@ SEPARATOR = np.array([9, 9])
 
 
 class World:
-    """A scheduler's side with its own clock, and requests like those of vLLM."""
+    """A scheduler's side with a clock that tests set, and stand-ins for vLLM's requests."""
 
     def __init__(self, ranks: int = 1, most_pages: int = 8) -> None:
         self.now_s = 0.0
@@ -50,7 +50,7 @@ class World:
         ttl_s: int | None = None,
         **fields: Any,
     ) -> Any:
-        """A request that enters the queue; `salt` "" gives it a salt of its own."""
+        """Makes a request that enters the engine's queue. If `salt` is empty, the request gets a salt of its own."""
         self._made += 1
         request = SimpleNamespace(
             request_id=f"r{self._made}",
@@ -106,7 +106,7 @@ def make_ready(world: World, tracker: Any, tokens: tuple[int, ...] = (20, 20)) -
 
 
 def compute(world: World, tracker: Any) -> None:
-    """The whole prompt in one step, and the first answered token in the next one."""
+    """Lets the engine compute the complete prompt in one step, and the first generated token in the next step."""
     world.side.chunk(tracker)
     tracker.computed, tracker.step_end = len(PROMPT), len(PROMPT) + 1
     world.side.chunk(tracker)
@@ -326,7 +326,7 @@ def test_a_salt_serves_once_in_a_table_of_bounded_size(monkeypatch: pytest.Monke
 
 
 def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None:
-    """vLLM takes its hits before the connector can refuse them, so the request waits one step."""
+    """vLLM finds hits in its own cache before the connector can forbid it, so the request waits one step."""
     tracker = world.blended()
     assert world.match(tracker, computed=16) is None
     assert world.match(tracker, computed=16) is None
@@ -338,7 +338,7 @@ def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None
 
 
 def test_a_hit_after_its_segments_came_is_not_used(world: World) -> None:
-    """Another request with the same salt has started meanwhile."""
+    """In the meantime another request with the same salt has started, so vLLM has blocks for that salt."""
     tracker = world.blended()
     make_ready(world, tracker)
     assert world.match(tracker, computed=16) is None

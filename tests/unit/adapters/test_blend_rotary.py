@@ -1,4 +1,4 @@
-"""The rotation of a model's keys is compared with vLLM's own rotary embedding, whatever its scaling."""
+"""For every kind of scaling, flexkv rotates a model's keys as vLLM's own rotary embedding does."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def parameters(scaling: str) -> dict[str, Any]:
 
 
 def rotary(dtype: Any = torch.float32, is_neox_style: bool = True, **changed: Any) -> Any:
-    """vLLM's module for these rope parameters."""
+    """vLLM's rotary embedding for the rope parameters `changed`."""
     with set_current_vllm_config(VllmConfig()):
         return get_rope(HEAD_DIM, POSITIONS, is_neox_style, changed, dtype)
 
 
 def turn(described: str, module: Any, dtype: Any = torch.float32) -> Any:
-    """The rotation for a model whose configuration has this scaling and whose layers have this module."""
+    """flexkv's rotation for a model whose configuration has the scaling `described` and whose layers have the rotary
+    embedding `module`.
+    """
     attention = SimpleNamespace(num_kv_heads=HEADS, head_size=HEAD_DIM, kv_cache=torch.empty(0, dtype=dtype))
     layer = SimpleNamespace(self_attn=SimpleNamespace(attn=attention, rotary_emb=module))
     text = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Rows of a batch: where a request's rows are, which are kept, and the runs that they form."""
+"""Rows of a batch: which rows belong to a request, which of them are kept, and how kept rows are grouped into runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.config import BlendConfig
 
 
 def batch_of(*sequences: tuple[int, int, int]) -> BatchRows:
-    """Sequences of (first slot, first position, rows)."""
+    """A batch of sequences, each given as (first slot, first position, number of rows)."""
     lengths = [rows for _, _, rows in sequences]
     return BatchRows(
         np.cumsum([0, *lengths]).astype(np.int64),
@@ -70,7 +70,7 @@ def test_rows_are_kept_in_runs_of_neighbours_of_one_request() -> None:
     batch = batch_of((0, 0, 10), (64, 10, 10))
     difference = np.zeros(20)
     difference[[3, 11]] = 9, 8
-    # The requests' covered rows are neighbours in the batch: 2 to 9, and 10 to 17.
+    # The covered rows of the two requests, 2 to 9 and 10 to 17, are adjacent in the batch.
     keep = kept_rows(batch, [(np.arange(2, 10), 0.25), (np.arange(10, 18), 0.25)], difference, run_rows=4)
     assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 18, 19]
     runs = Runs.of(batch, np.flatnonzero(keep))

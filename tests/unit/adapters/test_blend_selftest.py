@@ -1,4 +1,4 @@
-"""Blending's test at the start compares each row by itself."""
+"""The self-test at the start of blending compares each row separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 256
 
 
 def rounded(dtype: Any) -> tuple[Any, Any]:
-    """Rows, and the same rows with a rounding of the dtype."""
+    """Two versions of the same random rows: one with random errors of the dtype's precision, and one without."""
     exact = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     wanted = exact.to(dtype)
     noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2)) * torch.finfo(dtype).eps
@@ -42,7 +42,9 @@ def test_control_all_rows_together_hide_it() -> None:
 
 
 def test_a_row_beside_a_much_larger_one_is_seen() -> None:
-    """A model's first token may have an output that is a hundred times as long as the others'."""
+    """In real models the output for the first token may be a hundred times longer than the others; it must not hide an
+    error in another row.
+    """
     found, wanted = rounded(torch.float32)
     found[0] *= 1000
     wanted[0] *= 1000
@@ -57,10 +59,11 @@ def test_what_is_no_number_is_no_number() -> None:
     assert math.isnan(row_error(found, wanted))
 
 
-# --- deep models, whose roundings add up ---
+# --- deep models, in which rounding errors add up ---
 
 DEEP, GAIN = 48, 2.5
-"""Layers of a bfloat16 model whose right rows are off by more than the limit of any model, and their weights."""
+"""Number of layers, and scale of the weights, of a bfloat16 model. Even its correct rows differ by more than the limit
+that holds for every model."""
 
 
 def refusal_of(
@@ -106,7 +109,7 @@ def one_row_of_one_layer(blended: BlendForward) -> None:
 
 
 def lengths_one_too_long(blended: BlendForward) -> None:
-    """In all runs except the one at position 0, rows attend to the row behind them."""
+    """Makes the rows of every run attend to one row too many, the next row. The run at position 0 stays correct."""
 
     def runs(batch: Any, kept: Any) -> Runs:
         right = Runs.of(batch, kept)
@@ -117,7 +120,7 @@ def lengths_one_too_long(blended: BlendForward) -> None:
 
 
 def a_neighbours_cached_row(blended: BlendForward) -> None:
-    """One row has the key and value of the next position, in all layers."""
+    """In all layers, gives one row the key and value of the next position."""
 
     def shifted(layer: int, cached: Any, slots: Any) -> None:
         attention, (keys, values) = blended.attentions[layer], cached.take(layer)
@@ -160,7 +163,9 @@ def test_control_a_larger_limit_passes_over_a_late_fault(monkeypatch: pytest.Mon
 
 
 def test_layers_that_compute_all_rows_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have the same bits in the oracle's run, and only differences there are measured."""
+    """Up to the check layer, the runs that the oracle compares compute the same bits, so no
+    rounding is measured there.
+    """
     moved: list[float] = []
 
     def of(dtype: Any, keys: Any, output: float) -> Limits:
@@ -186,7 +191,8 @@ def test_no_depth_explains_a_row_that_is_off_by_a_quarter() -> None:
 def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
     monkeypatch: pytest.MonkeyPatch, test: int, scaled: bool
 ) -> None:
-    """Outputs that are off by more than the limit for any model, and by less than the limit for a deep model's
+    """Two of the tests compare runs that use the same kernels, so the larger limit for deep models must not apply to
+    them. Here their outputs differ by more than the limit for every model, but by less than the limit of a deep model's
     oracle.
     """
     off = 3 * LIMITS[torch.bfloat16]
@@ -197,7 +203,7 @@ def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
 
     def moved(reused: Any, taken: Any = ()) -> Any:
         calls.append(reused)
-        # The first call goes layer by layer, the second measures roundings, the third has a ratio of 1.
+        # The first call runs layer by layer, the second measures rounding errors, and the third has a ratio of 1.
         return run(reused, taken) * (1 + off * (len(calls) == 1 + 2 * test))
 
     monkeypatch.setattr(blended, "_run", moved)

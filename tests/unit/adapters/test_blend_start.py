@@ -1,5 +1,5 @@
-"""A rank's start and steps with blending: either all ranks begin blending or none does, and every step is accounted
-for.
+"""A rank's start and its steps with blending: either all ranks begin to blend or none does, and every row of a step is
+counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK = ChunkOrder("r1", 0, np.arange(8, dtype=np.int64), Reuse(((2, 4),), 0.15)
 
 
 class Group:
-    """Ranks that are threads of this process. Each call waits for all of them."""
+    """A group whose ranks are threads of this process. Each collective operation waits for all of them."""
 
     device = "cpu"
 
@@ -61,9 +61,9 @@ class Ranks:
     """Starts ranks, with stand-ins for vLLM and for the segments.
 
     Attributes:
-        fails: called with each rank's number when the rank makes its rotation.
-        turns: called likewise when the rank rotates rows on the pool's device.
-        started: each rank's worker, or what its start raised.
+        fails: called with the rank's number when a rank makes its rotation.
+        turns: called with the rank's number when a rank rotates rows on the pool's device.
+        started: by rank, the rank's worker, or the exception that its start raised.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, ranks: int = 1, wait_s: float = DEADLINE_S) -> None:
@@ -97,7 +97,7 @@ class Ranks:
         return self.caches[-1]
 
     def _compute(self) -> str:
-        """Waits for all ranks, as a layer does."""
+        """Waits for all ranks, as a layer of the model does."""
         self.group.all_reduce(torch.zeros(1))
         return ""
 
@@ -115,7 +115,9 @@ class Ranks:
             self.started[rank] = error
 
     def start(self) -> list[str]:
-        """Starts all ranks at once; returns why each cannot blend, or the name of what its start raised."""
+        """Starts all ranks at once. Returns for each rank why it cannot blend, or the name of the exception that its
+        start raised.
+        """
         threads = [
             threading.Thread(target=self._start, args=(rank,)) for rank in range(self.group.world_size)
         ]
@@ -202,7 +204,7 @@ def unplaced(ranks: Ranks) -> dict[str, float]:
 
 
 def run_steps(ranks: Ranks, calls_forward: bool) -> dict[str, float]:
-    """Runs two blended steps; returns the rows that were counted without a forward pass of the model."""
+    """Runs two blended steps. Returns the number of rows counted, by outcome."""
     ranks.start()
     worker = ranks.started[0]
     for _ in range(2):

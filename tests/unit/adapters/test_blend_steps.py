@@ -1,5 +1,5 @@
-"""One step's plan: one forward pass of the model takes it, however late vLLM ends the step. Chunks that are missing
-from any rank's batch are computed fully on all ranks.
+"""One forward pass of the model uses the plan of a step, however late vLLM ends the step. Chunks that are missing from
+the batch of any rank are computed fully on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chunk(request: str, slot: int, asks: Reuse | NewSegment = REUSED) -> ChunkOr
 
 
 class Plain:
-    """vLLM's model class."""
+    """Stands for vLLM's model class."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         """Has no weights."""
@@ -52,11 +52,11 @@ class Plain:
 
 
 class Blending(BlendingModel, Plain):
-    """Built like the blending class of each architecture."""
+    """A blending class, derived like the one that flexkv makes for each architecture."""
 
 
 class Keeping(Blending):
-    """The control: leaves the plan where it is."""
+    """For the control test: a model that keeps its plan after a forward pass has used it."""
 
     def forward(self, *given: Any, **more: Any) -> Any:
         step = self.blend_step
@@ -82,7 +82,7 @@ def make_engine(
 
 
 class PlannedStep:
-    """A plan that names its requests."""
+    """A plan whose forward pass returns the names of the plan's requests."""
 
     def __init__(self, forward: Any, pages: Any, chunks: list[ChunkOrder], counters: Any) -> None:
         self._names = "+".join(each.request for each in chunks)
@@ -91,14 +91,14 @@ class PlannedStep:
         return self._names
 
     def count_unplaced(self) -> None:
-        """Nothing is counted."""
+        """Counts nothing."""
 
 
 def forwards_of(
     engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
 ) -> list[list[str]]:
-    """Runs one step per plan ("" for none); returns which plan the forward passes of the target and of the draft used,
-    and that of another forward pass after the step, as an idle rank makes one.
+    """Runs one step per plan ("" means no plan). Returns for each step which plan was used by three forward passes: the
+    target model's, the draft model's, and one after the step, as an idle rank makes it.
     """
     pages = SimpleNamespace(
         take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None
@@ -159,7 +159,7 @@ def test_control_a_model_that_leaves_the_plan_blends_the_drafts_forward(
 
 
 class Step:
-    """A plan whose rows are not in the batch."""
+    """A plan that finds none of its rows in the batch, and so computes nothing."""
 
     def forward(self, input_ids: Any, positions: Any) -> None:
         return None
@@ -191,8 +191,8 @@ class Pages:
     """One rank's segments.
 
     Attributes:
-        lost: numbers of the segments whose rows were not found.
-        gone: requests whose segments are lost when the rank waits for them.
+        lost: numbers of the new segments that were not captured because their rows were not found.
+        gone: requests whose segments turn out to be lost when the rank waits for them.
     """
 
     def __init__(self, *held: str) -> None:
@@ -213,14 +213,15 @@ class Pages:
         self.lost.append(asks.number)
 
     def end_capture(self, request: str, asks: NewSegment, end: int) -> None:
-        """Keeps nothing."""
+        """Stores nothing."""
 
 
 class Forward:
-    """The model's layers; records the requests whose rows each call reuses, and the first row that it takes.
+    """Stands for the model's layers. For each call, records the requests whose cached rows the call reuses, and the
+    first row of each new segment that it captures.
 
     Attributes:
-        loses: number of calls that lose rows.
+        loses: how many of the next calls lose cached rows.
     """
 
     def __init__(self, slots: Any) -> None:
@@ -305,7 +306,7 @@ def test_the_model_computes_a_step_without_any_of_its_chunks(monkeypatch: pytest
 def test_a_chunk_that_one_rank_alone_lacks_is_computed_fully_on_both(
     monkeypatch: pytest.MonkeyPatch, other: Rank, agrees: bool
 ) -> None:
-    """The control: without the agreement, one rank computes fewer rows than the other."""
+    """The control: if the ranks do not agree on the chunks, one computes fewer rows than the other."""
     rank = Rank(BOTH, "a", "b")
     other.forward.ran.clear()
     if not agrees:
@@ -325,7 +326,7 @@ def test_a_step_that_one_rank_alone_cannot_blend_at_all_is_computed_by_the_model
     assert [rank.rows for rank in ranks] == [{"unplaced": 4}] * 2
 
 
-# --- segments that are lost in a forward ---
+# --- segments that are lost during a forward pass ---
 
 
 def test_a_forward_that_loses_rows_begins_again_without_their_segments(
@@ -368,7 +369,7 @@ def test_the_model_computes_a_step_that_loses_rows_again_and_again(monkeypatch: 
 def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_both(
     monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
-    """The control: without the guard, the other rank waits for it."""
+    """The control: without the guard, the failing rank raises, and the other rank waits for it."""
     ranks = Rank(BOTH, "a", "b"), Rank(BOTH, "a", "b")
     monkeypatch.setattr(ranks[1].forward, "batch", no_memory)
     if not guarded:
@@ -399,7 +400,7 @@ def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_bot
 
 
 class Computing(Forward):
-    """The rows of every layer are zeros."""
+    """Stands for a model in which all rows of every layer are zeros."""
 
     def run(self, input_ids: Any, positions: Any, batch: BatchRows, reused: Any, taken: Any) -> Any:
         for each in taken:
@@ -413,7 +414,7 @@ class Computing(Forward):
 
 
 class Keeper(Rank):
-    """A rank that captures segments, in one step each."""
+    """A rank that captures one segment in each of two steps."""
 
     def __init__(self) -> None:
         super().__init__(FIRST)

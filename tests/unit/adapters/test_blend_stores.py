@@ -1,4 +1,4 @@
-"""A rank's captured segments on their way to host memory: no step waits for them, and later loads find them."""
+"""A rank stores captured segments in host memory. No step waits for these stores, and later loads find the segments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pages() -> Iterator[BlendPages]:
 
 
 class Held:
-    """Within the block, no transfer of the engine ends, and nothing waits for one."""
+    """A context in which no transfer of the engine ends. Fails if anything waits for a transfer."""
 
     def __init__(self, pages: BlendPages, patch: pytest.MonkeyPatch) -> None:
         self._engine, self._patch = pages.cache.engine, patch
@@ -52,7 +52,7 @@ class Held:
 
 
 def capture(pages: BlendPages, request: str = "s", segment: np.ndarray = SEGMENT, number: int = 1) -> None:
-    """The segment's rows in all layers, as one forward pass gives them."""
+    """Captures the segment's rows of all layers, in the order in which one forward pass computes them."""
     asks = NewSegment(segment, "", number)
     assert pages.begin_capture(request, asks, 0)
     rows = torch.from_numpy(planes_of(segment)).transpose(2, 3)
@@ -78,7 +78,9 @@ def arrival(pages: BlendPages, request: str) -> Any:
 
 
 def kept_planes(pages: BlendPages) -> np.ndarray:
-    """What is cached of the segment, as a request gets it at position 0: [layers, 2, heads, tokens, head_dim]."""
+    """The segment's cached keys and values as a request gets them at position 0: [layers, 2, heads,
+    tokens, head_dim].
+    """
     pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
     assert arrival(pages, "r").tokens == (len(SEGMENT),)
     layers = pages.rows("r", [(0, len(SEGMENT))], 0, len(SEGMENT)).open(0)
@@ -92,8 +94,8 @@ def kept_planes(pages: BlendPages) -> np.ndarray:
 def test_what_is_captured_in_chunks_comes_back_in_each_layer(
     pages: BlendPages, ends: tuple[int, ...], wrong: str
 ) -> None:
-    """The last chunk has one row more than the segment, with which the engine computes its first generated token. The
-    other cases are controls: rows of each chunk at the first one's place, and exchanged layers.
+    """The last chunk has one row more than the segment; the engine computes its first generated token with that row. In
+    two control cases, the rows of every chunk go to the first chunk's place, or layers are exchanged.
     """
     asks = NewSegment(SEGMENT, "", 1)
     wanted = planes_of(SEGMENT)
@@ -141,7 +143,7 @@ def test_a_load_behind_a_store_finds_its_segment(
 
 
 class HeldStores(Held):
-    """Within the block, loads end but stores do not."""
+    """A context in which loads end but stores do not."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -210,7 +212,7 @@ def test_new_weights_make_a_store_under_way_a_miss(
 
 
 def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later polls wait until the tiers confirm that they have forgotten the pages."""
+    """Later polls wait, instead of the step, until the tiers have confirmed that they dropped the pages."""
     capture(pages)
     end_stores(pages)
     waited: list[float] = []
@@ -237,7 +239,7 @@ CLOSE_S = 0.4
 
 @pytest.mark.parametrize("each", [False, True], ids=["one for all", "control"])
 def test_a_close_has_one_deadline_for_all_that_hangs(monkeypatch: pytest.MonkeyPatch, each: bool) -> None:
-    """Three threads of the device, two stores, and transfers none of which ends in time."""
+    """Three threads of the device hang, there are two stores, and no transfer ends in time."""
     pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
     pages.cache.unit.close_s = CLOSE_S
     device, go_on = HostDevice(one_thread=False), threading.Event()
@@ -362,7 +364,7 @@ LATER = np.arange(300, 360)
 def test_stores_that_begin_later_keep_no_load_waiting(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch, bounded: bool
 ) -> None:
-    """Each store takes the room of another, so that a store is always under way."""
+    """Each new store takes the staging memory of one that has ended, so a store is always in flight."""
     capture(pages, "second", SECOND)
     end_stores(pages)
     advance, going = SegmentStore.advance, list[SegmentStore]()
@@ -388,7 +390,7 @@ def test_stores_that_begin_later_keep_no_load_waiting(
 def test_a_load_that_waits_for_staging_room_asks_again_for_what_comes(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Repeated asking keeps its place in the queue for room in host memory."""
+    """A load that asks repeatedly keeps its place in the queue for slots in host memory."""
     capture(pages, "second", SECOND)
     end_stores(pages)
     advance, asked = SegmentFetch.advance, []

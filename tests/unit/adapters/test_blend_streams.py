@@ -1,5 +1,5 @@
-"""A blended forward pass whose segments come from disk range by range: it begins once their first layers are there, and
-begins again without a segment of which a later range is damaged or missing.
+"""A blended forward pass whose segments are read from disk in ranges of layers. The pass begins when the first layers
+are in memory. If a later range of a segment is damaged or missing, the pass begins again without that segment.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ MISSED = "flexkv_blend_missed_pages_total"
 
 
 class Attention(torch.nn.Module):
-    """Records what its slots hold: zeros from a row that the layer computes, or what was written to the slot."""
+    """An attention layer that records what its slots hold: zeros for rows that the layer computed, else the cached rows
+    that were written to them.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -81,11 +83,11 @@ class Layer:
 
 
 class World:
-    """One rank, whose model computes zeros; slot and position of a row are the same.
+    """One rank, whose model computes zeros. The slot of a row equals its position.
 
     Attributes:
-        ran: the model's layers, in the order in which they ran.
-        runs: called at each layer's end.
+        ran: the model's layers in the order in which they ran.
+        runs: called with the layer's number when a layer ends.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -119,7 +121,9 @@ class World:
         return found["r"]
 
     def blend(self, tokens: tuple[int, ...]) -> np.ndarray:
-        """Runs the step's forward pass. Returns what all layers' slots hold, [layers, 2, rows, heads, head_dim]."""
+        """Runs the step's forward pass. Returns the content of the slots in all layers: [layers, 2, rows, heads,
+        head_dim].
+        """
         self.ran.clear()
         decoder = SimpleNamespace(
             embed_input_ids=lambda ids: ids[:, None].expand(-1, 8).float(),
@@ -169,7 +173,9 @@ BOTH = len(FIRST), len(SECOND)
 def wanted(
     tmp_path: Path, at: object, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """What a forward pass leaves if all its segments, or the named ones, came before it began."""
+    """Returns a function that gives the correct result of a forward pass, computed by a rank that reads everything
+    first. `tokens` has the number of tokens to use of each segment; 0 leaves the segment out.
+    """
 
     def compute(tokens: tuple[int, ...] = BOTH) -> np.ndarray:
         alone = World(monkeypatch)
@@ -192,7 +198,7 @@ def stalled(
 def test_the_first_layers_are_used_while_the_last_range_is_being_read(
     world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_layers: int
 ) -> None:
-    """The control waits for everything."""
+    """In the control, the forward pass begins only when all layers are in memory."""
     right = wanted()
     cache, faults = stalled(monkeypatch, tmp_path, at[1, 2], LAST)
     world.open(cache, first_layers)
@@ -220,14 +226,14 @@ def test_the_first_layers_are_used_while_the_last_range_is_being_read(
 def test_a_damaged_range_loses_its_segment_alone_and_leaves_no_wrong_row(
     world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
-    """The last range is read once the first layers of the model have run."""
+    """If the damaged range is the last one, it is read only after the first layers of the model have run."""
     without = wanted((len(FIRST), 0))
     assert not np.array_equal(without, wanted()), "the segment's rows are seen"
     flip(tmp_path, at[1, 1], layer)
     cache, faults = stalled(monkeypatch, tmp_path, at[1, 1], max(each for each in RANGES if each <= layer))
     world.open(cache)
     if layer < LAST:
-        # A read that fails before the load has begun shortens the segment instead.
+        # A read that fails before the load begins makes the segment shorter, which is another case.
         wait_for(lambda: not world.pages.take_arrived() and "r" in world.pages._loads)
         faults.release()
     found = world.arrived()
@@ -240,7 +246,7 @@ def test_a_damaged_range_loses_its_segment_alone_and_leaves_no_wrong_row(
     assert world.count(LOST) == 1
     assert world.count(MISSED, "unreadable") == 3
     assert world.count("flexkv_blend_rows_total", "lost") == (len(SECOND) if layer >= LAST else 0)
-    # The request's next chunk, or step, goes on without the segment.
+    # In its next chunk or step, the request continues without the segment.
     assert np.array_equal(world.blend(found.tokens), without)
     assert world.ran == list(range(SHAPE.layers))
 

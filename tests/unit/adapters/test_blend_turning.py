@@ -1,5 +1,5 @@
-"""Before the first request, rows are rotated on the device of the engine's pool. If they cannot be rotated there, or
-the result is wrong, blending is turned off.
+"""Before the first request, flexkv rotates some rows on the device that has the engine's pool. If this fails or gives a
+wrong result, blending is turned off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Pages:
-    """Makes pages; a "stand-in" has torch's own memory and streams, as a GPU's pages have."""
+    """Makes pages. With device "stand-in", they use torch's own memory and streams on the CPU, as pages on a GPU use
+    those of the GPU.
+    """
 
     def __init__(self) -> None:
         self.made: list[BlendPages] = []
@@ -83,7 +85,7 @@ def test_a_device_without_streams_is_refused(make: Pages) -> None:
 def test_a_core_without_kernels_for_the_device_is_refused(
     make: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A core that was built without CUDA, for an engine on a GPU."""
+    """The native core was built without CUDA, and the engine uses a GPU."""
     apply = KeyRotation.apply
 
     def on_the_cpu_alone(self: KeyRotation, source: Any, *given: Any, **more: Any) -> None:

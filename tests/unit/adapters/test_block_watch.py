@@ -1,4 +1,6 @@
-"""Blocks with a store in flight, watched through vLLM's own block pool."""
+"""flexkv watches the blocks of stores in flight, so that it notices when vLLM's block pool hands one of them out. The
+tests use vLLM's own pool.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_a_block_handed_out_again_is_named_by_its_position() -> None:
 
 
 def test_steps_that_hand_out_no_block_look_at_none() -> None:
-    """The control shows that the count would include a look at a block."""
+    """The control shows that a look at a block would be counted."""
 
     class Counted(dict):  # type: ignore[type-arg]
         looks = 0
@@ -119,7 +121,9 @@ def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
 
 
 def test_held_blocks_say_which_of_them_were_handed_out() -> None:
-    """Each watch of a block is notified; a store that begins meanwhile does not move the blocks in the queue."""
+    """Every watch of a block is notified. If a store of a held block begins, the order of the engine's free queue does
+    not change.
+    """
     pool = make_pool(8)
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(3)
@@ -162,7 +166,7 @@ def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:
     watch.add_free(OP, ids(blocks))
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
     assert watch.take_reused() == {}
-    # A hit takes the block with its content; an allocation takes it for new content.
+    # A prefix hit keeps the content of its block; only an allocation will overwrite its block.
     pool.touch([blocks[0]])
     assert watch.take_reused() == {}
     taken = pool.get_new_blocks(5)
@@ -180,7 +184,7 @@ def test_a_watcher_that_was_there_before_is_called_too() -> None:
     pool.unpin_blocks(blocks, lambda block: told.append(block.block_id))
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     watch.add(OP, ids(blocks))
-    watch.add(OP, ids(blocks))  # two watches of flexkv on one block do not count as another watcher
+    watch.add(OP, ids(blocks))  # flexkv does not take its own first watch for another watcher
     pool.free_blocks([blocks[1]])
     pool.get_new_blocks(5)
     assert told == [blocks[1].block_id]
@@ -205,7 +209,9 @@ def test_closing_leaves_the_pool_as_it_was() -> None:
 
 
 def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() -> None:
-    """From then on flexkv would not learn that the block is reused."""
+    """The pool has one callback per block. If another user replaces flexkv's, flexkv can no longer learn that the block
+    is reused.
+    """
     pool = make_pool(8)
     blocks = pool.get_new_blocks(3)
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
@@ -214,7 +220,7 @@ def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() ->
     pool.touch(blocks[2:])
     pool.unpin_blocks(blocks[2:], lambda block: None)
     assert watch.take_reused() == {}
-    pool.get_new_blocks(1)  # any: the engine has not said which
+    pool.get_new_blocks(1)  # it does not matter which block this is
     assert watch.take_reused() == {OP: [2]}
     assert watch.take_reused() == {}
 

@@ -1,5 +1,6 @@
-"""Lengths at which a hybrid engine's requests can be resumed, and the pages of windows, chunks and states that are
-stored for them."""
+"""Lengths at which requests of a hybrid engine can be resumed, and the pages of windows, chunks and states that are
+stored so that they can be.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_only_what_nobody_but_a_sibling_hits_is_spare() -> None:
     some = boundaries(window(4), checkpoint=64)
     prompt = 210
     found = {b: some.is_spare(b, prompt) for b in some.between(0, 400, prompt)}
-    # The window of the prompt's end, at 208, begins at 144: the checkpoint at 192 shares pages with it.
+    # The window of the prompt's end covers tokens 144 to 208, so the checkpoint at 192 shares pages with it.
     assert found == {64: True, 128: True, 192: False, 208: False, 256: True, 320: True, 384: True}
     with_chunks = boundaries(window(4), chunk(128), checkpoint=64)
     assert not with_chunks.is_spare(192, 200)
@@ -96,7 +97,7 @@ def test_states_are_stored_where_a_hit_is_likely_to_end() -> None:
     for end in range(16, 400, 16):
         if some.wants_states(end, after, prompt_tokens=210, shared_tokens=96):
             stored.append(after := end)
-    # Checkpoints, the end of the shared beginning, the checkpoint after that, the prompt's end, and the whole answer.
+    # Checkpoint 64, the end 96 of the shared prefix, checkpoint 160, the prompt's end 208, then each block of output.
     assert stored == [64, 96, 160, *range(208, 400, 16)]
     assert not some.wants_states(208, 208, 210, 0), "stored before"
 
@@ -111,7 +112,7 @@ def test_states_are_taken_where_the_engine_hands_all_of_them_over() -> None:
     assert some.has_states
     assert some.handed_over
     offers = [(2, 9, 64), (1, 7, 32), (1, 8, 64), (2, 5, 48), (1, 6, 48), (0, 4, 32)]
-    # At 32 one group has no pages, no hit ends at 48, and group 0 has no states.
+    # At 32, group 2 offers no state; no hit may end at 48; and group 0 has no states.
     assert some.among(offers) == [(64, {1: 8, 2: 9})]
     assert some.among([]) == []
     assert not boundaries(window(4)).has_states
@@ -136,7 +137,9 @@ def test_pages_that_a_hit_needs(group: BlockGeometry, boundary: int, pages: tupl
 
 
 def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]:
-    """Lengths of hits, up to `tokens`, that a lookup finds if host memory has exactly these pages of the group."""
+    """Lengths of the hits, up to `tokens`, that a lookup finds if host memory holds these pages of the group and no
+    others.
+    """
     blocks = tokens // group.block_tokens
     keys = np.random.default_rng(1).integers(0, 256, (blocks, 16), np.uint8)
     index = BlockIndex([blocks + 1])
@@ -157,7 +160,9 @@ def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]
     ids=str,
 )
 def test_a_lookup_needs_the_pages_that_are_stored_and_no_fewer(group: BlockGeometry) -> None:
-    """The rule is written twice: in `csrc/index/group_rule.h` for lookups, and here for stores."""
+    """The rule is implemented twice: for lookups in `csrc/index/group_rule.h`, for stores in `pages_at`. The two must
+    agree.
+    """
     for boundary in range(group.block_tokens, 320 + 1, group.block_tokens):
         pages = list(range(*pages_at(group, boundary)))
         assert hit_tokens(group, pages, boundary) == [boundary]

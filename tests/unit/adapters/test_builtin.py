@@ -1,4 +1,6 @@
-"""Refusals and warnings for vLLM's built-in connector class. A test with the real engine covers its hits."""
+"""Refusals and warnings of the class that vLLM has built in for flexkv. Another test checks its hits with the real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.unit.adapters.mini_pools import kv_config, make_caches
 
 
 def engine(**changes: Any) -> Any:
-    """The parts of an engine's configuration that the connector reads; changes are named `section__field`."""
+    """The values of an engine's configuration that the connector reads. Changed values are given as keywords
+    `section__field`.
+    """
     sections: dict[str, dict[str, Any]] = {
         "kv_transfer_config": {
             "kv_connector_extra_config": {},
@@ -80,8 +84,8 @@ def test_what_it_cannot_do_safely_is_refused(
 
 @pytest.mark.parametrize(("policy", "refused"), [("recompute", True), ("fail", False)])
 def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str, refused: bool) -> None:
-    """Loads are within the step here, and Model Runner V2 does not take tokens back after a failed load. With "fail",
-    the control, the request ends.
+    """With this class, loads end within the step, and after a failed load Model Runner V2 does not reduce its count of
+    computed tokens. With the policy "fail", the control, the request ends instead, so V2 is accepted.
     """
     asked = engine(kv_transfer_config__kv_load_failure_policy=policy)
     asked.use_v2_model_runner = True
@@ -93,8 +97,8 @@ def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str,
 
 
 def test_a_refused_connector_leaves_its_engine_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place is free even if the exception, and with it the connector, is kept. The control: a working connector
-    occupies the place.
+    """A connector that fails to start does not count as the engine's connector, even while its exception keeps the
+    object alive. The control: after a connector that works, a second one is refused.
     """
     asked = engine()
     with monkeypatch.context() as refused:
@@ -196,7 +200,7 @@ def test_a_server_that_ends_suddenly_is_warned_about(
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_pool_is_that_of_the_workers_connector(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several groups, which only the full connector serves, are refused."""
+    """A pool with several KV groups is refused, because only flexkv's own connector class serves them."""
     config = kv_config(9)
     config.kv_cache_groups *= groups
     agent = SimpleNamespace(_kv_cache_config=config)

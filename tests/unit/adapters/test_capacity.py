@@ -1,4 +1,6 @@
-"""The log's lines about the tiers' sizes at an engine's start: tokens and prompts, and a warning below one prompt."""
+"""When an engine starts, the log says how many tokens and prompts each tier can hold, and warns if a tier cannot hold
+one prompt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 Make = Callable[..., MiniEngine]
 SLOT_BYTES = 4096
-"""Bytes of the mini engine's block, over one rank."""
+"""Number of bytes of a block of the mini engine with one rank."""
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
     assert "less than one prompt of max_model_len (512 tokens)" in warning
     found = re.search(rf"set {re.escape(key)} to (\d+) \(", warning)
     assert found is not None, warning
-    # The size that the warning names is enough, and one block less is not.
+    # The size that the warning asks for suffices; one block less does not.
     engine.close()
     for spare, warned in ((0, 0), (SLOT_BYTES, 1)):
         log.clear()
@@ -71,20 +73,20 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
 def test_the_prompt_that_the_warning_is_about_is_no_full_hit(
     make_engine: Make, log: pytest.LogCaptureFixture
 ) -> None:
-    """If there is no warning, a prompt of the greatest length is a full hit."""
+    """Without the warning, the longest possible prompt is a full hit."""
     tokens = 16 * BLOCK_TOKENS
     for blocks, warned in ((12, True), (16, False)):
         log.clear()
         engine = make_engine(
             prompt_limit=PromptLimit(tokens, "max_model_len"),
-            # All of the prompt may be in flight at once.
+            # Stores of all of the prompt's blocks may be in flight at once.
             **{"host.bytes": blocks * SLOT_BYTES, "store.max_reference_share": 1.0},
         )
         assert bool(warnings(log)) == warned
         engine.run(make_request(range(tokens), "first"))
         engine.forget()
         engine.run(make_request(range(tokens), "second"))
-        # The engine computes at least the last token itself.
+        # The engine always computes the last token itself, so a full hit lacks one token.
         assert (engine.counters.value("flexkv_hit_tokens_total") < tokens - 1) == warned
 
 

@@ -1,5 +1,5 @@
-"""The common key scheme: every engine has the same keys for the same KV, and no key if the tokens do not determine the
-KV.
+"""The common key scheme: all engines have the same key for the same KV. If the tokens do not determine the KV, there is
+no key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Make = Callable[..., MiniEngine]
 
 
 def keys_by_hand(tokens: list[int], seed: bytes = b"") -> np.ndarray:
-    """SGLang's chain of page hashes, made with hashlib, as index keys."""
+    """The index keys of SGLang's chain of page hashes, computed with hashlib."""
     chain, prior = EngineKeyChain(NAMESPACE, 0), seed
     for block in range(len(tokens) // BLOCK_TOKENS):
         content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
@@ -86,7 +86,7 @@ def test_keys_grow_with_the_request_and_follow_a_session_that_takes_tokens_back(
 
 
 def test_a_session_that_takes_an_image_later_has_no_keys_from_there_on(make_engine: Make) -> None:
-    """vLLM appends a streaming session's images to the list that the request had from its beginning."""
+    """vLLM appends a streaming session's images to the list that the request has had from the beginning."""
     engine = make_engine(**COMMON)
     request = make_request(PROMPT[:8], "one")
     tracker = engine.side.requests.of(request)
@@ -137,7 +137,7 @@ def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
     settings = load_config(COMMON, {})
     other = EngineArguments.of(arguments(model=str(folder)))
     assert namespace_of_tensorrt_llm(other, settings, 16, "float16") == vllm(folder)
-    # Neither the engines' own views of the model's file nor the size of the pool matters.
+    # Neither the engine's own reading of the model's file nor the size of the pool changes the namespace.
     assert vllm(folder, one_group(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
     # Keys of the engines' own schemes are in other namespaces.
     engine = load_config({}, {})
@@ -233,7 +233,7 @@ def test_lazy_stores_that_become_eager_for_want_of_hashes_have_common_keys(
     described.parallel_config = SimpleNamespace(data_parallel_index=0, tensor_parallel_size=1)
     asked = load_config(COMMON | {"store.mode": "lazy"}, {})
     settings = with_possible_modes(asked, described)
-    if hashes:  # the control: stores that stay lazy, whose keys cannot be made
+    if hashes:  # the control: stores stay lazy, and no common keys can be computed from vLLM's hashes
         with pytest.raises(ConfigError, match="needs store"):
             EngineSpec.of(described, GEOMETRY, settings, EngineRole())
         return

@@ -1,4 +1,6 @@
-"""flexkv's connector against vLLM's calls. tests/engines_vllm33 compares the table of 0.33 with that version."""
+"""flexkv's connector has the hooks that vLLM calls, with the parameters that vLLM passes. tests/engines_vllm33 compares
+the table for 0.33 with that version.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ OURS_IN_ANY_VERSION = ("unregister_kv_caches", "restore_kv_caches")
 
 
 class In033(FlexKVConnector):
-    """flexkv's class with the hooks that 0.33 adds, which the installed version may lack."""
+    """flexkv's class with the hooks that vLLM 0.33 adds. With an older vLLM, flexkv's class does not have them."""
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -45,13 +47,13 @@ def test_the_connector_has_what_no_version_does_for_it(hook: str) -> None:
 def test_control_a_hook_with_other_parameters_is_found() -> None:
     class Wrong(In033):
         def start_load_kv(self, forward_context: Any) -> None:  # type: ignore[override]
-            """Lacks `**kwargs`."""
+            """Has no `**kwargs`."""
 
         def request_finished(self, request: Any) -> None:  # type: ignore[override]
-            """Lacks the blocks."""
+            """Has no parameter for the blocks."""
 
         def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:  # type: ignore[override]
-            """A hook with another name for the last parameter."""
+            """Has another name for the last parameter."""
 
         restore_kv_caches = None  # type: ignore[assignment]
 
@@ -65,7 +67,7 @@ def test_control_a_hook_with_other_parameters_is_found() -> None:
 
 
 def test_the_table_is_what_the_installed_engine_calls() -> None:
-    """The table is right for the installed version; a new version that adds a hook fails here."""
+    """The test fails when a new version of vLLM adds a hook."""
     assert public_hooks(KVConnectorBase_V1) == INTERFACES[MAJOR, MINOR]
     assert sorted(KVConnectorBase_V1.__abstractmethods__) == sorted(ABSTRACT)
     names = dir(KVConnectorBase_V1)
@@ -74,7 +76,7 @@ def test_the_table_is_what_the_installed_engine_calls() -> None:
 
 
 def test_the_connector_serves_several_kv_groups() -> None:
-    """Without `SupportsHMA` vLLM would turn its hybrid KV cache manager off."""
+    """vLLM turns its hybrid KV cache manager off for connectors that do not support `SupportsHMA`."""
     assert issubclass(FlexKVConnector, SupportsHMA)
     finished = KVConnectorBase_V1.request_finished
     assert parameters_of(FlexKVConnector.request_finished_all_groups) == parameters_of(finished)

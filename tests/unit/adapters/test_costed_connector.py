@@ -1,4 +1,4 @@
-"""The clocks of the cost benchmark: every hook has one, and another process can read them."""
+"""The cost benchmark has a clock for every hook, and other processes can read these clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The disk tier under the connector's two sides: later engines are served stored pages, from real slabs."""
+"""The disk tier under both sides of the connector, with real slabs: an engine finds the pages that an earlier engine
+stored.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with a disk tier in the test's folder; each call closes the previous engine."""
+    """Returns a function that makes engines with a disk tier in the test's folder; each call first closes the engine
+    made before.
+    """
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
@@ -83,7 +87,7 @@ def test_every_mode_keeps_everything_over_an_orderly_end(
 
 @pytest.mark.parametrize("mode", ["through", "back", "evict"])
 def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mode: str) -> None:
-    # Bursts of stores need slots that were freed before them: one in 16 is kept free.
+    # A burst of stores can only use slots that are free when it begins; one slot in 16 is kept free for it.
     size = "1MiB" if mode == "evict" else "128KiB"
     engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
     slots = engine.unit.slots
@@ -96,7 +100,7 @@ def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mod
         served.append(engine.run(make_request(prompt(number), f"b{number}")))
         engine.forget()
     if mode == "evict":
-        # Not all pages that leave in one burst are written in time; those that are written are served.
+        # If many pages are evicted at once, some are not written in time. The pages that were written are served.
         assert sum(served) > 0.5 * 20 * prompts
     else:
         assert served == [20] * prompts
@@ -157,7 +161,7 @@ def test_a_damaged_slab_is_computed_again(make_disk_engine: Make, tmp_path: Path
     for number in range(4):
         engine.run(make_request(prompt(number), f"a{number}"))
     engine.close()
-    # Pages of some prompts, and not those of the others.
+    # Damages the pages of some prompts only.
     spoil(tmp_path, range(2, 9))
     engine = make_disk_engine()
     answers = [engine.run(make_request(prompt(number), f"b{number}")) for number in range(4)]
@@ -176,7 +180,7 @@ def test_a_reset_reaches_the_disk(make_disk_engine: Make) -> None:
     assert engine.run(make_request(PROMPT, "two")) == 0
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
-    # After a reset, only this process is known to have the weights.
+    # After a reset, no other process can know the weights, so pages stored from now on are useless to later engines.
     engine = make_disk_engine()
     assert engine.run(make_request(PROMPT, "four")) == 0
     engine = make_disk_engine()
@@ -303,7 +307,7 @@ def test_what_the_engine_computes_sooner_is_left_to_it(
     assert engine.run(make_request(PROMPT, "two")) == (0 if compute_if_faster else 20)
     left = 5 if compute_if_faster else 0
     assert engine.counters.data.get("flexkv_disk_left_pages_total", {}).get("", 0) == left
-    # The computed pages are in host memory now, and are served from there.
+    # The pages that the engine computed are now in host memory, and are served from it.
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
 

@@ -1,4 +1,6 @@
-"""Blocks promised while they are read from disk, under the connector's two sides, from real slabs."""
+"""With streaming, blocks are promised while they are still read from disk. The tests use both sides of the connector
+and real slabs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MODES = ("async", "sync", "layerwise")
 
 @pytest.fixture
 def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines that stream from the test's folder; each call closes the previous engine."""
+    """Returns a function that makes engines that stream from the test's folder; each call first closes the engine made
+    before.
+    """
     return in_turn(make_engine, tmp_path, **{"disk.stream": True})
 
 
@@ -83,7 +87,7 @@ def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Pa
     engine.drain()
     assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
     engine.forget()
-    # The recomputed pages were stored again.
+    # The pages that the engine computed again were stored again.
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert len(engine.invalid) == 5
 
@@ -130,7 +134,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     make_streaming: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
-    # The load's deadline is an hour: only the rejected read can end it here.
+    # The load's deadline is an hour, so only the rejected read can end the load here.
     engine = make_streaming(**{"load.deadline_s": 3600})
     driver = engine.unit.driver
     monkeypatch.setattr(driver._planes[DISK], "submit", lambda graph: None)
@@ -153,7 +157,9 @@ def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pyte
 
 
 def test_pages_of_another_units_folder_are_streamed_too(make_streaming: Make, tmp_path: Path) -> None:
-    """Under the common key scheme, a damaged page is reported to the engine, which computes it."""
+    """With the common key scheme, flexkv also streams pages that it finds in another unit's folder. If such a page is
+    damaged, the engine is told, and computes it.
+    """
     common = {"keys.scheme": "common", "host.verify": True}
     make_streaming(**common).run(make_request(PROMPT, "one"))
     make_streaming(**common, **{"disk.folders": str(tmp_path / "elsewhere")})

@@ -1,4 +1,4 @@
-"""Engines and models that are refused at their start, and the words of the refusal."""
+"""Engines and models that flexkv refuses at their start, and the words of the refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parallel(**fields: Any) -> Any:
 
 
 class Model(SimpleNamespace):
-    """The parts of a model's configuration that vLLM's own decisions depend on."""
+    """The attributes of a model's configuration from which vLLM decides whether it caches prefixes."""
 
     is_diffusion = ModelConfig.is_diffusion
     is_prefix_caching_supported = ModelConfig.is_prefix_caching_supported
@@ -55,7 +55,7 @@ def model(
     attention: str = "decoder", pooling: tuple[str | None, str | None] | None = None, **config: Any
 ) -> Any:
     """Args:
-    pooling: the poolers for sequences and for tokens; None for a model that generates.
+    pooling: the types of the poolers for sequences and for tokens. None for a model that generates text.
     """
     pooler = pooling and SimpleNamespace(seq_pooling_type=pooling[0], tok_pooling_type=pooling[1])
     hf_config = SimpleNamespace(**config)
@@ -152,7 +152,7 @@ def test_a_connector_that_is_gone_is_not_counted() -> None:
 
 
 class Layer(AttentionLayerBase):
-    """An attention layer with nothing but its backend."""
+    """An attention layer that has only a backend."""
 
     def __init__(self, backend: type[Any]) -> None:
         self.backend = backend
@@ -169,8 +169,8 @@ class Layer(AttentionLayerBase):
 def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
-    """The names are those that vLLM's own condition compares. The control: without the mode, or with another backend,
-    the engine is not refused.
+    """vLLM's own condition compares the same names. The control: without the mode, or with another backend, flexkv does
+    not refuse the engine.
     """
     condition = inspect.getsource(attention), inspect.getsource(mla_attention)
     assert all(

@@ -1,4 +1,4 @@
-"""flexkv's reports to vLLM: KV events and metrics."""
+"""What flexkv reports to vLLM: KV events and metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = list(range(100, 112))
 
 
 def taken(engine: MiniEngine) -> list[Any]:
-    """KV cache events since the last call."""
+    """Returns the KV cache events since the last call."""
     assert engine.side.events is not None
     return engine.take_events()
 
@@ -101,7 +101,9 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
-    """One op of a store goes to disk, and is not announced; the other goes to host memory."""
+    """A store has two ops: one writes to disk, and its blocks are not announced; the other copies to host memory, and
+    its blocks are.
+    """
     geometry = PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)
     host: Any = SimpleNamespace(in_use=True)
     log, keys = EventLog(geometry, bytes(32), host), chain(4)
@@ -189,7 +191,7 @@ def test_every_series_is_exported_at_zero_before_anything_happens() -> None:
             for values in itertools.product(*(values for _, values in metric.labels)):
                 labels = {"model": "m", "engine": engine, **dict(zip(names, values, strict=True))}
                 assert (f"vllm:{metric.name}", frozenset(labels.items())) in exported
-    # No series appears twice: later counts go to the same series.
+    # Later counts are added to the same series; no series appears twice.
     counters = Counters()
     counters.add("flexkv_failed_pages_total", 2, direction="store", reason="deadline")
     metrics.observe(counters.data, 1)

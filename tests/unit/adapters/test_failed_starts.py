@@ -1,4 +1,4 @@
-"""A start that fails leaves its process unchanged: the next engine there does not count as a second one."""
+"""A start that fails changes nothing in its process: the next engine there is not refused as a second one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ PROMPT = list(range(10, 40))
 
 
 class KeptRunner(model_runners.RunnerV1):
-    """The process keeps its connector, as vLLM does, even before the connector registers the KV cache."""
+    """Keeps its connector in vLLM's global variable, as vLLM does, and sets it before the connector registers the KV
+    cache.
+    """
 
     def __init__(self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, Any]) -> None:
         assert not has_kv_transfer_group(), "vLLM would go on with the connector of another engine"
@@ -33,7 +35,9 @@ class KeptRunner(model_runners.RunnerV1):
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScheduledEngine]]:
-    """Starts an engine in this process; engines that a test leaves running are closed after it."""
+    """Returns a function that starts an engine in this process. Engines that are still running after the test are then
+    closed.
+    """
     monkeypatch.setitem(model_runners.RUNNERS, "kept", KeptRunner)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     engines: list[ScheduledEngine] = []
@@ -53,7 +57,7 @@ class Misshaped(WorkerSide):
 
 
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
-    """The error of this kind, and arguments with which a start fails with it."""
+    """Arguments with which a start fails in the way of `kind`, and the type of the error."""
     (folder / "file").write_text("")
     starts: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),

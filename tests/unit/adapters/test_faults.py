@@ -1,4 +1,4 @@
-"""Copies fail, stall or come late: no wrong byte is served, and each report is made exactly once."""
+"""If copies fail, stall or are late, no wrong byte is served, and every report is made exactly once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     engine.finish("one")
-    # Needs six of seven blocks, so that the stalled store's source is overwritten.
+    # This request needs six of seven blocks, so it overwrites blocks that the stalled store still reads.
     engine.add(make_request([*range(23)], "two"))
     engine.step()
     worker.movers[0].release()
@@ -173,8 +173,8 @@ def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
 
 
 def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine: Make) -> None:
-    """The load under way is reported once its copies have stopped; the loads behind it, whose copies have not begun,
-    are reported at their deadline.
+    """The load whose copies are in flight is reported when they have stopped. The loads queued behind it, whose copies
+    have not begun, are reported at their deadline.
     """
     engine, slow, requests = four_loads(make_engine, PROMPT, **{"load.deadline_s": 0.05})
     names = [request.request_id for request in requests]
@@ -192,7 +192,7 @@ def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_client_that_hangs_up_while_its_load_runs_is_no_failure(make_engine: Make, fails: bool) -> None:
-    """With `fails`, the control, its copies fail instead of a client disconnecting."""
+    """With `fails`, the control, the load's copies fail, and no client disconnects."""
     slow = faulty_worker(testing_ext.FaultRule(FAIL if fails else STALL, kind=H2D, times=1))
     engine = stored_engine(make_engine, PROMPT, worker_class=slow)
     engine.add(make_request(PROMPT, "two"))

@@ -1,4 +1,4 @@
-"""Everything that changes the KV changes the namespace, and nothing else does."""
+"""Everything that changes the KV changes the namespace; nothing else does."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def ngram(method: str = "ngram") -> Any:
 
 
 def draft(folder: Path, content: bytes = b"d", text: TextConfig | None = None, **changes: Any) -> Any:
-    """A draft model with its own weights."""
+    """A speculative configuration whose draft model has its own weights."""
     place = folder / f"draft-{content.hex()}"
     place.mkdir(exist_ok=True)
     (place / "pytorch_model.bin").write_bytes(content * 5000)
@@ -123,7 +123,7 @@ def test_what_changes_the_kv_changes_the_namespace(folder: Path, changes: dict) 
 
 
 def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
-    """Some engines have pages of the same size, so only the key tells them apart."""
+    """For some of these types the pages have the same size, so only the keys tell them apart."""
     ways: list[dict[str, Any]] = [
         {"cache_dtype": dtype, "skipped": skipped}
         for dtype in (
@@ -154,7 +154,7 @@ def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
     ],
 )
 def test_the_longest_request_decides_the_factors_of_long_rope(folder: Path, rope: dict[str, Any]) -> None:
-    """vLLM uses the long factors for all positions if requests may exceed the length of the original training."""
+    """If requests may be longer than the model's original context, vLLM uses the long factors for all positions."""
     text = TextConfig(**rope)
     short, long = (namespace(folder, text=text, max_tokens=tokens) for tokens in (4096, 4097))
     assert short != long
@@ -208,7 +208,7 @@ def test_weights_that_samples_name_are_read_whole(folder: Path) -> None:
     assert content(folder).paths == (str(folder),)
     assert content(folder, draft=ngram()).paths == (str(folder),)
     assert content(folder, draft=eagle).paths == (str(folder), place)
-    # The user names the model, but not the draft.
+    # The user gave the model a name, but not the draft model.
     named = {"identity.model": "v2"}
     assert content(folder, extra=named) == NAMED
     assert content(folder, extra=named, draft=eagle).paths == (place,)
@@ -228,7 +228,7 @@ def test_a_branch_of_the_hub_is_told_apart_by_its_commit(folder: Path) -> None:
     hub: dict[str, Any] = {"model": "owner/name", "revision": "main"}
     assert namespace(folder, **hub, commit="a" * 40) != namespace(folder, **hub, commit="b" * 40)
     assert namespace(folder, **hub, commit="a" * 40) == namespace(folder, **hub, commit="a" * 40)
-    # A folder is identified by its content, whatever was resolved.
+    # A folder is identified by its content, even if a commit was resolved.
     assert namespace(folder, commit="a" * 40) == namespace(folder)
 
 

@@ -1,5 +1,5 @@
-"""Copies that wait for a running forward pass, and copies that do not: on a fake GPU, whose stream stops while a test
-holds it, under both of vLLM's model runners.
+"""Which copies wait for a running forward pass, and which do not. The tests use a fake GPU on which a test can hold the
+forward pass, with both of vLLM's model runners.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ OTHER = list(range(60, 97))
 
 
 class GpuEngine(ScheduledEngine):
-    """An engine on the fake GPU `world`."""
+    """An engine whose KV memory is on the fake GPU `world`."""
 
     world: FakeGpuWorld
 
     def copies_end(self, wait_s: float) -> bool:
-        """Whether all submitted copies end within that time."""
+        """Whether all submitted copies end; waits at most this long for each."""
         ops = self.worker.worker._ops
         return all(ops.engine.wait(op.ticket, wait_s) for op in ops._ops.values())
 
@@ -63,7 +63,7 @@ def make_engine(
 
 
 def load_beside_a_forward(engine: GpuEngine) -> None:
-    """Orders an async load in a step whose forward pass, for another request, is then held."""
+    """Orders an async load in a step whose forward pass, for another request, the test holds."""
     engine.run("one", PROMPT)
     engine.forget()
     engine.add("busy", OTHER, output=20)
@@ -105,9 +105,9 @@ def test_control_behind_all_that_the_stream_was_given_it_waits(
 def test_loads_wait_where_the_runner_touches_new_blocks(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, spared: bool
 ) -> None:
-    """The runner clears the blocks of a load. vLLM's own runner promises not to; with `spared`, the control, flexkv
-    trusts that promise although this runner breaks it. V2 clears before its first hook, so for V2 trusting it is
-    harmless.
+    """This runner clears the blocks of a load, although vLLM's own runner promises not to. With `spared`, the control,
+    flexkv trusts the promise, and the runner clears loaded KV. This does no harm under V2, which clears blocks before
+    it calls its first hook.
     """
     engine = make_engine()
     scheduler: Any = engine.scheduler
@@ -125,18 +125,18 @@ def test_loads_wait_where_the_runner_touches_new_blocks(
 
 
 MANY = {f"r{n}": [10 + n] * 13 for n in range(4)}
-"""Requests with more stores than one direction of the lane processes at a time."""
+"""Requests whose stores are more than one direction of the lane processes at a time."""
 
 
 def reuse_under_a_forward(engine: GpuEngine, late_copies: bool = False) -> bool:
-    """Aborts requests while their forward runs; the next step writes their blocks.
+    """Aborts requests while their forward pass runs. The next step writes to their blocks.
 
     Args:
-        late_copies: no copy runs before that step's forward pass has run; if the forward pass waits for the copies,
-            this never ends.
+        late_copies: whether all copies are held until the next step's forward pass has run. If that pass waits for the
+            copies, the function never returns.
 
     Returns:
-        Whether the worker's thread returned while the first forward pass still ran.
+        Whether the worker's thread returned from the step while the first forward pass was still running.
     """
     world = engine.world
     world.hold()
@@ -170,7 +170,7 @@ SMALL: dict[str, Any] = {"blocks": 20, "step_tokens": 128, "store.max_reference_
 def test_a_long_forward_neither_stalls_the_worker_nor_loses_a_page(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A wait for the forward pass would now last until it ends.
+    # With this limit, a wait for the forward pass would last until the pass ends.
     monkeypatch.setattr(worker, "REUSE_WAIT_S", LONG_S)
     engine = make_engine(**SMALL)
     assert reuse_under_a_forward(engine)
@@ -195,9 +195,7 @@ def test_control_a_wait_for_the_copies_stalls_the_worker(
 
 
 def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stops after the step that stores a block filled by earlier forward passes, with the step's own forward pass
-    held.
-    """
+    """Runs until a step stores a block that earlier forward passes filled. The step's own forward pass is held."""
     engine.add("one", PROMPT, output=40)
     manager: Any = engine.connector.scheduler.unit.manager
     for _ in range(4):
@@ -250,7 +248,9 @@ def test_control_a_block_that_the_forward_fills_waits_for_it(make_engine: Make) 
 def test_a_store_does_not_wait_for_what_follows_the_forward(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, hooked: bool
 ) -> None:
-    """Model Runner V2 calls `wait_for_save` after sampling, V1 before it; the control lacks V2's hook."""
+    """Model Runner V2 calls `wait_for_save` after sampling, V1 before it. In the control, V2's connector lacks the hook
+    that V2 calls after the forward pass.
+    """
     engine = make_engine()
     if not hooked:
         monkeypatch.setattr(type(engine.worker), "finish_forward", nothing)

@@ -1,4 +1,6 @@
-"""GDS loads from real slabs, under the connector's two sides, in plain memory."""
+"""Loads from real slabs that bypass host memory (GDS), under both sides of the connector. The engine's pool is plain
+memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with GDS loads from the test's folder; each call closes the previous engine."""
+    """Returns a function that makes engines with GDS loads from the test's folder; each call first closes the engine
+    made before.
+    """
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on"})
 
 
@@ -54,7 +58,7 @@ def test_every_rank_loads_its_own_stripe(
 
 
 def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
-    """The prefix's pages in host memory are loaded from there, in one job with the pages that follow on disk."""
+    """One load job brings the first pages of the prefix from host memory, and the following ones from disk."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
@@ -111,7 +115,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
     assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
     assert gds_pages(engine) == 5
     assert engine.invalid == set()
-    # Without an explicit setting, no step waits for a disk.
+    # With "auto", GDS is off in this mode, because a step would wait for a disk.
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: True)
     assert make_gds(**{"load.mode": mode, "disk.gds": "auto"}).unit.slabs is None
 
@@ -120,7 +124,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
 def test_by_layer_host_pages_and_those_on_disk_in_one_load(
     make_gds: Make, tmp_path: Path, damaged: bool
 ) -> None:
-    """Each layer is waited for, both for pages in host memory and for pages on disk."""
+    """The forward pass waits at each layer for both kinds of pages: those from host memory and those from disk."""
     layerwise = {"load.mode": "layerwise"}
     engine = make_gds(**layerwise)
     engine.run(make_request(PROMPT, "one"))
@@ -156,7 +160,7 @@ def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
 
 
 def refuse_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Makes the opening of the slabs fail on one rank."""
+    """Makes one rank fail to open the slabs."""
 
     def open_or_refuse(slabs: SlabMap, stripe: int, *args: object, **kwargs: object) -> c_ext.GdsLane:
         if stripe == rank:
@@ -176,7 +180,7 @@ def test_with_auto_a_rank_that_cannot_open_the_slabs_sends_all_loads_through_hos
     refuse_rank(monkeypatch, 1)
     caplog.clear()
     engine = make_gds(**settings, **{"disk.gds": "auto"})
-    # The first load may be planned before the ranks have reported: it is computed, and no page is dropped.
+    # The first load may be planned before the ranks have reported. The engine then computes it; no page is dropped.
     engine.run(make_request(PROMPT, "two"))
     assert gds_pages(engine) == 0
     assert disk_tier(engine.unit.manager).counts.failed_reads == 0
@@ -221,7 +225,7 @@ def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) ->
     assert gds_pages(engine) == 0
     assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
     engine.forget()
-    # The recomputed pages were stored again, on disk too.
+    # The pages that the engine computed again were stored again, also on disk.
     engine = make_gds()
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert gds_pages(engine) == 5
@@ -233,7 +237,7 @@ def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: P
     (row,) = engine.unit.slabs.disks[0]
     engine = make_gds()
     assert engine.add(make_request(PROMPT, "two")) == 20
-    # Truncated only now, because a slab that is too short at the start is made anew.
+    # The slab is truncated only now, because at a start a slab that is too short is replaced.
     os.truncate(row.path, row.header_bytes + 2 * row.slot_bytes)
     engine.end_load("two")
     assert 0 < len(engine.invalid) <= 3
@@ -257,7 +261,7 @@ def test_a_request_that_ends_while_its_pages_are_loaded(make_gds: Make) -> None:
     engine = make_gds()
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
-    loading = engine.live["two"].waiting_for_load  # it may have ended within the step
+    loading = engine.live["two"].waiting_for_load  # False if the load has ended within the step
     blocks = engine.finish("two")
     engine.until(lambda: engine.unit.manager.inflight_ops() == 0)
     if loading:
@@ -302,7 +306,7 @@ def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
 def test_with_auto_slabs_that_nothing_reaches_straight_are_left(
     monkeypatch: pytest.MonkeyPatch, refusal: str
 ) -> None:
-    """The machine may promise direct I/O that its disks do not offer."""
+    """The machine may seem to offer direct I/O that its disks do not support."""
     lane: Any = SimpleNamespace(direct_refusal=refusal, close=lambda: closed.append(True))
     closed: list[bool] = []
     monkeypatch.setattr("flexkv.adapters.common.rank_lanes.cuda_device_of", lambda tensors: 0)

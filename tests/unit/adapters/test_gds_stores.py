@@ -1,4 +1,6 @@
-"""GDS stores to real slabs, under the connector's two sides, in plain memory."""
+"""Stores to real slabs that bypass host memory (GDS), under both sides of the connector. The engine's pool is plain
+memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with GDS stores to the test's folder; each call closes the previous engine."""
+    """Returns a function that makes engines with GDS stores to the test's folder; each call first closes the engine
+    made before.
+    """
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on", "disk.gds_stores": True})
 
 
@@ -37,7 +41,7 @@ def on_disk(engine: MiniEngine) -> int:
 
 
 def found_on_disk(engine: MiniEngine) -> int:
-    """Blocks of PROMPT that a lookup would find on disk."""
+    """Number of PROMPT's blocks that a lookup would find on disk."""
     return len(disk_tier(engine.unit.manager).leading(0, engine.keys_of(make_request(PROMPT, "x"))))
 
 
@@ -55,7 +59,7 @@ def test_every_rank_stores_its_own_stripe(
     engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 20
-    # They are also served by the next process, and by one that reads through host memory.
+    # The next engine also finds these pages, and so does an engine that reads through host memory.
     engine = make_gds(**settings)
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert gds_pages(engine, "read") == 5
@@ -123,8 +127,9 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
 
 
 def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds: Make) -> None:
-    """A failed read on a rank is a SOURCE failure, so the manager's lane checks the pages first. Later writes extend
-    the file, and the stored pages are there, byte for byte."""
+    """A failed read on a rank counts as a failure of the source, so the manager's lane checks the pages before they are
+    read again. Later writes extend the file again, and the stored pages are correct, byte for byte.
+    """
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     (row,) = engine.unit.slabs.disks[0]

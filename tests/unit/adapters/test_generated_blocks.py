@@ -1,5 +1,5 @@
-"""Generated blocks are offered some at a time. A request without a block to offer is skipped: the length at which it
-next has one is recorded, and the record is dropped when blocks are offered again.
+"""Generated blocks are offered several at a time. Until a request has enough of them, steps skip it: flexkv records the
+length at which the request's next blocks are due, and deletes this record when blocks are offered again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def stored_pages(engine: MiniEngine) -> int:
 
 
 def tracker_of_a_prompt(engine: MiniEngine) -> RequestTracker:
-    """The tracker of a request whose prompt has been stored."""
+    """Runs a request until its prompt has been stored. Returns the request's tracker."""
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     tracker = engine.side.requests.live["one"]
@@ -54,7 +54,7 @@ def test_a_step_looks_at_no_table_of_a_request_without_a_block_to_offer(
     monkeypatch.setattr(EagerStores, "_certain_end", look)
     decode()
     assert not looks
-    tracker.next_offer = 0  # the control
+    tracker.next_offer = 0  # the control: the length counts as reached
     decode()
     assert looks
 
