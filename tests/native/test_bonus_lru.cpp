@@ -1,5 +1,5 @@
-// What bonus_lru adds to LRU: when a block that was hit is evicted, and how a chain of blocks with and
-// without hits is kept.
+// What bonus_lru adds to LRU: a block that was hit is evicted later. Also in which order it evicts a chain of
+// which some blocks were hit.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -25,7 +25,7 @@ struct BonusIndex : BlockIndex {
 
   void use(std::span<const BlockKey> wanted, bool hit) { flexkv::use(*this, wanted, hit); }
 
-  // Stores `others` other blocks, one by one. Returns how many of these are left.
+  // Stores `others` new blocks, one by one. Returns how many of the blocks `of` are still cached.
   size_t left_after(size_t others, std::span<const BlockKey> of) {
     for (size_t i = 0; i < others; ++i) store(keys(1, ++seed_));
     check_integrity({});

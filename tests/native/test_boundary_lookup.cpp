@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kNoLimit = SIZE_MAX;
 
-// One request of several groups, each of whose pages may be in either of two tiers, in both or in none.
+// A request with pages in several groups. A page may be in either of two tiers, in both or in neither.
 struct Request {
   std::vector<GroupRule> rules;
   uint64_t alignment;
@@ -45,7 +45,8 @@ struct Request {
     present[group][page] = true;
   }
 
-  // The expected result, page by page from the definition of the rules.
+  // Whether tokens [start, end) can be restored: the expected result, found page by page from the definition
+  // of the rules.
   bool restores(uint64_t start, uint64_t end) const {
     for (size_t group = 0; group < rules.size(); ++group) {
       for (size_t page = rules[group].first_page(start, end); page < end / rules[group].block_tokens;

@@ -1,5 +1,5 @@
-// The code of the copy kernel and of the rotation kernel, run on the CPU with all warps at once and compared
-// with the CPU's own code; and how many blocks they are launched with.
+// The copy kernel and the rotation kernel, run on the CPU with all warps at once and compared with the CPU's
+// own code. Also with how many blocks they are launched.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "emulated_cuda.h"
-// These must come after emulated_cuda.h, in whose language they are written.
+// These headers must come after emulated_cuda.h, which defines the CUDA names that they use.
 #include "cuda/copy_kernel.cuh"
 #include "rope/rotate.h"
 #include "rope/rotate_dispatch.h"
@@ -31,7 +31,8 @@ ByteVector random_bytes(size_t count, uint32_t seed) {
   return bytes;
 }
 
-// Two layers of four blocks, and pages of two of them, `skew` bytes past an aligned address.
+// A pool with two layers of four blocks, and pages of two of the blocks in host memory. The addresses are
+// `skew` bytes past aligned ones.
 struct CopyWorld {
   CopyWorld(int64_t run, int64_t skew)
       : pool(static_cast<size_t>(8 * (run + skew) + 64)), pages(static_cast<size_t>(4 * run + 64)) {
@@ -46,8 +47,8 @@ struct CopyWorld {
     where = {{2, at(pages)}, {0, at(pages) + static_cast<uintptr_t>(2 * run)}};
   }
 
-  // Whether the kernel, with its tables in memory or in the launch, leaves the same bytes everywhere as plain
-  // copies of whole runs.
+  // Whether the kernel leaves the same bytes everywhere as plain copies of complete runs. `with_launch`: the
+  // kernel gets its tables in the launch instead of in memory.
   bool copies_alike(bool to_device, bool with_launch) {
     const ByteVector pool_before = random_bytes(pool.size(), 1), pages_before = random_bytes(pages.size(), 2);
     std::copy(pool_before.begin(), pool_before.end(), pool.begin());
@@ -86,7 +87,8 @@ struct CopyWorld {
   std::vector<cuda::CopyPage> where;
 };
 
-// Rows to rotate, to copy and to zero, from one pool to another, `skew` bytes off the alignment of vectors.
+// Rows that are rotated, copied or zeroed on their way from one pool to another. The pools' addresses are
+// `skew` bytes off the alignment of vectors.
 template <typename Kind>
 struct RotationWorld {
   using Element = typename Kind::Element;
@@ -139,7 +141,7 @@ struct RotationWorld {
     return bytes;
   }
 
-  // The rows point into this object's own memory, so it must not be copied.
+  // The rows point into this object's own memory, so the object must not be copied.
   RotationWorld(const RotationWorld&) = delete;
   RotationWorld& operator=(const RotationWorld&) = delete;
 
@@ -188,15 +190,15 @@ TEST_CASE(
 
 namespace {
 
-// What a forward pass on another stream saw of a load of two layers, and the bytes that the kernel left.
+// What a forward pass beside a load of two layers saw of it, and whether the kernel's counters ended right.
 struct LayersSeen {
-  bool early = false;   // a layer's wait had ended, but its bytes were missing
-  bool beside = false;  // the first layer's wait had ended before the kernel copied the second layer
+  bool early = false;   // a wait for a layer had ended, but the layer's bytes were missing
+  bool beside = false;  // the wait for the first layer had ended before the kernel counted the second
   bool counted = false;
 };
 
-// `counted_before`: number of warps that are counted already. `first_is_empty`: the first layer's chunks
-// belong to the second stage.
+// `counted_before`: how many warps the first stage's counter counts before the kernel starts.
+// `first_is_empty`: the first layer's chunks belong to the second stage, so that the first stage has none.
 LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   CopyWorld world(73728, 0);
   const ByteVector pages = random_bytes(world.pages.size(), 2);
@@ -204,7 +206,7 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   const auto half = static_cast<int32_t>(world.chunks.size() / 2);
   const std::array<int32_t, 2> stage_ends{first_is_empty ? 0 : half, 2 * half};
   std::array<uint32_t, 2> warps{counted_before, 0};
-  uint32_t passed = 0xFFFFFFFF;  // it wraps around
+  uint32_t passed = 0xFFFFFFFF;  // the first stage that is counted wraps it around to 0
   cuda::CopyJob job{world.chunks.data(), world.where.data(), 2 * half,
                     static_cast<int32_t>(world.where.size()), true};
   job.stage_ends = stage_ends.data();
@@ -216,8 +218,8 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
       cuda::wait_kernel(&passed, layer);
       if (layer == 0) seen.beside = cuda::read_word(&passed) == 0;
       const Segment& segment = world.segments[layer];
-      // Preventing the race that ThreadSanitizer would report is the task of the fences, which the emulation
-      // lacks.
+      // Under ThreadSanitizer the bytes are not compared. It would report a race that CUDA's fences prevent,
+      // which the emulation does not have.
       for (const cuda::CopyPage& page : kThreadSanitizer ? std::vector<cuda::CopyPage>{} : world.where) {
         const auto* from =
             reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
@@ -232,7 +234,8 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   return seen;
 }
 
-// Whether that happens in at least one of several rounds: it depends on the order in which threads run.
+// Whether `check` holds in at least one of several rounds. One round is not enough, because the result
+// depends on the order in which the threads run.
 template <typename Check>
 bool in_some_round(const Check& check) {
   for (int round = 0; round < 100; ++round) {
@@ -289,7 +292,7 @@ TEST_CASE("a launch takes one full block a multiprocessor, and no more than its 
   CHECK(blocks_for(1, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(32, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(33, kFullBlockThreads, 8) == 2);
-  // Eight multiprocessors get eight blocks of 1,024 threads, whatever the amount of work.
+  // If there is more work, eight multiprocessors still get only eight blocks of 1,024 threads.
   for (const int64_t items : {int64_t{8 * 32}, int64_t{8 * 32 + 1}, int64_t{1} << 40, INT64_MAX}) {
     CHECK(blocks_for(items, kFullBlockThreads, 8) == 8);
   }

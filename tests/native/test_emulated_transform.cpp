@@ -1,9 +1,8 @@
-// The code of the transform kernel, run on the CPU with all warps at once and compared with the CPU's
-// transform.
+// The transform kernel, run on the CPU with all warps at once and compared with the CPU's own transform.
 #include <doctest/doctest.h>
 
 #include "emulated_cuda.h"
-// It must come after emulated_cuda.h, in whose language it is written.
+// This header must come after emulated_cuda.h, which defines the CUDA names that it uses.
 #include "gds/transform/kernel.cuh"
 #include "gds/transform/tables.h"
 #include "soak.h"
@@ -14,7 +13,7 @@ using namespace flexkv;
 
 namespace {
 
-// Few, because each is a thread of the operating system.
+// Small numbers, because each CUDA thread is a thread of the operating system.
 constexpr unsigned kBlocks = 2, kBlockThreads = 64;
 
 void run_transform(const TransformBatch& batch) {
@@ -33,7 +32,7 @@ std::shared_ptr<TransformDevice> emulated_device() {
   return transform_device_of("host, as a GPU would", &run_transform);
 }
 
-// Whether the kernel writes the same bytes and digests into the slots as the CPU.
+// Whether the kernel writes the same bytes and digests into the slots as the CPU's transform.
 bool stores_alike(TransformWorld& world) {
   put(world.slots, random_bytes(world.slots.size(), 2));
   world.move(*host_transform_device(), false);
@@ -43,7 +42,8 @@ bool stores_alike(TransformWorld& world) {
   return world.slots == expected;
 }
 
-// Whether the kernel copies them back, finds every digest right, and touches nothing else.
+// Whether the kernel copies the slots' bytes back into the pool, finds every digest right, and changes
+// nothing else.
 bool loads_alike(TransformWorld& world) {
   const ByteVector before = random_bytes(world.pool.size(), 3);
   put(world.pool, before);
@@ -55,7 +55,8 @@ bool loads_alike(TransformWorld& world) {
          result.bad_run == std::vector<int32_t>(static_cast<size_t>(world.num_blocks), kNoBadRun);
 }
 
-// Digests the bytes in the pool into slots, by the kernel or lane by lane on the CPU.
+// Writes digests of the bytes in the pool into a copy of the slots, and returns it. `emulated`: the kernel
+// makes the digests; otherwise they are made lane by lane on the CPU.
 ByteVector digests_in_pool(const TransformWorld& world, bool emulated) {
   const TransformTables tables(*world.map, false);
   ByteVector slots = world.slots;
@@ -97,7 +98,7 @@ TEST_CASE("emulated: the transform kernel digests and verifies in the pool") {
   world.move(*host_transform_device(), false);
   const ByteVector by_kernel = digests_in_pool(world, true);
   CHECK(by_kernel == digests_in_pool(world, false));
-  CHECK(by_kernel == world.slots);  // the same digests as those of the copy
+  CHECK(by_kernel == world.slots);  // the digests that were made while copying are the same
 }
 
 TEST_CASE("emulated: the transform kernel names the run with a flipped byte") {

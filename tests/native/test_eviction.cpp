@@ -30,7 +30,7 @@ std::vector<BlockKey> reversed(std::vector<BlockKey> of) {
   return of;
 }
 
-// All operations on a cache, in random order.
+// Runs all operations of a block index in random order.
 void take_random_steps(const PolicyKind& policy) {
   std::mt19937 random(15);
   BlockIndex index({300, 100}, policy, 7);
@@ -109,7 +109,7 @@ void take_random_steps(const PolicyKind& policy) {
   }
 }
 
-// Records the arguments of each call.
+// A policy that records the arguments of each call.
 class Recorder final : public EvictionPolicy {
  public:
   explicit Recorder(const PolicyRoom& room) : room_(room) { last = this; }
@@ -187,7 +187,7 @@ TEST_CASE("a chain is found as one walk after every policy admitted it") {
     const auto chain = keys(64, 2);
     const auto entries = store(index, chain);
     use(index, chain);
-    // The chain is evicted from its end, block by block, because it is in order in one list.
+    // The policy keeps the chain in order in one list, so the index evicts it from its end, block by block.
     CHECK(index.evict(0, 64) == reversed(chain));
     CHECK(std::is_sorted(entries.begin(), entries.end()));
   }
@@ -206,7 +206,7 @@ TEST_CASE("a policy is told of hits, misses and what left, and why") {
   CHECK(told.hits == std::vector<bool>{false, true});
 
   index.touch(entries, 2);
-  CHECK(told.hits == std::vector<bool>{false, true, false, true});  // from the end on
+  CHECK(told.hits == std::vector<bool>{false, true, false, true});  // touch() reports the chain's end first
 
   CHECK(index.evict(0, 1) == std::vector<BlockKey>{chain[2]});
   CHECK(told.evicted_hashes == std::vector<uint32_t>{first_hashes[2]});
@@ -256,9 +256,9 @@ TEST_CASE("two queues and ghosts: a scan displaces what came once, and not what 
     index.grow(0, 8);
     const auto wanted = keys(4, 8);
     store(index, wanted);
-    store(index, keys(8, 9));  // makes ghosts of them
+    store(index, keys(8, 9));  // evicts `wanted`, whose keys become ghosts
     CHECK(match(index, wanted).empty());
-    store(index, wanted);  // they come back
+    store(index, wanted);  // `wanted` comes back
     for (uint64_t scan = 10; scan < 26; ++scan) store(index, keys(1, scan));
     CHECK(match(index, wanted).size() == (with_ghosts ? 4 : 0));
     index.check_integrity({});

@@ -1,5 +1,6 @@
-// Staged transfers whose pool and slots lie on a fake GPU: the real code's streams, fences, contexts and
-// captures, with the kernel's work done lane by lane. Nothing here ran on a GPU.
+// Staged transfers whose pool and slots are in the memory of a fake GPU. They use the product's streams,
+// fences, contexts and captures; the kernel's work is done lane by lane on the CPU. Nothing here ran on a
+// GPU.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -38,7 +39,8 @@ std::string launch(const TransformBatch& batch, TransformGrid, int multiprocesso
   return {};
 }
 
-// Records which device was current when memory was registered, deregistered and used; refuses on request.
+// Records which device was current when memory was registered and deregistered, and checks the current device
+// at each transfer. `refusal`: if not empty, registration fails with this reason.
 class ContextIo : public FileIo {
  public:
   explicit ContextIo(std::shared_ptr<FileIo> inner) : inner_(std::move(inner)) {}
@@ -135,7 +137,7 @@ TEST_CASE("gds on a fake GPU: every byte arrives, on its device alone, beside a 
   CHECK(world.pool == content);
   CHECK(fake_cuda::end_capture(captured));
   fake_cuda::destroy_stream(captured);
-  // There is no context on device 0, and this thread's context has not changed.
+  // flexkv made no context on device 0, and this thread still has no current device.
   CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
   CHECK(fake_cuda::current_device() == -1);
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
@@ -163,7 +165,7 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
   }
   GpuWorld refused;
   refused.io->refusal = "cuFileBufRegister: out of BAR space";
-  CHECK(refused.move(false).ok());  // it works nevertheless
+  CHECK(refused.move(false).ok());  // the transfer works nevertheless
   CHECK(refused.manager->describe().find(
             "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
 }
@@ -171,7 +173,7 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
 TEST_CASE("gds on a fake GPU: a copy without an event behind it has ended all the same when it is told") {
   GpuWorld world;
   std::vector<unsigned char> source(4096, 7), target(4096, 0);
-  CHECK(world.device->copy(target.data(), source.data(), 4096).empty());  // makes the device's stream
+  CHECK(world.device->copy(target.data(), source.data(), 4096).empty());  // makes the stream
   std::fill(target.begin(), target.end(), 0);
   fake_cuda::refuse("cuEventRecord", 1);
   fake_cuda::hold_all(true);
@@ -283,7 +285,7 @@ TEST_CASE("gds on a fake GPU: ranges of layers arrive one by one, each checked b
   world.fill();
   const std::vector<unsigned char> content = world.pool;
   REQUIRE(world.move(false).ok());
-  // The trailers as the sealing of pages writes them: a read of a range reads them again.
+  // Later reads of single ranges of layers use these pages.
   std::vector<StagedPage> pages;
   for (int64_t i = 0; i < GpuWorld::kBlocks; ++i) pages.push_back({i, 0, 0, i * GpuWorld::kImage});
   const auto read = [&](LayerRange layers) {
@@ -300,7 +302,7 @@ TEST_CASE("gds on a fake GPU: ranges of layers arrive one by one, each checked b
   CHECK(layer(world.pool, 1) == std::vector<unsigned char>(layer(content, 1).size(), 0));
   CHECK(read({1, 3}).ok());
   CHECK(world.pool == content);
-  // A byte of layer 2 of page 5 on disk.
+  // Changes a byte of layer 2 of page 5 on disk.
   std::fstream file(world.folder.file("0"), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(5 * GpuWorld::kImage + 2 * GpuWorld::kRun + 17);
   file.put(static_cast<char>(content[(2 * GpuWorld::kBlocks + 5) * GpuWorld::kRun + 17] ^ 1));

@@ -35,7 +35,7 @@ TEST_CASE("staged transfers make one aligned cuFile call a page, into memory reg
   CHECK(read.ok());
   CHECK(read.bounced_calls == 0);
   CHECK(c.world.pool == content);
-  CHECK(fake.calls == 2 * GdsWorld::kBlocks + 2);  // and one read of each file
+  CHECK(fake.calls == 2 * GdsWorld::kBlocks + 2);  // plus one read per file to learn its route
   CHECK(fake.buffers.size() == 1);
   CHECK(c.io->name().find("GPUDirect Storage (nvidia-fs 2.0)") != std::string::npos);
 }
@@ -58,7 +58,7 @@ TEST_CASE("every negative answer and every short one fails its page, by its own 
     CHECK(report.failures[0].reason.find(words) != std::string::npos);
     CHECK(c.transfer(true).ok());
   }
-  // A file that ends early answers 0.
+  // If a file ends early, the read returns 0.
   REQUIRE(truncate(c.files->at(1, 0).path.c_str(), 2 * GdsWorld::kImage) == 0);
   const TransferReport report = c.transfer(true);
   CHECK(report.failures.size() == 4);
@@ -76,7 +76,7 @@ TEST_CASE(
   const TransferReport written = c.manager->transfer(*c.world.map, pages, false);
   CHECK(written.ok());
   CHECK(written.bounced_calls == GdsWorld::kBlocks);
-  CHECK(fake.calls == 2);  // one read of each file, and nothing more
+  CHECK(fake.calls == 2);  // only the one read per file that learns its route
   std::memset(c.world.pool.data(), 0, c.world.pool.size());
   CHECK(c.manager->transfer(*c.world.map, pages, true).ok());
   CHECK(c.world.pool == content);
@@ -101,7 +101,7 @@ TEST_CASE("compatibility mode is said, and never called GPUDirect or direct") {
   const TransferReport report = c.transfer(false);
   CHECK(report.ok());
   CHECK(report.bounced_calls == GdsWorld::kBlocks);
-  CHECK(fake.calls == GdsWorld::kBlocks);  // no file needs a read
+  CHECK(fake.calls == GdsWorld::kBlocks);  // none of the calls is a read to learn a route
 }
 
 TEST_CASE("staging that cuFile does not register works all the same") {
@@ -118,7 +118,7 @@ TEST_CASE("a driver that does not open is an error that says why; without a GPU 
   reset_fake();
   fake.open_error = 5001;
   CHECK_THROWS_WITH_AS(Cufile{fake_table()}, doctest::Contains("5001"), ConfigError);
-  fake.open_error = 5026;  // another user in this process has opened it already
+  fake.open_error = 5026;  // the driver has been opened by another user in this process
   {
     const Cufile opened(fake_table());
   }

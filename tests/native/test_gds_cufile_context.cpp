@@ -25,10 +25,10 @@ TEST_CASE("cufile context: what a machine promises is asked with the device curr
   CHECK(gpudirect_refusal_on(*gpu, open).empty());
   CHECK(opened.device == 1);
   CHECK(opened.mode == cuda::kCaptureRelaxed);
-  CHECK(fake_cuda::current_device() == -1);  // as it was
+  CHECK(fake_cuda::current_device() == -1);  // unchanged
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
   users.emplace();
-  static_cast<void>(open(nullptr));  // the control: opened without one, it has no context
+  static_cast<void>(open(nullptr));  // control: opened without a device, the driver finds no current context
   CHECK(opened.device == -1);
 
   fake.status_flags = 0;

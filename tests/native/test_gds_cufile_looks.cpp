@@ -1,5 +1,5 @@
-// Before its first transfer a manager reads each file once to learn which route cuFile uses for it. The disks
-// may never answer these reads.
+// Before its first transfer a manager reads each file once to learn which route cuFile uses for it. A disk
+// may never answer such a read.
 #include <future>
 #include <thread>
 
@@ -11,7 +11,7 @@ using namespace flexkv;
 
 namespace {
 
-// Unit: bytes. More than the staging of a CufileWorld.
+// Unit: bytes. Larger than the staging buffers of a CufileWorld.
 constexpr size_t kFileBytes = size_t{1} << 20;
 
 template <typename Answer>
@@ -19,7 +19,7 @@ bool came(const std::future<Answer>& answer) {
   return answer.wait_for(to_duration(kGdsGenerousS)) == std::future_status::ready;
 }
 
-// A CufileWorld whose disks hold every read until `disk` is released, and a manager over it. Call
+// A CufileWorld whose disks hold every read until `disk` is released, and a manager that uses them. Call
 // reset_fake() first.
 struct SilentDisks {
   explicit SilentDisks(double stuck_s) {
@@ -32,7 +32,7 @@ struct SilentDisks {
   }
   ~SilentDisks() {
     disk.release();
-    // The two remaining references are the world's manager and its own: the read has dropped its reference.
+    // Two references remain, that of the world and that of its manager, when the read has dropped its own.
     const auto deadline = deadline_in(kGdsGenerousS);
     while (world.io.use_count() > 1 + 1 && seconds_until(deadline) > 0) std::this_thread::yield();
     CHECK(world.io.use_count() <= 1 + 1);

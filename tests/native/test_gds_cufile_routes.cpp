@@ -1,5 +1,5 @@
-// The route of cuFile's calls, for each file and each call: from cuFile's statistics, and "not known" without
-// them.
+// The route of each file's and each call's I/O. It is learned from cuFile's statistics, and is "not known"
+// without them.
 #include <chrono>
 #include <condition_variable>
 #include <thread>
@@ -14,7 +14,7 @@ bool says(const CufileWorld& c, const std::string& words) {
   return c.io->name().find(words) != std::string::npos;
 }
 
-// Writes and reads every block, whose bytes must come back. Returns the report of the read.
+// Writes and reads every block, and checks that its bytes come back. Returns the report of the read.
 TransferReport write_and_read(CufileWorld& c) {
   c.world.fill(3);
   const auto content = c.world.pool;
@@ -26,7 +26,7 @@ TransferReport write_and_read(CufileWorld& c) {
   return read;
 }
 
-// A CufileWatch over a library whose answers a test sets.
+// A CufileWatch over counts that the test sets. `there`: whether the library has counts.
 struct Ops {
   CufileOps now;
   bool there = true;
@@ -42,7 +42,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   fill_files(c);
   fake.posix.insert(c.files->at(1, 0).direct_fd);
   const TransferReport read = write_and_read(c);
-  // Nothing is claimed about calls that overlapped calls on the other file.
+  // The route of a call is not known if it overlapped a call on the other file.
   CHECK(read.bounced_calls <= GdsWorld::kBlocks / 2);
   CHECK(read.bounced_calls + read.unknown_calls >= GdsWorld::kBlocks / 2);
   for (const int32_t disk : {0, 1}) {
@@ -55,7 +55,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   CHECK(says(c, "1 of 2 files by GPUDirect Storage"));
   CHECK(says(c, c.files->at(1, 0).path + " by POSIX calls inside cuFile"));
   CHECK(!says(c, "GPUDirect Storage ("));
-  CHECK(c.manager->direct_refusal().empty());  // one file with the direct route is enough
+  CHECK(c.manager->direct_refusal().empty());  // not refused: one file with the direct route is enough
 }
 
 TEST_CASE("cufile routes: properties that promise GPUDirect are not believed against the statistics") {
@@ -97,13 +97,13 @@ TEST_CASE("cufile routes: memory that cuFile did not register is bounced") {
     CHECK(c.manager->direct_refusal().find("cuFileBufRegister") != std::string::npos);
   }
   reset_fake();
-  CufileWorld pool;  // an engine's pool, which is never registered
+  CufileWorld pool;  // stands for an engine's pool, which is not registered
   fill_files(pool);
   alignas(4096) static char memory[4096];
   const IoCall call{false, 0, 0, 0, memory, 4096};
   CHECK(pool.io->route(call) == IoRoute::kBounced);
   CHECK(pool.io->transfer(call).route == IoRoute::kBounced);
-  CHECK(pool.io->add_memory(memory, sizeof(memory)).empty());  // the control
+  CHECK(pool.io->add_memory(memory, sizeof(memory)).empty());  // control: registered memory
   CHECK(pool.io->transfer(call).route == IoRoute::kDirect);
   CHECK(pool.io->route(call) == IoRoute::kDirect);
   pool.io->remove_memory(memory);
@@ -156,7 +156,7 @@ TEST_CASE("cufile routes: cuFile counts for us while it is open, and for others 
   }
   CHECK(fake.level == 0);
   CHECK(!fake.counting);
-  fake.level = 3;  // another library set it
+  fake.level = 3;  // set by another library
   fake.counting = true;
   {
     const Cufile cufile(fake_table());
@@ -185,7 +185,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   auto second = ops.watch.begin();
   ops.now.direct += 1;
   CHECK(ops.watch.end(first, one, true) == IoRoute::kDirect);
-  ops.now.direct += 3;  // a large call may count as several
+  ops.now.direct += 3;  // cuFile may count a large call as several
   CHECK(ops.watch.end(second, two, true) == IoRoute::kDirect);
   CHECK(one->load() == IoRoute::kDirect);
   CHECK(ops.watch.calls().direct == 2);
@@ -196,7 +196,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   CHECK(ops.watch.end(first, one, true) == IoRoute::kDirect);
   ops.now.bounced += 1;
   CHECK(ops.watch.end(second, two, true) == IoRoute::kUnknown);
-  CHECK(two->load() == IoRoute::kDirect);  // the most recent route
+  CHECK(two->load() == IoRoute::kDirect);  // the file keeps the route that was seen last
   CHECK(ops.watch.calls().unknown == 1);
 
   first = ops.watch.begin();
@@ -206,7 +206,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   CHECK(one->load() == IoRoute::kDirect);
 
   first = ops.watch.begin();
-  ops.now = {};  // the statistics were reset meanwhile
+  ops.now = {};  // the statistics were reset between the two readings
   CHECK(ops.watch.end(first, one, true) == IoRoute::kUnknown);
   ops.there = false;
   first = ops.watch.begin();
@@ -235,7 +235,7 @@ TEST_CASE("cufile routes: a call that moved nothing has no way, whatever was cou
   const auto second = ops.watch.begin();
   ops.now.direct += 1;
   CHECK(ops.watch.end(first, failed, false) == IoRoute::kUnknown);
-  CHECK(ops.watch.end(second, other, true) == IoRoute::kDirect);  // the control
+  CHECK(ops.watch.end(second, other, true) == IoRoute::kDirect);  // control: a call that moved bytes
   CHECK(failed->load() == IoRoute::kUnknown);
   CHECK(ops.watch.calls().unknown == 1);
 }
@@ -259,7 +259,7 @@ TEST_CASE("cufile routes: the process's calls on memory that is not registered a
   alignas(4096) static char memory[4096];
   const IoCall call{false, 0, 0, 0, memory, 4096};
   CHECK(c.io->transfer(call).route == IoRoute::kBounced);
-  CHECK(fake.dma_ops == 1);  // as cuFile counts it
+  CHECK(fake.dma_ops == 1);  // cuFile counts the call as direct
   CHECK(says(c, "this process: 0 calls direct, 1 bounced, 0 not known"));
 }
 
@@ -304,5 +304,5 @@ TEST_CASE("cufile users: the driver is opened once, and stays open after its las
     CHECK(opens == 1);
     CHECK(closes == 0);
   }
-  CHECK(closes == 1);  // the control: closing would be noticed. The process's own users are never destroyed
+  CHECK(closes == 1);  // control: a close is noticed. The process's own CufileUsers is never destroyed
 }

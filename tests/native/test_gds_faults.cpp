@@ -1,5 +1,5 @@
-// Transfers with disks and devices that fail: the bad pages are named, the others are good, nothing leaks,
-// and the next transfer is not affected.
+// Transfers with disks and devices that fail. The report lists the failed pages, all other pages are good,
+// nothing leaks, and the next transfer is not affected.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -15,8 +15,7 @@ namespace {
 using Names = std::vector<std::string>;
 using Paths = std::vector<Names>;
 
-// Checks that only page `position` fails, with `words` in its reason, and that every other block holds
-// `content`.
+// Checks that only page `position` failed, with `words` in its reason, and that no I/O is in flight.
 template <typename World>
 void check_one_failure(const World& world, const TransferReport& report, int32_t position,
                        const char* words) {
@@ -41,7 +40,7 @@ void check_blocks(const World& world, const std::vector<unsigned char>& content,
   }
 }
 
-// Block 7 is image 3 of disk 1.
+// The page whose I/O fails. Block 7 is image 3 of disk 1.
 constexpr int32_t kVictim = 7;
 FileFaultRule on_victim(IoFault fault, bool write, std::string reason = "Input/output error") {
   return {.fault = fault,
@@ -127,7 +126,7 @@ TEST_CASE_TEMPLATE(
   const auto content = world.stored();
   world.device->fail_batches(2);
   const TransferReport report = world.move(true);
-  CHECK(report.failures.size() == 2);  // a batch has one page on a host device
+  CHECK(report.failures.size() == 2);  // on a host device each batch has one page
   for (const PageFailure& failure : report.failures)
     CHECK(failure.reason.find("CUDA error 719") != std::string::npos);
   CHECK(world.move(true).ok());
@@ -212,7 +211,7 @@ TEST_CASE("a manager without staging has no staging slots, however it lost it") 
 
 TEST_CASE("staging holds no more than one transfer moves") {
   GdsOptions options;
-  options.most_transfer_bytes = GdsWorld::kImage;  // two pages at most
+  options.most_transfer_bytes = GdsWorld::kImage;  // at most two slots
   GdsWorld world({}, options);
   world.manager->reserve_staging(*world.map, world.pages(2));
   CHECK(world.manager->staging_slots().slots == 2);
@@ -226,7 +225,7 @@ TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest 
     CAPTURE(is_read);
     GdsWorldOf<Io> world({{.fault = IoFault::kStall, .write = !is_read}});
     if (is_read) {
-      // Another manager, whose disks do not stall, makes the images.
+      // Another manager, whose disks do not stall, writes the images.
       GdsWorldOf<Io> maker;
       maker.stored();
       for (const char* disk : {"0", "1"}) {
@@ -242,7 +241,7 @@ TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest 
     world.manager->cancel();
     world.io->release();
     transfer.join();
-    // Its blocks are reused at once, so no bytes of the transfer may arrive later.
+    // The engine may reuse the transfer's blocks at once, so no bytes may arrive later.
     CHECK(world.io->in_flight() == 0);
     std::memset(world.pool.data(), 0x5A, world.pool.size());
     const auto reused = world.pool;
@@ -285,7 +284,7 @@ TEST_CASE_TEMPLATE(
     const TransferReport next = world.move(true);
     CHECK(next.failures.size() == GdsWorld::kBlocks);
     CHECK(next.failures[0].status == Status::kLaneDown);
-    CHECK(world.device->allocated() == 1);  // kept for the I/O that may still write to it
+    CHECK(world.device->allocated() == 1);  // the memory is kept, because I/O may still write to it
     world.manager->close();
     world.io->release();
     while (world.device->allocated() > 0) std::this_thread::yield();
@@ -321,7 +320,7 @@ TEST_CASE_TEMPLATE("a closed manager, unknown files and blocks named twice are r
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
     pages = {GdsWorld::page(1), GdsWorld::page(1)};
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
-    pages[1].block = 2;  // two blocks may be read from one place, but not written to it
+    pages[1].block = 2;  // two blocks may be read from one place, but not be written to it
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, false), BlockRangeError);
     pages[1].block = 1;
     pages[1].file_offset += GdsWorld::kImage;

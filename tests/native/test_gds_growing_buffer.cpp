@@ -1,4 +1,4 @@
-// When a transfer's small buffers on a GPU are allocated and freed, with memory that counts both.
+// When a transfer's small buffers on a GPU are allocated and freed. The test's memory records both.
 #include <doctest/doctest.h>
 
 #include <cstdlib>

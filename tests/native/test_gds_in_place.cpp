@@ -1,5 +1,5 @@
-// Images of blocks that are one piece in the pool: the piece moves straight between disk and pool, the
-// digests go through a slot, and the transform digests the bytes in place.
+// Images of blocks that are contiguous in the pool. A block's bytes move straight between disk and pool, its
+// digests pass through a slot, and the transform makes the digests from the bytes in the pool.
 #include <doctest/doctest.h>
 
 #include "gds_world.h"
@@ -76,7 +76,7 @@ TEST_CASE("images are the same whichever way they were written") {
   const auto content = world.content();
   REQUIRE(world.move(false).ok());
   std::memset(world.pool, 0, static_cast<size_t>(BlockFirstWorld::kBlocks * BlockFirstWorld::kStripe));
-  // A pool in the other order of blocks and off the boundary: its pages pass through slots.
+  // A pool that does not begin on a 4 KiB boundary, so that its pages pass through slots.
   std::vector<unsigned char> other(world.memory.size() + 64);
   auto* base = other.data() + (16 - reinterpret_cast<uintptr_t>(other.data()) % 16) % 16;
   if (reinterpret_cast<uintptr_t>(base) % 4096 == 0) base += 16;

@@ -1,4 +1,4 @@
-// The gds lane under a transfer engine, with faults between it and its disks.
+// A transfer engine with the gds lane, with faults injected between the lane and its disks.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -69,7 +69,7 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   }
   LaneWorld world({});
   OpResult written = world.run(OpKind::kGdsWrite, kCount);
-  std::fill_n(written.digests.begin() + 2 * kLaneLayers, kLaneLayers, 0);  // page 2 as a torn write leaves it
+  std::fill_n(written.digests.begin() + 2 * kLaneLayers, kLaneLayers, 0);  // page 2: as after a torn write
   world.seal(written, kCount);
   world.device->fail_batches(kCount);
   const OpResult torn = world.run(OpKind::kGdsRead, kCount);
@@ -80,14 +80,14 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   std::swap(other.places[0], other.places[1]);
   REQUIRE(world.engine->wait(submit_op(*world.engine, other), kGdsGenerousS));
   CHECK(world.engine->poll(1).front().causes == std::vector<FailureCause>(2, FailureCause::kContent));
-  // Staging that cannot be allocated. This needs a separate lane, because staging is allocated once.
+  // The lane cannot allocate staging. This needs another lane, because a lane allocates its staging once.
   LaneWorld poor({});
   poor.device->fail_allocation(true);
   const OpResult starved = poor.run(OpKind::kGdsRead, kCount);
   CHECK(starved.causes == std::vector<FailureCause>(kCount, FailureCause::kTransport));
   CHECK_MESSAGE(starved.reason.find("CUDA error 2") != std::string::npos, starved.reason);
   poor.device->fail_allocation(false);
-  // These pages were never written: their trailers are not valid.
+  // These pages were never written, so their trailers are not valid.
   CHECK(poor.run(OpKind::kGdsRead, kCount).causes ==
         std::vector<FailureCause>(kCount, FailureCause::kContent));
   LaneWorld unbound({});
@@ -116,7 +116,7 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   LaneWorld world({});
   const auto both = [&](OpSpec first, OpSpec second) {
     GraphSpec graph;
-    graph.ops = {std::move(first), std::move(second)};  // queued together, so that one take has both
+    graph.ops = {std::move(first), std::move(second)};  // queued together: the lane takes both at once
     const auto ticket = world.engine->submit(std::move(graph));
     REQUIRE(ticket);
     REQUIRE(world.engine->wait(*ticket, kGdsGenerousS));
@@ -135,13 +135,13 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   both(world.op(OpKind::kGdsRead, 4), std::move(other));
   const auto run_of = [&](const auto& pool, int32_t block) { return pool.data() + block * kLaneRun; };
   CHECK(std::memcmp(run_of(world.pool, 1), run_of(content, 1), kLaneRun) == 0);
-  // Whichever op ends last, a block holds the complete page of one op.
+  // Whichever op finishes last, each block holds a complete page of one of the ops.
   for (const auto& [block, place] : {std::pair{0, 1}, std::pair{3, 0}}) {
     const auto* found = run_of(world.pool, block);
     const bool mine = std::memcmp(found, run_of(content, block), kLaneRun) == 0;
     CHECK((mine || std::memcmp(found, run_of(content, place), kLaneRun) == 0));
   }
-  // Two writes of the same blocks: to other places, then to the same places.
+  // Two writes of the same blocks, first to different places and then to the same places.
   other = world.op(OpKind::kGdsWrite, 2);
   other.places = {9, 8};
   both(world.op(OpKind::kGdsWrite, 2), std::move(other));
@@ -157,7 +157,7 @@ TEST_CASE("what one take has of two fences is finished fence by fence") {
     return FileFaultRule{.fault = fault, .write = true, .offset = kLaneHeader + place * 16384, .times = 1};
   };
   FileFaultRule slow = rule(IoFault::kDelay, 0);
-  slow.delay_s = 0.5;  // the two others arrive meanwhile
+  slow.delay_s = 0.5;  // the other two ops arrive during this time
   LaneWorld world({slow, rule(IoFault::kStall, 2)});
   REQUIRE(world.codec->image_bytes() == 16384);
   std::vector<int64_t> tickets;
@@ -240,13 +240,13 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
     for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
       const LayerWait found = world.engine->wait_layer(ticket, layer, kGdsGenerousS);
       REQUIRE(found.in_time);
-      if (fault == IoFault::kCorrupt) {  // reported before any of its layers is read
+      if (fault == IoFault::kCorrupt) {  // the failure is reported before any layer
         REQUIRE(found.failed.size() == 1);
         CHECK(found.failed.front() == std::pair(of_disk, std::vector<int32_t>{2}));
         continue;
       }
       CHECK(found.failed.empty());
-      // All layers have arrived, even at the wait for the first one.
+      // All layers have arrived already when the wait for the first one returns.
       for (int32_t at = 0; at < kLaneLayers * kLaneBlocks; ++at) {
         if (at % kLaneBlocks >= kCount) continue;
         const auto* run = world.pool.data() + at * kLaneRun;

@@ -1,5 +1,5 @@
-// Layerwise GDS_READ: the layers of pages on disk arrive in the pool range by range, each range verified by
-// itself.
+// Layerwise GDS_READ: the layers of pages on disk arrive in the pool in ranges, and each range is verified
+// separately.
 #include <doctest/doctest.h>
 
 #include <string>
@@ -13,13 +13,13 @@ using namespace flexkv;
 
 namespace {
 
-constexpr int32_t kPages = 7;  // more than there are staging slots
-// A byte of an image that is read only with the second range, of layers 1 to 3.
+constexpr int32_t kPages = 7;  // more pages than staging slots
+// Offset of a byte of an image that belongs only to the second range, layers 1 to 3.
 constexpr int64_t kInSecond = 3 * kLaneRun + 5;
 
 int64_t in_page(int32_t place, int64_t offset) { return kLaneHeader + place * 16384 + offset; }
 
-// Pages that are on disk, and a pool that has been cleared.
+// A world with pages on disk and a pool of zeros.
 struct LayerWorld : LaneWorld {
   explicit LayerWorld(std::vector<FileFaultRule> rules) : LaneWorld(std::move(rules)) {
     REQUIRE(layer_stages(*codec) == std::vector<int32_t>{0, 1});
@@ -37,7 +37,7 @@ struct LayerWorld : LaneWorld {
     const auto at = static_cast<size_t>((layer * kLaneBlocks + block) * kLaneRun);
     return std::memcmp(pool.data() + at, content.data() + at, kLaneRun) == 0;
   }
-  // Whether the pool has these layers of every page except `without`.
+  // Whether the pool has layers [lo, hi) of every page except `without`.
   bool has_layers(int32_t lo, int32_t hi, int32_t without = -1) const {
     for (int32_t block = 0; block < kPages; ++block) {
       for (int32_t layer = lo; layer < hi; ++layer) {
@@ -66,7 +66,7 @@ TEST_CASE("the first layer of gds pages is there while the last ones are still b
   REQUIRE(first.in_time);
   CHECK(first.failed.empty());
   CHECK(world.has_layers(0, 1));
-  CHECK_FALSE(world.has(4, 1));  // another page's may be arriving right now
+  CHECK_FALSE(world.has(4, 1));  // layer 1 of another page may be arriving right now
   CHECK_FALSE(world.engine->wait_layer(ticket, 1, 0.05).in_time);
   world.io->release();
   CHECK(world.result(ticket).status == Status::kOk);
@@ -94,7 +94,7 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
   constexpr int64_t kTrailer = 12288;
   struct Place {
     int64_t offset;
-    int32_t good_layers;  // layers of the page that have arrived
+    int32_t good_layers;  // how many layers of the page arrive
   };
   for (const auto& [what, fault, cause, miss] :
        {Way{"EIO", IoFault::kFail, FailureCause::kSource, PageMiss::kIo},
@@ -103,7 +103,7 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
     for (const auto& [offset, good_layers] : {Place{100, 0}, Place{kInSecond, 1}, Place{kTrailer + 8, 0}}) {
       CAPTURE(what);
       CAPTURE(offset);
-      if (fault == IoFault::kCorrupt && offset > kTrailer) continue;  // it flips a byte without a meaning
+      if (fault == IoFault::kCorrupt && offset > kTrailer) continue;  // the flipped byte has no meaning
       LayerWorld world({{.fault = fault, .write = false, .offset = in_page(3, offset), .times = 1}});
       const OpResult read = world.result(submit_op(*world.engine, world.read()));
       CHECK(read.failed == std::vector<int32_t>{3});
@@ -119,8 +119,8 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
 }
 
 TEST_CASE("a gds page that is damaged between its ranges is refused by the trailer of the later one") {
-  // The reads of every page's second range are held, so that no thread reads the last page's before it is
-  // damaged.
+  // The reads of every page's second range are held, so that no thread reads the last page's second range
+  // before the test has damaged it.
   std::vector<FileFaultRule> stalls;
   for (int32_t place = 0; place < kPages; ++place) {
     stalls.push_back({.fault = IoFault::kStall, .write = false, .offset = in_page(place, kInSecond)});
@@ -131,7 +131,7 @@ TEST_CASE("a gds page that is damaged between its ranges is refused by the trail
   REQUIRE(world.engine->wait_layer(ticket, 0, kGdsGenerousS).in_time);
   std::fstream file(world.folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(in_page(6, world.codec->image().trailer_offset()));
-  file.write("FKVPAGE0", 8);  // another page's write has begun
+  file.write("FKVPAGE0", 8);  // as if the write of another page had begun
   file.close();
   world.io->release();
   const OpResult read = world.result(ticket);

@@ -1,4 +1,4 @@
-// Transforms and I/O of different pages overlap: a page that waits for its disk delays no other page.
+// Transforms and I/O of different pages overlap, so a page that waits for its disk delays no other page.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -10,13 +10,13 @@ using namespace flexkv;
 
 namespace {
 
-// Counts the pages whose I/O and transform have both ended.
+// Counts the pages whose I/O and transform have both finished.
 class EndedPages : public PageGate {
  public:
   std::string arrived(int32_t, const std::byte*) override { return {}; }
   std::string digested(int32_t, const std::byte*) override { return {}; }
   void ended(int32_t) override { ++count_; }
-  // Whether that many have ended within the deadline.
+  // Waits until `count` pages have finished. Returns false at the deadline.
   bool wait(int32_t count, double deadline_s) const {
     const auto deadline = deadline_in(deadline_s);
     while (count_ < count && seconds_until(deadline) > 0) std::this_thread::yield();
@@ -27,11 +27,11 @@ class EndedPages : public PageGate {
   std::atomic<int32_t> count_{0};
 };
 
-constexpr int32_t kStalled = 2;      // image 1 of disk 0: early, and in the first slots
-constexpr double kNeverEndsS = 0.2;  // how long to wait for what must not happen
+constexpr int32_t kStalled = 2;      // block 2, in image 1 of disk 0: among the first pages that get slots
+constexpr double kNeverEndsS = 0.2;  // how long to wait for something that must not happen
 
-// Whether all other pages end while one page's call is stalled. `serial`: one page after the other, as a
-// transfer without overlap would move them.
+// Whether all other pages finish while the call of one page is stalled. `serial`: the pages move one after
+// another, as in a transfer without overlap.
 bool others_end(bool is_read, bool serial) {
   GdsWorld world({{.fault = IoFault::kStall,
                    .write = is_read ? false : true,

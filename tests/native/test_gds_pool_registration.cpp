@@ -1,6 +1,6 @@
-// The engine's pool is registered with cuFile: blocks of one piece move straight between disk and pool, and
-// no registration outlives the pool's memory. A fake cuFile counts the moves and registrations; plain memory
-// stands in for a GPU's.
+// The engine's pool is registered with cuFile. Contiguous blocks then move straight between disk and pool,
+// and no registration outlives the pool's memory. A fake cuFile counts the moves and registrations, and plain
+// memory stands in for a GPU's.
 #include <fstream>
 #include <numeric>
 
@@ -15,7 +15,7 @@ using namespace flexkv;
 
 namespace {
 
-// A device with `window` bytes that disks can reach.
+// A device of whose memory disks can reach `window` bytes.
 class NarrowDevice : public TransformDeviceAround {
  public:
   explicit NarrowDevice(int64_t window) : TransformDeviceAround(host_transform_device()), window_(window) {}
@@ -36,10 +36,10 @@ struct RegionOptions {
   int64_t piece_bytes = 64 << 10;
   int64_t window = 0;
   int64_t shift = 0;        // distance of the pool's address from a 4 KiB boundary, in bytes
-  bool empty_file = false;  // the first read finds nothing to read
+  bool empty_file = false;  // the file is empty, so the first read finds nothing
 };
 
-// A block-first pool of 12 blocks and one file, over the fake.
+// A block-first pool of 12 blocks, and one file that the fake cuFile reads and writes.
 struct PoolWorld {
   static constexpr int64_t kRuns = 4, kRun = 4096, kBlocks = 12, kStripe = kRuns * kRun;
   static constexpr int64_t kImage = kStripe + 4096;
@@ -85,7 +85,7 @@ struct PoolWorld {
     return all;
   }
   TransferReport move(bool is_read) { return manager->transfer(*map, pages(), is_read); }
-  // Writes and reads every block, whose bytes must come back. Returns the report of the read.
+  // Writes and reads every block, and checks that its bytes come back. Returns the report of the read.
   TransferReport there_and_back() {
     std::mt19937 random(9);
     for (int64_t i = 0; i < kBlocks * kStripe; ++i) pool[i] = static_cast<unsigned char>(random());
@@ -97,7 +97,7 @@ struct PoolWorld {
     CHECK(std::memcmp(pool, content.data(), content.size()) == 0);
     return read;
   }
-  // How many registered buffers lie in the pool.
+  // The number of registered buffers in the pool.
   int64_t in_pool() const {
     return std::count_if(fake.buffers.begin(), fake.buffers.end(), [&](const auto& buffer) {
       return buffer.first >= pool && buffer.first < pool + kBlocks * kStripe;
@@ -129,7 +129,7 @@ TEST_CASE("pool registration: pieces have whole blocks, all of them, and none of
         for (const MemoryPiece& piece : pool_pieces(region, most)) {
           CHECK(piece.base == next);
           CHECK((piece.bytes <= most || piece.bytes == region.block_bytes));
-          // A piece that can begin on a page of the GPU's does.
+          // A piece begins on a GPU page (64 KiB) if that is possible.
           if (most >= std::lcm(stride, int64_t{65536})) CHECK(piece.base % 65536 == 0);
           const int64_t held = (piece.bytes + stride - region.block_bytes) / stride;
           next += static_cast<uintptr_t>(held * stride);
@@ -203,7 +203,7 @@ TEST_CASE("pool registration: the control, without registration every page passe
     CHECK(off.refusal() == "gds.register_pool is off");
   }
   reset_fake();
-  PoolWorld left_out;  // the pool is not named
+  PoolWorld left_out;  // register_pool() is not called
   left_out.manager->reserve_staging(*left_out.map, PoolWorld::pages());
   CHECK(left_out.there_and_back().staged);
 }
@@ -242,12 +242,12 @@ TEST_CASE("pool registration: released before the memory goes, registered again 
   CHECK(world.manager->pool().released == 3);
   world.manager->release_pool();  // idempotent
   CHECK(world.manager->pool().released == 3);
-  world.manager->restore_pool();  // on wake
+  world.manager->restore_pool();  // as when the engine wakes
   CHECK(world.in_pool() == 3);
   CHECK(fake.registered == before + 3);
   CHECK(!world.there_and_back().staged);
   world.manager->release_pool();
-  CHECK(!world.there_and_back().staged);  // no wake was told
+  CHECK(!world.there_and_back().staged);  // the transfer registers the pool again
   CHECK(world.in_pool() == 3);
   CHECK(world.manager->pool().registered == 9);
   world.manager->close();
@@ -261,7 +261,7 @@ TEST_CASE("pool registration: a transfer under way keeps the registration") {
   reset_fake();
   PoolWorld world;
   world.start();
-  std::atomic<bool> refused = false;  // threads of the disk tell
+  std::atomic<bool> refused = false;  // set by the threads that read the disk
   fake.before_move = [&] {
     try {
       world.manager->release_pool();
@@ -269,7 +269,7 @@ TEST_CASE("pool registration: a transfer under way keeps the registration") {
       refused = true;
     }
   };
-  std::thread mover([&] { CHECK(world.move(true).failures.size() == PoolWorld::kBlocks); });  // nothing there
+  std::thread mover([&] { CHECK(world.move(true).failures.size() == PoolWorld::kBlocks); });  // no images yet
   mover.join();
   fake.before_move = nullptr;
   CHECK(refused);
@@ -306,7 +306,7 @@ TEST_CASE("pool registration: what cannot be registered passes through staging, 
       options.mode = mode;
       PoolWorld world(options);
       world.start();
-      // `on` also accepts a cuFile that does not show the route of its calls.
+      // `on` registers the pool even if cuFile does not show the route of its calls.
       const bool registers = mode == RegisterPool::kOn && world.in_pool() > 0;
       CHECK(registers == (mode == RegisterPool::kOn &&
                           (fake.version == 1140 || (fake.all_posix && fake.status_flags != 0))));

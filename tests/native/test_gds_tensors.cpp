@@ -1,4 +1,4 @@
-// The templates over tensors, with a tensor type that has only the members that they need.
+// The transfer templates that take tensors, with a tensor type that has only the members that they need.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -86,7 +86,7 @@ namespace {
 
 constexpr int64_t kTensorLayers = 3, kTensorChunk = 1000, kTensorBlocks = 6;
 
-// The pool of one backend, dense, and the template of that backend over it.
+// A dense pool in the layout of one backend, and the transfers of that backend's template.
 template <BackendType Type>
 struct BackendPool {
   BackendPool() : bytes(static_cast<size_t>(kTensorLayers * 2 * kTensorBlocks * kTensorChunk)) {
@@ -98,7 +98,8 @@ struct BackendPool {
       pointers.push_back(reinterpret_cast<int64_t*>(bytes.data() + i * tensor_bytes));
     }
   }
-  // In bytes, from the comments at BackendType and not from the handler's own arithmetic.
+  // The address of a run. It is computed from the comments at BackendType, independently of the handler's
+  // arithmetic.
   unsigned char* run(int64_t layer, int64_t kv, int64_t block) {
     const int64_t index = Type == BackendType::TRTLLM ? (block * kTensorLayers + layer) * 2 + kv
                           : Type == BackendType::VLLM ? (layer * 2 + kv) * kTensorBlocks + block
@@ -113,7 +114,8 @@ struct BackendPool {
                                  Type == BackendType::TRTLLM ? 2 * kTensorChunk : 0);
     const std::vector<int32_t> layers{0, 1, 2};
     const std::vector<int64_t> ssd{4, 1, 3, 0}, gpu{0, 2, 3, 5};
-    // K of every layer, then V. No backend has this order, so every transfer goes through staging.
+    // On disk a block has K of every layer, then V. No backend's pool has this order, so every transfer goes
+    // through staging.
     transfer_kv_blocks_gds_staged<Type>(manager, tensor(layers), handler, tensor(ssd), tensor(gpu),
                                         kTensorChunk, kTensorLayers * 2 * kTensorChunk,
                                         kTensorLayers * kTensorChunk, kTensorChunk, 0, 3, kTensorLayers,

@@ -1,4 +1,5 @@
-// The layout transform's functions, run lane by lane and compared with the vectorised path and plain copies.
+// The layout transform's functions, run lane by lane on the CPU and compared with the vectorised path and
+// plain copies.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -48,7 +49,7 @@ TEST_CASE("lanes and the vectorised path move and digest the same bytes, whateve
         const ByteVector other = world.pool;
         const BatchResult result = world.move(*device, true);
         CHECK(result.bad_run == std::vector<int32_t>(4, kNoBadRun));
-        // Runs hold their initial bytes; every byte between them is unchanged.
+        // The runs have their initial bytes again, and every byte between runs is unchanged.
         ByteVector expected = other;
         for (const Segment& segment : world.map->runs()) {
           for (int64_t block = 0; block < 4; ++block) {
@@ -85,7 +86,7 @@ TEST_CASE("a damaged byte anywhere in a page is found, by both paths, and names 
 TEST_CASE("a functor that loses a leaf's last bytes is found by the comparison with plain copies") {
   TransformWorld world(2, 4100, 0, 2);
   TransformTables tables(*world.map, false);
-  for (TransformLeaf& leaf : tables.leaves) leaf.bytes = leaf.bytes / 16 * 16;  // the control: no tails
+  for (TransformLeaf& leaf : tables.leaves) leaf.bytes = leaf.bytes / 16 * 16;  // control: the tails are lost
   std::vector<RunProgress> progress(4);
   std::vector<int32_t> bad(2, kNoBadRun);
   TransformBatch batch = host_batch(tables);
@@ -162,7 +163,7 @@ TEST_CASE("a place of the disk tier is where the rule of raw files has the block
   constexpr int32_t kSlots = 50;
   for (const int32_t disks : {1, 2, 3, 7}) {
     const RawFileRule rule(disks, 1, kSlots);
-    const RawFileRule other(disks, 2, kSlots);  // the control: another rule gives different places
+    const RawFileRule other(disks, 2, kSlots);  // control: another rule gives different places
     int32_t same = 0;
     for (int32_t place = 0; place < disks * kSlots; ++place) {
       const StripedSlot at = striped_slot(place, disks);

@@ -1,4 +1,4 @@
-// Transfers over rings with faults below them: what the ring reports, and how the transfer reacts.
+// Transfers through io_uring rings with injected faults: what the ring reports, and how the transfer reacts.
 #include <doctest/doctest.h>
 
 #include "base/error.h"
@@ -11,7 +11,7 @@ using namespace flexkv;
 
 namespace {
 
-// Raw I/O over one file of `kBytes` random bytes, through rings with the faults of `rules`.
+// Raw I/O on one file of `kBytes` random bytes, through rings with the faults of `rules`.
 struct RingWorld {
   static constexpr int64_t kBytes = int64_t{100} * 4096;
 
@@ -27,9 +27,10 @@ struct RingWorld {
     });
   }
 
-  // `pieces` reads of equal length that together fill `memory`.
+  // Fills `memory` with `pieces` reads of equal length.
   std::vector<IoOutcome> read(std::vector<unsigned char>& memory, int64_t pieces) {
-    // Never aligned: a direct file cannot serve a read of odd length, such as a fault leaves behind.
+    // The memory is not aligned, so the reads use the page cache. The rest of a read that a fault has cut has
+    // an odd length, which direct I/O does not allow.
     std::vector<unsigned char> room(static_cast<size_t>(kBytes) + 8192);
     unsigned char* const start = room.data() + (4096 - reinterpret_cast<uintptr_t>(room.data()) % 4096) + 8;
     const int64_t each = kBytes / pieces;
@@ -109,7 +110,7 @@ TEST_CASE("a manager that is given its I/O refuses options that ask for another"
 
 TEST_CASE("calls that break off leave nothing under way, and the next ones hear of none of them") {
   if (!uring_refusal().empty()) return;
-  // Takes `left` requests, then runs out of memory once.
+  // A queue that accepts `left` requests and throws std::bad_alloc at the next one.
   class BreakingQueue : public IoQueue {
    public:
     BreakingQueue(std::unique_ptr<IoQueue> inner, int& left, int& under_way)
@@ -155,7 +156,7 @@ TEST_CASE("a ring's error is the call's, and ends the calls that were not made")
   CHECK(outcomes[0].bytes == 0);
   CHECK(outcomes[0].error == "No space left on device");
   CHECK_FALSE(outcomes[0].of_memory);
-  CHECK(outcomes[99].bytes == 0);  // the ring was full before
+  CHECK(outcomes[99].bytes == 0);  // the ring was full, so this call was not made
   world.faults->release();
   CHECK(world.read(memory, 100)[99].bytes == 4096);
   CHECK(memory == world.content);

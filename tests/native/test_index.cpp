@@ -31,7 +31,7 @@ std::string hash(const std::string& text, Sha256Compress compress) {
   return hex(sha.finish());
 }
 
-// One group with all of its slots available.
+// An index of one group, all of whose slots are available.
 struct FullIndex : BlockIndex {
   explicit FullIndex(uint32_t slots) : BlockIndex({slots}, "lru", 42) { grow(0, slots); }
 };
@@ -104,7 +104,7 @@ TEST_CASE("the block used least recently goes first, and of a chain the one fart
   const auto first = keys(4, 5), second = keys(4, 6), third = keys(5, 7);
   store(index, first);
   store(index, second);
-  index.unpin(pin(index, std::span(first).first(3)));  // first[3] stays old
+  index.unpin(pin(index, std::span(first).first(3)));  // first[3] is not used again
   const Inserted done = index.insert(0, third, 5);
   CHECK(done.evicted == std::vector<BlockKey>{first[3], second[3], second[2], second[1], second[0]});
   CHECK(done.dropped == 0);
@@ -161,7 +161,7 @@ TEST_CASE("what was found is leased as long as it is the same block, all of it o
   index.unpin(found);
   index.check_integrity(found);
   index.unpin(found);
-  store(index, later);  // evicts the chain's end, and reuses its entries
+  store(index, later);  // evicts the end of `chain`, and reuses its entries
   const auto left = match(index, chain);
   REQUIRE(left.size() == 2);
   CHECK(match(index, later) == std::vector<EntryId>{found[2], found[3]});
@@ -241,7 +241,7 @@ TEST_CASE("all leases but those named end, and what was pending without one leav
   std::vector<int32_t> slots(3);
   index.pin(stored.entries, slots.data());
   index.pin(stored.entries, slots.data());
-  const Inserted lost = index.insert(0, coming, 2, 0, 1);  // leased twice each
+  const Inserted lost = index.insert(0, coming, 2, 0, 1);  // each entry is leased twice
   const Inserted named = index.insert(0, kept, 1);
   index.remove(std::span(stored.entries).first(1), published.data());
   CHECK(index.free_slots(0) == 2);
@@ -251,7 +251,7 @@ TEST_CASE("all leases but those named end, and what was pending without one leav
   const std::vector<EntryId> never_leased = {kNoEntry};
   CHECK_THROWS_AS(index.keep_leases(never_leased), ContractError);
   const std::vector<EntryId> leased = {named.entries[0], stored.entries[1]};
-  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);  // the removed entry, the other ready ones, the lost one
+  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);  // removed, other two ready (2 + 1), both lost
   index.check_integrity(leased);
   CHECK(index.free_slots(0) == 5);
   std::vector<EntryId> found(2);
@@ -313,7 +313,7 @@ TEST_CASE("a write's end that is wrong in one entry ends none") {
   const std::vector<EntryId> pending = index.insert(0, chain, 3).entries;
   const std::vector<uint8_t> ok = {1, 0, 1, 1};
   std::vector<uint8_t> published(ok.size());
-  for (const EntryId wrong : {ready[0], pending[0], EntryId{1'000'000}}) {  // no lease, or one for two
+  for (const EntryId wrong : {ready[0], pending[0], EntryId{1'000'000}}) {  // no lease, or listed twice
     std::vector<EntryId> entries = pending;
     entries.push_back(wrong);
     CHECK_THROWS_AS(index.finish(entries, ok.data(), published.data(), 1), ContractError);

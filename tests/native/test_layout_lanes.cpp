@@ -19,7 +19,7 @@ struct Random {
   }
 };
 
-// A layer-first pool at an odd address, and a view of it with runs of any size.
+// A layer-first pool at any address, and its runs, which have random sizes.
 struct Pool {
   std::vector<unsigned char> memory;
   std::vector<Segment> runs;

@@ -26,15 +26,15 @@ TEST_CASE("a block-first pool coalesces to one segment, a layer-first one does n
 TEST_CASE("runs that share bytes of the pool or of the page are refused") {
   const Segment a{4096, 100, 64, 0, 0};
   CHECK_NOTHROW(KvView({a, {4096 + 64, 100, 36, 64, 0}}, 10, 100));
-  CHECK_THROWS_AS(KvView({a, {4096 + 63, 100, 36, 64, 0}}, 10, 100), GeometryError);   // same block
+  CHECK_THROWS_AS(KvView({a, {4096 + 63, 100, 36, 64, 0}}, 10, 100), GeometryError);   // run overlap
   CHECK_THROWS_AS(KvView({a, {4096 + 64, 100, 37, 64, 0}}, 10, 101), GeometryError);   // next block
-  CHECK_THROWS_AS(KvView({a, {4096 + 850, 100, 64, 64, 0}}, 10, 128), GeometryError);  // blocks far apart
-  CHECK_NOTHROW(KvView({a, {4096 + 964, 100, 64, 64, 0}}, 10, 128));                   // after the last block
+  CHECK_THROWS_AS(KvView({a, {4096 + 850, 100, 64, 64, 0}}, 10, 128), GeometryError);  // far block
+  CHECK_NOTHROW(KvView({a, {4096 + 964, 100, 64, 64, 0}}, 10, 128));                   // no overlap
   CHECK_THROWS_AS(KvView({{4096, 63, 64, 0, 0}}, 10, 64), GeometryError);              // stride < run
   CHECK_THROWS_AS(KvView({a, {4096 + 70, 200, 20, 64, 0}, {4096 + 350, 300, 20, 84, 0}}, 10, 104),
                   GeometryError);
-  CHECK_THROWS_AS(KvView({a, {9000, 100, 64, 63, 0}}, 10, 127), GeometryError);  // page overlap
-  CHECK_THROWS_AS(KvView({a, {9000, 100, 64, 65, 0}}, 10, 129), GeometryError);  // page gap
+  CHECK_THROWS_AS(KvView({a, {9000, 100, 64, 63, 0}}, 10, 127), GeometryError);  // runs overlap in the page
+  CHECK_THROWS_AS(KvView({a, {9000, 100, 64, 65, 0}}, 10, 129), GeometryError);  // gap in the page
   CHECK_THROWS_AS(KvView({a}, 10, 65), GeometryError);                           // stripe too long
 }
 

@@ -1,4 +1,4 @@
-// Ranges for a profiler: balanced per thread, and no call while they are off.
+// NVTX ranges for a profiler: each thread pops what it pushes, and nothing is called while ranges are off.
 #include <doctest/doctest.h>
 
 #include <map>

@@ -1,4 +1,5 @@
-// Pages that another unit overwrites while they are copied: a copy counts only if it is consistent.
+// Copies of another unit's pages, which that unit may overwrite meanwhile. A copy counts only if it is
+// consistent.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -30,7 +31,7 @@ TEST_CASE("share: what a unit publishes is found, copied and withdrawn") {
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
   CHECK(page.is(share_key(1)));
   unit.board.withdraw(3);
-  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);  // before the ring was read
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);  // the ring was not read yet
   directory.follow();
   CHECK_FALSE(take_all(directory).at(0).there);
   CHECK(directory.counts(peer) == PeerCounts{1, 1, 0, 0, 0});
@@ -88,14 +89,14 @@ TEST_CASE("share: an index tells of every change to a slot") {
   uint8_t done[4];
   const Inserted first = index.insert(0, {keys.data(), 2}, 2);
   index.finish(first.entries, good, done);
-  index.tell(board);  // two are there already
+  index.tell(board);  // two pages are already published
   const Inserted more = index.insert(0, {keys.data() + 2, 2}, 2);
   directory.follow();
   CHECK(take_all(directory).size() == 2);
-  index.finish(more.entries, good + 2, done);  // the second one failed
+  index.finish(more.entries, good + 2, done);  // the second write failed
   directory.follow();
   CHECK(take_all(directory).size() == 1);
-  index.insert(0, {keys.data() + 4, 2}, 2);  // one takes the free slot, one evicts
+  index.insert(0, {keys.data() + 4, 2}, 2);  // one entry takes the free slot, one evicts a page
   directory.follow();
   auto news = take_all(directory);
   REQUIRE(news.size() == 1);
@@ -138,7 +139,7 @@ TEST_CASE("share: no copy beside a writer that reuses slots is another page") {
   SharingUnit unit(16);
   PeerDirectory directory;
   unit.join(directory);
-  // A million in `make soak`, where no sanitizer makes each of them slow.
+  // With a sanitizer, which makes each copy slow, there are fewer copies. `make soak` makes a million.
   const uint64_t copies = uint64_t{kThreadSanitizer ? 1'000u : (kSanitizer ? 20'000u : 200'000u)} *
                           static_cast<uint64_t>(soak_factor());
   const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(200);

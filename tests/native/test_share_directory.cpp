@@ -1,4 +1,4 @@
-// What a directory of peers knows of their boards, and which pages it hands out.
+// What a directory learns from the boards of its peers, and which pages it copies from them.
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -36,7 +36,7 @@ TEST_CASE("share: a page of another group or of another number of tokens is not 
   place.facts.tokens = kShareTokens - 1;
   CHECK(directory.read(place, page.bytes(), kShareSlotBytes) == PeerEnd::kAbsent);
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
-  // The same key in another group, which the directory has not seen yet.
+  // The slot now has the same key in another group, and the directory has not seen the change yet.
   unit.board.begin(0);
   unit.board.publish(0, 1, share_key(1));
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);
@@ -152,14 +152,14 @@ TEST_CASE("share: of a page in several places only the one that is withdrawn is 
     const int32_t first = one.join(directory);
     const int32_t second = other.join(directory);
     one.write(0, share_key(1));
-    other.write(0, share_key(1));  // in the slot of the same number
+    other.write(0, share_key(1));  // the same key in the same slot number of another unit
     directory.follow();
     (earlier ? one : other).board.withdraw(0);
     directory.follow();
     CHECK(directory.find(share_key(1), 0).peer == (earlier ? second : first));
     CHECK(directory.pages(earlier ? second : first) == 1);
     CHECK(directory.pages(earlier ? first : second) == 0);
-    // While a page moves within a unit, it may be seen in both slots.
+    // While a unit moves a page to another slot, readers may see the page in both slots.
     SharingUnit& left = earlier ? other : one;
     left.write(1, share_key(1));
     directory.follow();
@@ -175,7 +175,7 @@ TEST_CASE("share: what changes while a large board is being read is not missed")
   PeerDirectory directory;
   directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {PeerFormat{}});
   REQUIRE(directory.follow() < kSlots);
-  board.publish(0, 0, share_key(1));  // in a row that has been read already
+  board.publish(0, 0, share_key(1));  // changes a row that has been read already
   while (directory.follow() > 0) {
   }
   CHECK(directory.find(share_key(1), 0).peer == 0);
@@ -195,7 +195,7 @@ TEST_CASE("share: others are found while a large peer is being forgotten, which 
   while (directory.follow() > 0) {
   }
   REQUIRE(directory.pages(large) == kSlots);
-  // As many keys as a long prompt has blocks; the first of them stays known throughout.
+  // As many keys as a long prompt has blocks. The directory knows the first one throughout the test.
   std::vector<BlockKey> wanted(1000, share_key(kSlots + 2));
   wanted.front() = share_key(kSlots);
   std::vector<PeerPlace> places;
@@ -240,7 +240,7 @@ TEST_CASE("share: a page is copied by the format of its group, and named by key 
   for (const uint32_t group : {2u, 3u, UINT32_MAX}) {
     CHECK(bring_page(directory, share_key(2), page, 0, group) == PeerEnd::kAbsent);
   }
-  unit.write(0, share_key(1), 0, 1);  // the slot goes to another group's page of the same key
+  unit.write(0, share_key(1), 0, 1);  // the slot now has another group's page with the same key
   directory.follow();
   CHECK(bring_page(directory, share_key(1), page, 0, 0) == PeerEnd::kAbsent);
 }
@@ -256,7 +256,7 @@ TEST_CASE("share: files that are not what was announced are refused") {
   close(unsealed);
   PeerDirectory directory;
   const auto board = [&] { return SharedFile::read_only(unit.board.fd(), unit.board.bytes(), "board"); };
-  // A slot more than the pool has, and the last slot one byte beyond its end.
+  // Two bad pools: the last slot ends one byte beyond the pool's end, and one slot more than the pool has.
   PeerPool pool = unit.mapped_pool();
   pool.slots_offset = 1;
   CHECK_THROWS_AS(directory.add(board(), std::move(pool), {PeerFormat{}}), ClosedError);

@@ -1,4 +1,5 @@
-// News that a directory reports of its peers' pages: once per page, for all pages or for the requested ones.
+// The news that a directory reports about its peers' pages: once per page, for all pages or only for
+// requested ones.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ RowFacts page(uint64_t number, uint32_t group = 0) {
   return facts;
 }
 
-// Applies news as a unit does. Returns whether each removed page was known, or had been added meanwhile.
+// The pages that a unit knows from news.
 struct KnownPages {
   std::set<uint64_t> pages;
 
@@ -86,12 +87,12 @@ TEST_CASE("share news: whatever is taken in whatever order, what is known in the
   KnownPages known;
   std::set<uint64_t> there;
   std::vector<PeerNews> out;
-  constexpr uint64_t kPages = 3000;  // enough that records which have been read are removed
+  constexpr uint64_t kPages = 3000;  // enough pages that records are removed after they were read
   for (int round = 0; round < 200; ++round) {
     for (uint32_t told = random() % 2000; told > 0; --told) {
       const uint64_t number = random() % kPages;
       const bool came = random() % 2 == 0;
-      if (came == there.contains(number)) continue;  // peers report changes
+      if (came == there.contains(number)) continue;  // peers report only changes
       news.tell(page(number), came);
       if (came) {
         there.insert(number);

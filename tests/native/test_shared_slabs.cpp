@@ -1,5 +1,5 @@
-// Two KV groups, each with its own image, whose pages are in the slots of one slab. The disk lane moves them
-// through host memory, and the gds lane from a pool in plain memory.
+// Two KV groups whose images differ in size, and whose pages share the slots of one slab. The disk lane moves
+// the pages to and from host memory, and the gds lane to and from the groups' pools in plain memory.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -21,7 +21,8 @@ constexpr int32_t kGroups = 2, kGroupBlocks = 8, kSharedPlaces = 8;
 constexpr std::array<int32_t, kGroups> kGroupLayers{4, 2};
 constexpr std::array<int64_t, kGroups> kGroupRuns{2304, 3584};  // images of 16 and 12 KiB
 
-// One slab, a host pool that both groups use, and a layer-first engine pool for each group.
+// A transfer engine with one slab and one host pool, which both groups use, and a layer-first engine pool per
+// group.
 struct SharedWorld {
   // `numbers`: the group numbers that the codecs write into their pages.
   explicit SharedWorld(std::array<uint32_t, kGroups> numbers = {0, 1},
@@ -62,7 +63,8 @@ struct SharedWorld {
   }
   ~SharedWorld() { CHECK(engine->close(kGdsGenerousS)); }
 
-  // Runs an op on one page: engine block `place`, or host slot `slot`.
+  // Runs an op on the page numbered `number` in disk slot `place`. A gds op moves engine block `place`, and a
+  // disk op host slot `slot`.
   OpResult run(OpKind kind, int32_t group, int32_t place, int32_t number, int32_t slot = 0,
                std::vector<uint64_t> digests = {}) {
     OpSpec op;
@@ -80,7 +82,7 @@ struct SharedWorld {
     REQUIRE(results.size() == 1);
     return std::move(results.front());
   }
-  // Stores a page, including its trailer, straight from the group's pool to the slab.
+  // Writes a page from the group's pool to the slab without using host memory, and then writes its trailer.
   void store(int32_t group, int32_t place, int32_t number) {
     OpResult written = run(OpKind::kGdsWrite, group, place, number);
     REQUIRE(written.status == Status::kOk);
@@ -129,7 +131,8 @@ TEST_CASE("two groups that share a slab come back by either lane, each in its ow
     CHECK(world.run(OpKind::kGdsRead, group, place, place).status == Status::kOk);
     CHECK(world.holds(group, place, static_cast<uint8_t>(7 + group)));
     CHECK(world.run(OpKind::kDiskRead, group, place, place, place).status == Status::kOk);
-    // Through host memory to another slot of the slab, and back into the group's block.
+    // Writes the page from host memory to another slot of the slab, and reads it from there into the group's
+    // pool.
     const int32_t other = (place + kGroups) % kSharedPlaces;
     CHECK(world.run(OpKind::kDiskWrite, group, other, place, place).status == Status::kOk);
     world.fill(0);
@@ -152,7 +155,8 @@ TEST_CASE("a page of one group in a shared slab is a miss for the other, by eith
       CHECK(result.causes == std::vector<FailureCause>{FailureCause::kContent});
       CHECK(world.run(read, 1 - group, place, number).status == Status::kOk);
     }
-    // Written over a larger image, whose trailer stays intact behind the smaller image.
+    // Overwrites group 0's larger image with a smaller one of group 1. The larger image's trailer stays
+    // intact behind the smaller image.
     world.store(1, 2, 7);
     CHECK(world.run(read, 0, 2, 5).failed.size() == 1);
     CHECK(world.missed(PageMiss::kData) == 1);
@@ -166,7 +170,8 @@ TEST_CASE("where images are alike the group in the trailer alone tells two group
     world.fill(1);
     world.store(1, 4, 4);
     for (const OpKind read : {OpKind::kGdsRead, OpKind::kDiskRead}) {
-      // The control: with one number for both groups, each is served the other's page.
+      // Control: if both groups have the same number, a read for one group succeeds on the other group's
+      // page.
       CHECK((world.run(read, 0, 4, 4).status == Status::kOk) == (second == 0));
     }
     CHECK(world.missed(PageMiss::kGroup) == (second == 0 ? 0 : 2));

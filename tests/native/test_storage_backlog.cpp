@@ -1,6 +1,5 @@
-// More pages than the disk lane queues at once: in front of a disk that is slow to submit, where the
-// dispatcher goes to sleep at a full queue again and again and must be woken each time, and in front of one
-// that hangs.
+// More pages than the disk lane queues at once. One disk is slow, so its dispatcher goes to sleep at a full
+// queue again and again and must be woken each time. Another disk hangs.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -27,7 +26,8 @@ constexpr int32_t kPagesOfOp = 4;
 constexpr int32_t kRounds = 12;
 constexpr int64_t kBacklogPageBytes = int64_t{1} << 20;
 
-// Gives the dispatcher time to push while the I/O thread is beginning pages.
+// A queue whose take() is slow, which gives the dispatcher time to push pages while the I/O thread begins
+// others.
 class DawdlingQueue final : public IoQueue {
  public:
   explicit DawdlingQueue(std::unique_ptr<IoQueue> inner) : inner_(std::move(inner)) {}
@@ -46,10 +46,12 @@ class DawdlingQueue final : public IoQueue {
   int64_t calls_ = 0;
 };
 
-// The test with a disk that hangs writes more pages than all disks together queue (65,536).
+// The test with a disk that hangs writes this many ops of this many pages: more than all disks together queue
+// (65,536).
 constexpr int32_t kHeldPages = 512;
 constexpr int32_t kHeldOps = 130;
-// Unit: seconds. A lane that queued all of them would write to the other disk within a few milliseconds.
+// Unit: seconds. How long the test waits for a write to the other disk. If the lane queued all pages of the
+// hung disk, that write would finish within a few milliseconds.
 constexpr double kHeldS = 1.0;
 
 struct Hold {
@@ -64,7 +66,8 @@ struct Hold {
   }
 };
 
-// Ends requests without any I/O, those of disk 0 once they are no longer held.
+// A queue that completes requests without any I/O. Requests of disk 0 complete only after the hold is
+// released.
 class HeldQueue final : public IoQueue {
  public:
   HeldQueue(std::unique_ptr<IoQueue> inner, std::shared_ptr<Hold> hold, int32_t disk)
@@ -124,7 +127,7 @@ TEST_CASE("while a disk hangs, the lane queues a limited number of pages") {
                                                DiskOptions{IoBackend::kThreads, 4, 0.0}, wrap);
   TransferEngine engine(std::make_shared<HostMover>(), EngineOptions{},
                         std::vector<std::shared_ptr<Lane>>{lane});
-  // Writes `pages` pages to one of the disks.
+  // Submits a write of `pages` pages to one of the disks, and returns its ticket.
   auto write = [&, next_op = int64_t{1}](int32_t disk, int32_t pages) mutable {
     OpSpec op;
     op.op_id = next_op++;
@@ -142,7 +145,7 @@ TEST_CASE("while a disk hangs, the lane queues a limited number of pages") {
   std::vector<int64_t> tickets;
   for (int32_t i = 0; i < kHeldOps; ++i) tickets.push_back(write(0, kHeldPages));
   tickets.push_back(write(1, 1));
-  CHECK_FALSE(engine.wait(tickets.back(), kHeldS));  // it was not taken
+  CHECK_FALSE(engine.wait(tickets.back(), kHeldS));  // the lane did not take the last write
   hold->release();
   for (const int64_t ticket : tickets) REQUIRE(engine.wait(ticket, kWaitS));
   for (const OpResult& result : engine.poll(tickets.size() + 1)) CHECK(result.status == Status::kOk);

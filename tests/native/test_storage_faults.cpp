@@ -1,4 +1,4 @@
-// How a disk handles I/Os that fail, come short, are damaged or hang, page by page.
+// How a disk handles I/Os that fail, come short, are damaged or hang: which pages fail, and for which reason.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -18,7 +18,8 @@
 namespace flexkv {
 namespace {
 
-// Forwards all calls, and also calls functions that a test gives it.
+// A queue that forwards all calls, and calls the test's functions when requests are submitted, taken and
+// completed.
 class HookedQueue final : public IoQueue {
  public:
   struct Hooks {
@@ -60,7 +61,7 @@ WrapQueue hooked(std::shared_ptr<HookedQueue::Hooks> hooks, int32_t only_disk) {
   };
 }
 
-// Writes all pages; the slots into which they are read hold other bytes.
+// Writes all pages to disk. The slots into which tests read them are different ones.
 void store_all(DiskWorld& world) {
   for (int32_t i = 0; i < kWorldPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
   world.submit(OpKind::kDiskWrite, 0, kWorldPlaces, 0);
@@ -81,7 +82,7 @@ int64_t missed(const DiskWorld& world, int32_t disk, PageMiss miss) {
   return world.lane->counts(disk).misses[static_cast<size_t>(miss)];
 }
 
-// A byte of the file of a place's disk.
+// Where byte `at` of the image in disk slot `place` is in its disk's file.
 int64_t in_slab(const DiskWorld& world, int32_t place, int64_t at) {
   return kSlabHeaderBytes + place / kWorldDisks * world.codec->image_bytes() + at;
 }
@@ -96,7 +97,7 @@ TEST_CASE("a page of a disk fails by name where its read fails, comes short or i
     PageMiss miss;
     FailureCause cause;
   };
-  // A byte of the last run, so that it belongs only to the last range of layers.
+  // Offset in the image of a byte of the last run. It belongs only to the last range of layers.
   const int64_t last = 2 * kWorldRun + 2000;
   for (const bool layerwise : {false, true}) {
     for (const auto& [action, miss, cause] :
@@ -112,7 +113,8 @@ TEST_CASE("a page of a disk fails by name where its read fails, comes short or i
       rule.write = false;
       rule.disk = 0;
       rule.offset = in_slab(world, kBadPlace, last);
-      // A short read moves all but the last sector. Both ways of reading begin at the start of the image.
+      // A short read ends at the last 4 KiB boundary before that byte. Both kinds of read begin at the start
+      // of the image.
       rule.bytes = action == IoFaultAction::kShort ? last / 4096 * 4096 : last;
       rule.times = 1;
       world.faults->add(rule);
@@ -153,7 +155,7 @@ TEST_CASE("a page read by layers is checked for what it is, like a whole one") {
     op.slots = {kWorldPlaces, kWorldPlaces + 1};
     op.places = {2, 4};
     add_tag(op, 2);
-    add_tag(op, 5);  // place 4 has another page
+    add_tag(op, 5);  // disk slot 4 has a different page
     submit_op(*world.engine, std::move(op));
     const OpResult result = std::move(world.results(1).front());
     CHECK(result.failed == std::vector<int32_t>{1});
@@ -164,8 +166,8 @@ TEST_CASE("a page read by layers is checked for what it is, like a whole one") {
 TEST_CASE("a later range of layers leaves the layers that are in place alone") {
   DiskWorld world(IoBackend::kThreads);
   store_all(world);
-  // The second range begins in the first layer's last sector. Damage to the first layer's bytes there does
-  // not count.
+  // The second range begins with the sector that the two layers share. Damage to the first layer's bytes in
+  // that sector does not count.
   REQUIRE(layer_stages(*world.codec) == std::vector<int32_t>{0, 1});
   IoFaultRule rule;
   rule.action = IoFaultAction::kCorrupt;
@@ -196,7 +198,7 @@ TEST_CASE("a disk taken out serves and takes nothing more, and keeps its first r
 }
 
 TEST_CASE("errors take a disk out only if no I/O of their kind succeeds between them") {
-  constexpr int32_t kWriteErrors = 3;  // as in disk_job.cpp
+  constexpr int32_t kWriteErrors = 3;  // as kWriteErrorsBeforeOut in disk_job.cpp
   constexpr int32_t kReadErrors = 8;
   for (const bool write : {true, false}) {
     DiskWorld world(IoBackend::kThreads);
@@ -234,7 +236,7 @@ TEST_CASE("a disk without space stays, and is no longer full once a write finds 
   rule.disk = 0;
   rule.error = ENOSPC;
   rule.times = 1;
-  // Every slot has its own space, so that each write is attempted.
+  // A disk without space does not stop later writes, so each write is attempted.
   for (int32_t i = 0; i < 4; ++i) {
     world.faults->add(rule);
     CHECK(write_page(world, 0).status == Status::kFailed);
@@ -255,7 +257,7 @@ TEST_CASE("a disk whose queue breaks ends the pages that have arrived and those 
   DiskWorld world(IoBackend::kThreads, {}, 30.0, hooked(hooks, 0));
   store_all(world);
   broken = true;
-  // The page arrives by wait(); the queue breaks before it is checked.
+  // The queue's wait() returns the page. Then its take() throws, before the page is checked.
   CHECK(read_pages(world, 0, 1, false).status == Status::kOk);
   CHECK(world.holds(kWorldPlaces, 1));
   CHECK(world.lane->states()[0].lost);
@@ -273,7 +275,7 @@ TEST_CASE("no more I/Os are under way than a queue may have, even of pages read 
   DiskWorld world(IoBackend::kThreads, {}, 30.0, hooked(hooks, 0));
   store_all(world);
   CHECK(read_pages(world, 0, kWorldPlaces, true).status == Status::kOk);
-  CHECK(most <= 8);  // DiskWorld's depth
+  CHECK(most <= 8);  // depth of DiskWorld's queues
   CHECK(under_way == 0);
 }
 

@@ -1,4 +1,4 @@
-// Trailers and slab files by themselves: what a page on disk must name, which sectors the read of a range of
+// Trailers and slab files: what the trailer of a page must contain, which sectors the read of a range of
 // layers covers, and which processes a slab keeps out of its folder.
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr uint64_t kNow = 1'000;
 
-// A file that is removed at the end.
+// A slab file that the destructor removes.
 struct NamedSlab {
   explicit NamedSlab(std::string name, const PageCodec& codec, int32_t slots)
       : path(std::move(name)), shape(make_slab(path, codec, slots, 1)) {}
@@ -63,7 +63,7 @@ TEST_CASE("a trailer is accepted for its own place, group and tag alone, and its
   CHECK(with([](PageTag& wanted) { --wanted.generation; }) == PageMiss::kGeneration);
   CHECK(with([](PageTag& wanted) { ++wanted.epoch; }) == PageMiss::kEpoch);
   CHECK(with([](PageTag& wanted) { ++wanted.tokens; }) == PageMiss::kTokens);
-  CHECK(with([](PageTag& wanted) { ++wanted.expiry; }) == PageMiss::kNone);  // only the page's own counts
+  CHECK(with([](PageTag& wanted) { ++wanted.expiry; }) == PageMiss::kNone);  // only the page's counts
   CHECK(page_codec(3, 2304, 1)->check_trailer(image.data(), place, tag, kNow).miss == PageMiss::kGroup);
   // The trailer's digest covers each byte of the trailer, including those of the last run's digest.
   const auto trailer = static_cast<size_t>(codec->image().trailer_offset());
@@ -125,7 +125,7 @@ TEST_CASE("zeros written ahead leave pages as they are") {
   for (const int64_t slot : {0, 3, 40})
     REQUIRE(pwrite(fd, page.data(), page.size(), slab->offset(slot)) == size);
   ZeroFill fill({slab});
-  CHECK(fill.step() == 0);  // no page was written yet, so zeros cannot be ahead of one
+  CHECK(fill.step() == 0);  // no page has been written yet, so no slots behind it need zeros
   fill.wrote(0, 3);
   int64_t written = 1;
   for (int step = 0; written > 0 && step < 1000; ++step) written = fill.step();
@@ -178,7 +178,7 @@ TEST_CASE("an I/O queue reports the error of an I/O, and reads past registered m
     const std::unique_ptr<std::byte, void (*)(void*)> buffer(
         static_cast<std::byte*>(std::aligned_alloc(kIoAlignBytes, kBytes)), std::free);
     IoMemories memories;
-    memories.parts.push_back({buffer.get(), kIoAlignBytes});  // half of the buffer
+    memories.parts.push_back({buffer.get(), kIoAlignBytes});  // only half of the buffer is registered
     memories.refused = [](const std::string&) {};
     const auto queue = make_io_queue(io, 4, memories);
     const auto result = [&](int fd) {

@@ -1,4 +1,4 @@
-// The disk lane under a transfer engine: many ops at once on two disks, one of which fails or hangs.
+// A transfer engine with a disk lane on two disks: many ops at once, while one of the disks fails or hangs.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <unistd.h>
@@ -35,7 +35,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
     for (int32_t i = 0; i < kWorldPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
     world.submit(OpKind::kDiskWrite, 0, kWorldPlaces, 0);
     CHECK(world.results(1).front().status == Status::kOk);
-    // Disk 0 hangs; the page at place 5, on disk 1, is damaged.
+    // Disk 0 hangs, and the page in disk slot 5, on disk 1, is damaged.
     IoFaultRule hang;
     hang.action = IoFaultAction::kStall;
     hang.disk = 0;
@@ -67,7 +67,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
     for (int32_t i = 0; i < kWorldPlaces; ++i) {
       load.blocks.push_back(i);
       load.slots.push_back(kWorldPlaces + i);
-      load.reads.push_back(world.next_op);  // the read that is submitted after the load
+      load.reads.push_back(world.next_op);  // waits for the read below
     }
     GraphSpec graph;
     graph.ops.push_back(load);
@@ -80,7 +80,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
       usleep(1000);
     }
     REQUIRE(world.faults->wait_stalled(1, kWaitS));
-    // The read has not ended, but the other disk's pages are loaded.
+    // The read has not finished, but the pages of the other disk have been loaded.
     while (copies->count(OpKind::kH2D).moves < kWorldPlaces / kWorldDisks - 1) {
       REQUIRE(Clock::now() < deadline);
       usleep(1000);
@@ -121,7 +121,7 @@ TEST_CASE("a disk that fails is taken out while ops are queued, and the other se
     DiskWorld world(io, {broken});
     for (int32_t i = 0; i < kWorldPlaces; i += 4) world.submit(OpKind::kDiskWrite, i, 4, 0);
     for (const OpResult& result : world.results(kWorldPlaces / 4)) {
-      for (const int32_t page : result.failed) CHECK(page % 2 == 1);  // places alternate between the disks
+      for (const int32_t page : result.failed) CHECK(page % 2 == 1);  // odd disk slots are on disk 1
     }
     CHECK(world.lane->states()[1].lost);
     CHECK(!world.lane->states()[0].lost);
@@ -133,7 +133,7 @@ TEST_CASE("a hung disk is found, its queue ends, and its I/O ends when it is let
     IoFaultRule hang;
     hang.action = IoFaultAction::kStall;
     hang.disk = 0;
-    // Long enough for the other disk, even on a busy machine under a sanitizer.
+    // The other disk finishes in this time (in seconds), even on a busy machine under a sanitizer.
     DiskWorld world(io, {hang}, 6.0);
     const int64_t ticket = world.submit(OpKind::kDiskWrite, 0, kWorldPlaces, 0);
     REQUIRE(world.faults->wait_stalled(1, kWaitS));
@@ -165,7 +165,7 @@ TEST_CASE("any flipped bit of an image is found") {
   const auto trailer = static_cast<size_t>(world.codec->image().trailer_offset());
   const auto end = trailer + static_cast<size_t>(world.codec->image().trailer_bytes());
   for (size_t at = 0; at < end; at += at < trailer ? 37 : 1) {
-    if (at >= kWorldLayers * kWorldRun && at < trailer) continue;  // padding does not count
+    if (at >= kWorldLayers * kWorldRun && at < trailer) continue;  // padding has no digest
     image[at] ^= std::byte{4};
     CHECK(!whole());
     image[at] ^= std::byte{4};

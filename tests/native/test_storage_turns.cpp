@@ -16,10 +16,10 @@ namespace {
 constexpr int32_t kReads = 40;
 constexpr int32_t kWrites = 4;
 constexpr int32_t kTurnPlaces = 64;
-// As in disk_io.cpp: how many reads go before a waiting write.
+// How many reads go before a waiting write, as in disk_io.cpp.
 constexpr size_t kReadsBeforeWrite = 16;
 
-// Records whether each I/O reads or writes, in the order in which they begin.
+// A queue that records whether each I/O reads or writes, in the order in which they are submitted.
 class NotingQueue final : public IoQueue {
  public:
   NotingQueue(std::unique_ptr<IoQueue> inner, std::shared_ptr<std::string> order)
@@ -36,10 +36,11 @@ class NotingQueue final : public IoQueue {
 
  private:
   std::unique_ptr<IoQueue> inner_;
-  std::shared_ptr<std::string> order_;  // 'r' or 'w'; only the disk's thread uses it while that runs
+  std::shared_ptr<std::string> order_;  // 'r' or 'w' per I/O; while the disk runs, only its thread uses this
 };
 
-// What is wrong with the order of turns, given that all I/Os waited from the start; empty if nothing is.
+// Says what is wrong with the order of the I/Os, all of which waited from the start. Returns "" if the order
+// is right.
 std::string wrong_turn(const std::string& order) {
   size_t reads_left = kReads;
   size_t writes_left = kWrites;
@@ -65,9 +66,9 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
   const WrapQueue wrap = [order](std::unique_ptr<IoQueue> queue, int32_t) {
     return std::make_unique<NotingQueue>(std::move(queue), order);
   };
-  // One I/O at a time, so that their order is the order of the choices.
+  // The queue holds one I/O at a time, so that the order of submission shows the disk's choices.
   OneDisk world(kTurnPlaces, DiskOptions{IoBackend::kAuto, 1, 0}, wrap);
-  // All of them wait when the disk begins; the writes were queued first.
+  // All I/Os wait when the disk starts. The writes were queued first.
   const std::vector<int64_t> tickets{world.push(OpKind::kDiskWrite, 0, kWrites),
                                      world.push(OpKind::kDiskRead, kWrites, kReads)};
   REQUIRE(world.disk->queued() == kWrites + kReads);

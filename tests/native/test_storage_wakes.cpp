@@ -1,5 +1,5 @@
-// When a disk begins a page that is queued just before its thread waits, and when its watchdog reports it as
-// hung.
+// A page that is queued just before the disk's thread waits is begun at once. Also when the watchdog reports
+// a disk as hung.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -14,7 +14,7 @@
 namespace flexkv {
 namespace {
 
-// Calls a function before it waits.
+// A queue that calls a function before each wait.
 class WatchedQueue final : public IoQueue {
  public:
   WatchedQueue(std::unique_ptr<IoQueue> inner, std::function<void()> waiting)
@@ -34,7 +34,7 @@ class WatchedQueue final : public IoQueue {
   std::function<void()> waiting_;
 };
 
-// Whether the condition became true in time.
+// Waits until the condition is true. Returns false if it is not true within kWaitS.
 bool wait_until(const std::function<bool()>& condition) {
   const auto deadline = deadline_in(kWaitS);
   while (!condition()) {
@@ -44,7 +44,7 @@ bool wait_until(const std::function<bool()>& condition) {
   return true;
 }
 
-// Releases I/Os at the end of a test, however the test ends, so that the disk can stop.
+// Releases stalled I/Os at the end of a test, even if it fails, so that the disk can stop.
 struct Release {
   std::shared_ptr<IoFaults> faults;
   ~Release() { faults->release(); }
@@ -66,7 +66,7 @@ TEST_CASE("a page that is queued while the disk's thread begins another one does
   };
   OneDisk* world = nullptr;
   std::atomic<int64_t> second{0};
-  // Called on the disk's own thread, after it has chosen pages and before it waits.
+  // The disk's thread calls this after it has chosen pages and before it waits.
   const auto on_change = [&] {
     if (OneDisk* to = std::exchange(world, nullptr)) second = to->push(OpKind::kDiskWrite, 1, 1);
   };
@@ -94,15 +94,15 @@ TEST_CASE("a disk is hung if the same I/O is its oldest at every look, and not i
   const Release release{faults};
   world.start();
   constexpr int32_t kLooks = 3;
-  CHECK(!world.disk->look(1));  // nothing is under way
+  CHECK(!world.disk->look(1));  // no I/O is in flight
   CHECK(!world.disk->look(1));
   for (int32_t place = 0; place < 3; ++place) {
     faults->add(hang_once());
     const int64_t before = waits;
     const int64_t ticket = world.push(OpKind::kDiskWrite, place, 1);
-    // When the disk waits for its oldest I/O, it has recorded it.
+    // The disk records its oldest I/O before it waits.
     REQUIRE(wait_until([&] { return waits != before; }));
-    // The first check only sees which I/O it is.
+    // If the oldest I/O has changed, the first look only records it.
     const int32_t looks = place < 2 ? kLooks : kLooks + 1;
     for (int32_t look = 0; look < looks; ++look) CHECK(world.disk->look(kLooks) == (look == kLooks));
     faults->release();

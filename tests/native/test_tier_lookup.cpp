@@ -27,7 +27,7 @@ Found look(TierLookup& lookup, std::span<const BlockKey> wanted, LookupTerms ter
   return found;
 }
 
-// The entries that a Found leases in one tier.
+// The entries that `found` leases in one tier.
 std::vector<EntryId> leased_in(const Found& found, int32_t tier) {
   std::vector<EntryId> entries;
   for (const FoundGroup& group : found.groups) {
@@ -39,7 +39,7 @@ std::vector<EntryId> leased_in(const Found& found, int32_t tier) {
   return entries;
 }
 
-// Leases an entry one time fewer than the limit.
+// Leases `entry` until it has one pin fewer than the limit.
 void lease_to_the_brim(BlockIndex& index, EntryId entry) {
   const std::vector<EntryId> often(1 << 20, entry);
   std::vector<int32_t> slots(often.size());
@@ -117,7 +117,7 @@ TEST_CASE("tiers that take turns at every block are looked up in windows, across
   disk->check_integrity(leased_in(found, 1));
   lookup.release(found);
 
-  // A missing page in the second window, and one that a store fills.
+  // One page of the window that ends the hit is missing, and later a store is filling it.
   EntryId hole = kNoEntry;
   disk->find(0, std::span(chain).subspan(701, 1), true, &hole);
   uint8_t removed = 0;
@@ -201,7 +201,7 @@ TEST_CASE("what is being filled waits, what is being stored ends the prefix") {
   host->finish(filled.entries, ok.data(), published.data());
   CHECK(lookup.count_ready(found) == 5);
   CHECK(pins_of(*host, filled.entries[0]) == 2);
-  CHECK(pins_of(*host, filled.entries[2]) == 2);  // its slot is not free before that
+  CHECK(pins_of(*host, filled.entries[2]) == 2);  // so its slot is not free yet
   lookup.trim(found, 5);
   CHECK(pins_of(*host, filled.entries[2]) == 1);
   lookup.release(found);

@@ -1,4 +1,5 @@
-// Chains of ops as long as the queues: the end of one op must not be propagated by recursion on the stack.
+// Chains of as many ops as the queues hold. The end of an op must not be passed on by recursion, which would
+// overflow the stack.
 #include <doctest/doctest.h>
 
 #include "transfer_world.h"
@@ -7,7 +8,7 @@ using namespace flexkv;
 
 namespace {
 
-// ThreadSanitizer takes half a minute per 100'000 ops, and its frames are larger.
+// Number of ops. ThreadSanitizer takes half a minute per 100'000 ops, and its stack frames are larger.
 #if defined(__SANITIZE_THREAD__)
 constexpr int32_t kChain = 50'000;
 #else

@@ -1,5 +1,5 @@
-// The engine captures a CUDA graph while flexkv registers memory, allocates and copies: the capture must stay
-// intact, and none of flexkv's calls may fail. It runs over the fake driver; nothing here ran on a GPU.
+// The engine captures a CUDA graph while flexkv registers memory, allocates and copies. The capture must stay
+// intact, and none of flexkv's calls may fail. These tests use the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -37,7 +37,7 @@ TEST_CASE("cuda capture: start, registration and copies beside one leave it whol
     world.fill(0, 3);
     const Capturing capturing;
     {
-      // What happens at start: a context, self-tests, streams, host memory.
+      // What flexkv does at start: it makes a context, streams and host memory, and runs self-tests.
       const auto device = cuda::Device::open(0, world.loaded.driver);
       const cuda::CudaLane lane(device, fake_cuda::copy_kernels(), {});
       CHECK(lane.copier().notes().empty());
@@ -92,7 +92,7 @@ TEST_CASE("cuda capture: the calling thread keeps its mode and its context") {
     }
     CHECK(fake_cuda::current_device() == -1);
     CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
-    CHECK(cuda::bind_thread(*world.device).empty());  // for the remaining life of a thread of ours
+    CHECK(cuda::bind_thread(*world.device).empty());  // holds until the thread ends
     CHECK(fake_cuda::current_device() == 0);
     CHECK(fake_cuda::capture_mode() == cuda::kCaptureRelaxed);
   }).join();
@@ -110,8 +110,8 @@ TEST_CASE("cuda capture: a stream that is captured is refused by name, and stays
   CHECK(fake_cuda::end_capture(world.stream));
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
 
-  // Control: an event of such a stream draws one of our streams into the graph, and an event of ours breaks
-  // the capture.
+  // Control: if flexkv's stream waits for an event of the captured stream, it is drawn into the capture. If
+  // the captured stream waits for an event of flexkv's, the capture breaks.
   fake_cuda::begin_capture(world.stream);
   {
     const cuda::Current here(*world.device);
@@ -135,7 +135,8 @@ TEST_CASE("cuda contexts: only on the devices that were asked for") {
       CHECK(memory.time_copies(false, 4096, 1) > 0);
     }).join();
     CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
-    // Control: how the runtime returns to the previous device on a new thread.
+    // Control: the fake notices a context on device 0, which the CUDA runtime makes when a new thread calls
+    // cudaSetDevice.
     std::thread([] { fake_cuda::set_device(0); }).join();
     CHECK(fake_cuda::take_violation("a context on a device that nobody asked for"));
     CHECK(fake_cuda::primary_contexts().count(0) == 1);

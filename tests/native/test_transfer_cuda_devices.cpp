@@ -1,5 +1,5 @@
-// Two fake devices in one process, each with its own context, streams and engine, and one host pool
-// registered for both.
+// Two fake devices in one process. Each has its own context, streams and transfer engine, and both use one
+// registered host pool.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-// The parts of one rank's worker: its own pool on its device, and a transfer engine.
+// What one rank's worker has: a pool on its device, and a transfer engine.
 struct DeviceRank {
   static constexpr int32_t kLayers = 3, kBlocks = 8;
   static constexpr int64_t kRunBytes = 4096;
@@ -80,7 +80,7 @@ TEST_CASE("cuda devices: two in one process copy at once, each in its own contex
     const auto pool = HostPool::create({slot_bytes, 2 * DeviceRank::kBlocks, 4 * slot_bytes}, {});
     DeviceRank first(0, loaded.driver, pool);
     DeviceRank second(1, loaded.driver, pool);
-    // It is registered once for all devices: the registration is portable.
+    // The pool is registered only once, because a portable registration is valid for all devices.
     pool->pin(cuda::make_registrar(first.device));
     pool->pin(cuda::make_registrar(second.device));
     REQUIRE(pool->wait_ready(2 * DeviceRank::kBlocks, CudaWorld::kLongS));

@@ -1,5 +1,5 @@
-// The CUDA lane's digests, which several threads make and check, over a fake driver. Nothing here ran on a
-// GPU.
+// The CUDA lane's digests, which several threads make and check. These tests use the fake driver; nothing
+// here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <string>
@@ -18,13 +18,13 @@ const char* const kName = "flexkv-digest";
 CudaShape odd_pages() {
   CudaShape shape;
   shape.layers = 5;
-  shape.run_bytes = 700'001;  // pages of 3.5 MB: two of them make a piece, and each run has two parts
+  shape.run_bytes = 700'001;  // pages of 3.5 MB: an item has two, and a run has two parts
   shape.blocks = 8;
   shape.digests = true;
   return shape;
 }
 
-// One layer of 20 MiB is enqueued in portions.
+// Pages of one layer of 20 MiB, which is enqueued in portions.
 CudaShape large_layers() {
   CudaShape shape;
   shape.layers = 1;
@@ -56,7 +56,7 @@ bool digests_are_right(const CudaWorld& world, int32_t slot) {
   return true;
 }
 
-// Stores two pages and loads them, first unchanged and then with a byte changed.
+// Stores two pages and loads them, first unchanged and then with one changed byte in each layer in turn.
 void store_and_load(CudaWorld& world, bool layerwise) {
   for (int32_t block = 0; block < 4; ++block) world.fill(block, block + 1);
   for (const int32_t slot : {3, 0}) digests_of(world, slot)[0] = 1;
@@ -79,7 +79,7 @@ void store_and_load(CudaWorld& world, bool layerwise) {
     CHECK(result.reason.find("digest mismatch in run " + std::to_string(layer) + " (layer " +
                              std::to_string(layer) + ") of slot 0") != std::string::npos);
     CHECK(world.holds(2, 1));
-    if (!layerwise || layer == 0) CHECK(world.layer_holds(0, 3, 8));  // not a byte of the bad page
+    if (!layerwise || layer == 0) CHECK(world.layer_holds(0, 3, 8));  // no byte of the bad page was loaded
   }
 }
 
@@ -95,7 +95,7 @@ TEST_CASE("cuda digests: any number of threads makes and checks them, and names 
         store_and_load(*world, layerwise);
         CHECK(threads_named(kName) == threads - 1);
       }
-      CHECK(come_to(0, kName));  // joined with the lane
+      CHECK(come_to(0, kName));  // the lane's destructor joined them
     }
   }
 }
@@ -126,7 +126,7 @@ TEST_CASE("cuda digests: without digests there is no thread for them") {
 TEST_CASE("cuda digests: where no thread can be started the lane's own make and check them") {
   const CudaShape shape = odd_pages();
   const auto world = world_with(shape, std::make_unique<DigestCrew>(4));
-  // An op without digests starts all other threads.
+  // An op without digests starts the lane's threads but no digest threads.
   world->engine->detach_view(0);
   world->engine->attach_view(0, world->view, world->pool, 0, kNoDigests);
   REQUIRE(world->run(world->op(OpKind::kD2H, {0}, {0})).status == Status::kOk);

@@ -1,5 +1,5 @@
-// The fences between the engine's stream and the CUDA lane's, over a fake driver whose streams stop on
-// request. Each has a control without the fence, which must see the wrong bytes.
+// The fences between the engine's stream and the CUDA lane's streams. The fake driver's streams stop on
+// request. Each test has a control without the fence, which must see the wrong bytes.
 #include <doctest/doctest.h>
 
 #include <condition_variable>
@@ -13,8 +13,7 @@ using namespace flexkv;
 
 namespace {
 
-// A lane whose points in the engine's stream have no effect: a wait for one is a wait for an event that was
-// never recorded.
+// A lane without fences: its events on the engine's stream count as reached at once.
 class UnfencedLane : public cuda::CudaLane {
  public:
   using CudaLane::CudaLane;
@@ -26,7 +25,7 @@ class UnfencedLane : public cuda::CudaLane {
   std::string make_wait(StreamEvent&, StreamId) override { return {}; }
 };
 
-// Work of the engine that runs once the gate is open.
+// Blocks a stream that calls pass() until the gate is open.
 class Gate {
  public:
   void open() {
@@ -54,7 +53,7 @@ std::unique_ptr<CudaWorld> make_world(bool fenced) {
   return world;
 }
 
-// Whether a store saw what the forward pass before it wrote.
+// Whether a store saw what the preceding forward pass wrote.
 bool store_sees_the_forward(bool fenced) {
   auto world = make_world(fenced);
   world->fill(2, 1);
@@ -99,7 +98,7 @@ bool forward_sees_the_layer(bool fenced) {
   REQUIRE(world->run(world->op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
   world->fill(1, 5);
   Gate copies;
-  // It runs before the lane's copies: the load's fence waits for it.
+  // The load's fence waits for this stream, so that the load's copies do not begin before `copies` is open.
   const uintptr_t other = fake_cuda::make_stream(false);
   fake_cuda::enqueue(other, [&] { copies.pass(); });
   GraphSpec graph;
@@ -108,7 +107,7 @@ bool forward_sees_the_layer(bool fenced) {
   const auto ticket = world->engine->submit(std::move(graph), world->stream);
   REQUIRE(ticket);
   const LayerWait answer = world->engine->wait_layer_on(*ticket, 0, CudaWorld::kLongS, world->stream);
-  REQUIRE(answer.in_time);  // enqueued is enough: the copy waits behind `other`
+  REQUIRE(answer.in_time);  // it is enough that the copy is enqueued, behind `other`
   REQUIRE(answer.failed.empty());
   CHECK_FALSE(world->layer_holds(0, 1, 3));
   bool saw = false;
@@ -122,7 +121,7 @@ bool forward_sees_the_layer(bool fenced) {
   return saw;
 }
 
-// Whether a store that is submitted before its forward pass sees each layer as the pass writes it.
+// Whether a store that is submitted before a forward pass stores each layer as the forward pass wrote it.
 bool gated_store_sees_every_layer(bool fenced) {
   auto world = make_world(fenced);
   world->fill(2, 1);
@@ -159,7 +158,8 @@ TEST_CASE("cuda fences: layers that were opened behind two streams each wait for
   const uintptr_t other = fake_cuda::make_stream(false);
   Gate forward, layer;
   fake_cuda::enqueue(world->stream, [&] { forward.pass(); });
-  // These fill the direction, so that all layers are open before any is taken.
+  // These two stores occupy the lane, so that it takes no layer of the gated store before all layers are
+  // open.
   const int64_t before = fake_cuda::calls().kernel;
   for (int32_t i = 0; i < 2; ++i) world->submit(world->op(OpKind::kD2H, {i}, {4 + i}));
   CHECK(comes_true([&] { return fake_cuda::calls().kernel == before + 2; }));
@@ -206,7 +206,7 @@ TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host 
 }
 
 TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
-  // Runs without the kernel, because a failure of the kernel would not fail any page.
+  // Without the copy kernel, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   fake_cuda::fail_copy(0);
@@ -216,13 +216,13 @@ TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
   CHECK(answer.in_time);
   REQUIRE(answer.failed.size() == 1);
   CHECK(answer.failed.front().second == std::vector<int32_t>{0, 1});
-  CHECK(fake_cuda::calls().waits <= waits + 1);  // the lane's own, for the fence
-  // A deadline ends the wait, not the load.
+  CHECK(fake_cuda::calls().waits <= waits + 1);  // the lane's own wait, for the fence
+  // At its deadline the wait ends, but the load goes on.
   Gate gate;
   fake_cuda::enqueue(world->stream, [&] { gate.pass(); });
   std::vector<int64_t> tickets;
   for (int32_t i = 0; i < 3; ++i) tickets.push_back(world->submit(world->op(OpKind::kH2D, {i}, {i})));
-  CHECK_FALSE(world->engine->wait_layer_on(tickets[2], 0, 0.05, world->stream).in_time);  // two are under way
+  CHECK_FALSE(world->engine->wait_layer_on(tickets[2], 0, 0.05, world->stream).in_time);  // two are in flight
   gate.open();
   CHECK(world->engine->wait_layer_on(tickets[2], 0, CudaWorld::kLongS, world->stream).in_time);
   CHECK(world->engine->wait(tickets[2], CudaWorld::kLongS));

@@ -1,5 +1,5 @@
-// A copy kernel that cannot be started, or copies wrong bytes: this is detected at start or at its first
-// failure, and no page fails because of it. It runs over the fake driver; nothing here ran on a GPU.
+// A copy kernel that cannot be started, or that copies wrong bytes. flexkv detects this at start or at the
+// first failure, and no page fails because of it. These tests use the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -79,7 +79,7 @@ TEST_CASE("cuda kernel: short and long runs of one page each go their own way") 
     std::vector<std::byte> pool(2 * 2 * (kLong + kShort)), host(2 * (kLong + kShort));
     for (size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<std::byte>(i * 13 + (i >> 8));
     const auto base = reinterpret_cast<uintptr_t>(pool.data());
-    // A pool of two blocks and two layers, each with rows of a cache and of an index.
+    // A pool with two blocks and two layers, each of which has rows of a cache and rows of an index.
     const Segment segments[] = {{base, kLong, kLong, 0, 0},
                                 {base + 2 * kLong, kShort, kShort, kLong, 0},
                                 {base + 2 * (kLong + kShort), kLong, kLong, kLong + kShort, 1},
@@ -157,7 +157,7 @@ TEST_CASE("cuda kernel: copies end where the registration of their memory does")
   for (const cuda::CopySwitches& switches :
        {cuda::CopySwitches{true, false}, cuda::CopySwitches{false, false}}) {
     CudaShape shape;
-    shape.block_first = true;  // neighbouring blocks are contiguous, and so are the slots
+    shape.block_first = true;  // blocks are contiguous, and so are slots
     shape.exact_slots = true;
     shape.run_bytes = 4096;
     CudaWorld world(shape, {}, switches);
@@ -166,7 +166,8 @@ TEST_CASE("cuda kernel: copies end where the registration of their memory does")
     CHECK(world.run(world.op(OpKind::kD2H, {2, 3, 4, 5}, {2, 3, 4, 5})).status == Status::kOk);
     CHECK(world.slot_holds(2, 2));
     CHECK(world.slot_holds(5, 5));
-    // Control: the driver refuses a copy across the end of an extent, which is a piece here.
+    // Control: the driver refuses a copy across the end of an extent, because each extent is registered
+    // separately.
     const cuda::Current here(*world.device);
     const cuda::Stream stream(world.device);
     CHECK(world.device->driver().copy_to_host(world.pool->slot(3),

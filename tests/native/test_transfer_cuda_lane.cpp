@@ -1,5 +1,5 @@
-// The CUDA lane over a fake driver: every path, byte for byte, and the rules of batches, fences and bounds.
-// Nothing here ran on a GPU.
+// The CUDA lane with the fake driver: every path copies every byte, and the lane keeps the rules of batches
+// and fences and its own limits. Nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -29,7 +29,8 @@ const std::vector<Way> kWays = {
     {"kernel", {.version = 13000}, {.batch = true, .kernel = true}, cuda::Path::kKernel},
 };
 
-// Stores some blocks and loads them into others, permuted; all other bytes must stay as they were.
+// Stores some blocks, loads them into other blocks in a different order, and checks that all other bytes stay
+// as they were.
 void move_there_and_back(const CudaShape& shape, const Way& way, bool layerwise) {
   CAPTURE(way.name);
   CAPTURE(shape.run_bytes);
@@ -72,7 +73,7 @@ TEST_CASE("cuda lane: batches are bounded, attributed from copy 0, and ordered b
   shape.layers = 40;
   shape.blocks = 256;
   shape.run_bytes = 16;
-  shape.extent_slots = 64;  // extents are prepared at a low priority: many take long on a busy machine
+  shape.extent_slots = 64;  // few extents: preparing many takes long on a busy machine
   CudaWorld world(shape, {}, {.batch = true, .kernel = false});
   std::vector<int32_t> all;
   for (int32_t i = 0; i < shape.blocks; ++i) all.push_back(i);
@@ -103,14 +104,14 @@ TEST_CASE("cuda lane: batches can be switched off") {
 }
 
 TEST_CASE("cuda lane: an extent that is not registered never reaches the kernel") {
-  CudaWorld world({}, {}, {.batch = true, .kernel = true}, 1);  // slots 4..7
+  CudaWorld world({}, {}, {.batch = true, .kernel = true}, 1);  // slots 4..7 are not registered
   const int64_t tested = fake_cuda::calls().kernel;
   CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
   CHECK(fake_cuda::calls().kernel == tested + 1);
   world.fill(2, 5);
   world.fill(3, 8);
   CHECK(world.run(world.op(OpKind::kD2H, {2, 3}, {5, 8})).status == Status::kOk);
-  CHECK(fake_cuda::calls().kernel == tested + 2);  // for the other page
+  CHECK(fake_cuda::calls().kernel == tested + 2);  // for the page in slot 8
   CHECK(world.lane->copier().count(cuda::Path::kKernel).bytes == 3 * 3 * 1024);
   CHECK(world.slot_holds(5, 5));
   CHECK(world.slot_holds(8, 8));
@@ -118,7 +119,7 @@ TEST_CASE("cuda lane: an extent that is not registered never reaches the kernel"
 
 TEST_CASE("cuda lane: an extent that is not registered never reaches a kernel that takes several layers") {
   const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 8};
-  CudaWorld world(shape, {}, kAll, 1);  // slots 8..15
+  CudaWorld world(shape, {}, kAll, 1);  // slots 8..15 are not registered
   std::vector<int32_t> all(16);
   std::iota(all.begin(), all.end(), 0);
   for (const int32_t block : all) world.fill(block, block + 1);
@@ -151,7 +152,7 @@ TEST_CASE("cuda lane: failures end as named failed pages, and the next transfer 
   CHECK(result.status == Status::kFailed);
   CHECK(result.reason.find("illegal memory access") != std::string::npos);
 
-  *world.pool->slot(1) ^= std::byte{1};  // damaged in between
+  *world.pool->slot(1) ^= std::byte{1};  // damages the page in slot 1
   result = world.run(world.op(OpKind::kH2D, {4, 5}, {0, 1}));
   CHECK(result.status == Status::kFailed);
   CHECK(result.failed == std::vector<int32_t>{1});
@@ -189,8 +190,9 @@ TEST_CASE("cuda lane: close with copies under way waits for them") {
 
 namespace {
 
-// Loads 20 pages of 2 MiB with all streams held. `cancels`: cancels those that are not under way. Gives their
-// blocks to the engine at once, releases the copies, and returns whether the engine's bytes stayed unchanged.
+// Loads 20 pages of 2 MiB while all streams are held. `cancels`: cancels the load, which drops the pages that
+// are not in flight. The engine then writes to the blocks of those pages at once, and the streams are
+// released. Returns whether the engine's bytes stayed unchanged.
 bool reused_blocks_stay(bool cancels) {
   CudaShape shape;
   shape.layers = 2;
@@ -217,7 +219,7 @@ bool reused_blocks_stay(bool cancels) {
   std::vector<int32_t> dropped;
   for (int32_t i = kUnderWay; i < 20; ++i) dropped.push_back(i);
   if (cancels) world.engine->cancel(ticket);
-  // Pages under way may still be written, so there is no result yet.
+  // Pages in flight may still be written, so the load has no result yet.
   CHECK_FALSE(world.engine->wait(ticket, 0.05));
   CHECK(world.engine->poll(1).empty());
   for (const int32_t i : dropped) world.fill(20 + i, 90 + i);
@@ -248,13 +250,13 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
   fake_cuda::hold_all(true);
   const int64_t launched = fake_cuda::calls().kernel;
-  // Two ops of one direction; its stream has the tables of both.
+  // Two ops in the same direction. Their stream has the tables of both.
   const int64_t first = world.submit(world.op(OpKind::kD2H, {0}, {1}));
   const int64_t second = world.submit(world.op(OpKind::kD2H, {1}, {2}));
   const int64_t load = world.submit(world.op(OpKind::kH2D, {4, 5}, {0, 0}));
   const auto deadline = deadline_in(CudaWorld::kLongS);
   while (fake_cuda::calls().kernel < launched + 3 && seconds_until(deadline) > 0) std::this_thread::yield();
-  // Control: the fake notices memory that is freed now.
+  // Control: the fake notices if memory is freed now.
   void* memory = nullptr;
   const cuda::Current here(*world.device);
   REQUIRE(world.device->driver().host_alloc(&memory, 64, 0) == cuda::kSuccess);
@@ -270,7 +272,7 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
 
 TEST_CASE("cuda lane: a launch whose tables find no room beside another's goes by the copy engine") {
   CudaShape shape;
-  shape.layers = 20000;  // tables of 640 KB, where there is room for 1 MiB
+  shape.layers = 20000;  // tables of 640 KB each; all tables together have 1 MiB
   shape.run_bytes = 1;
   CudaWorld world(shape, {}, kAll);
   world.fill(0, 1);

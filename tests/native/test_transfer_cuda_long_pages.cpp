@@ -1,5 +1,5 @@
-// Pages that are stored in several stages, one of which is under way behind a forward pass when the engine's
-// stream is to continue. They run over a fake driver whose streams stop on request.
+// Pages that are stored in several stages. A stage is in flight behind a forward pass when the next forward
+// pass, which overwrites the pages, is ordered after the store. The fake driver's streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -13,11 +13,11 @@ using namespace flexkv;
 
 namespace {
 
-// A layer is more than half of a sub-batch, so that each is a stage.
+// A layer is larger than half of a sub-batch, so that each layer is a stage.
 constexpr CudaShape kLong{
     .layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2 + 4096, .digests = true, .extent_slots = 1};
 
-// A test that calls this runs once for each way.
+// A test that calls this runs once for each path.
 std::unique_ptr<CudaWorld> make_either_world(const CudaShape& shape) {
   cuda::CopySwitches switches{.batch = true, .kernel = false};
   SUBCASE("by copy engine") {}
@@ -34,8 +34,9 @@ OpResult result_of(CudaWorld& world, int64_t ticket) {
   return {};
 }
 
-// Stores `blocks` behind a forward pass that writes them. The next forward pass overwrites all of them, and
-// runs before their copies unless the stream is `ordered` behind the copies. Returns the store's result.
+// Stores `blocks` behind a forward pass that writes them. The next forward pass overwrites all of them.
+// `ordered`: the engine's stream is ordered behind the copies; otherwise the next forward pass runs before
+// them. Returns the store's result.
 OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& blocks, bool layerwise,
                               bool ordered) {
   GraphSpec graph;
@@ -47,7 +48,7 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
     });
     ticket = world.engine->submit(std::move(graph), world.stream);
     REQUIRE(ticket);
-    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // the copies that the direction has under way wait
+    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // copies in flight wait for the forward pass
     if (ordered) {
       REQUIRE(world.engine->order_after(*ticket, CudaWorld::kLongS, world.stream));
       CHECK_FALSE(world.engine->wait(*ticket, 0));  // the forward pass still runs
@@ -63,7 +64,7 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
   return result_of(world, *ticket);
 }
 
-// Submits a layerwise store of block 2, with no layer open.
+// Submits a layerwise store of block 2, none of whose layers is open.
 int64_t submit_gated(CudaWorld& world) {
   GraphSpec graph;
   graph.ops.push_back(world.op(OpKind::kD2H, {2}, {2}, true));
@@ -78,7 +79,7 @@ bool slots_are_whole(CudaWorld& world, const std::vector<int32_t>& blocks) {
                      [&](int32_t block) { return world.slot_holds(block, 10 + block); });
 }
 
-// Whether the digests of the page in `slot` are those of its bytes.
+// Whether the page in `slot` loads, which it does if its digests match its bytes.
 bool loads(CudaWorld& world, int32_t slot) {
   return world.run(world.op(OpKind::kH2D, {slot}, {slot})).status == Status::kOk;
 }
@@ -133,7 +134,7 @@ TEST_CASE("cuda long pages: layers that are opened after the order was asked for
   {
     Forward forward(*world, [&] { world->fill(2, 12); });
     world->engine->open_layers({ticket}, 1, world->stream);
-    CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));  // the others are closed
+    CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));  // the other layers are closed
     std::thread later([&] { world->engine->open_layers({ticket}, 4, world->stream); });
     CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
     later.join();
@@ -193,7 +194,7 @@ TEST_CASE("cuda long pages: a store that was cancelled with one under way is ord
   }
   REQUIRE(world->engine->wait(*second, CudaWorld::kLongS));
   const auto results = world->engine->poll(2);
-  // This includes the first page, of which a range was under way.
+  // All pages failed, even the first one, of which a range was in flight.
   CHECK(results.back().failed == std::vector<int32_t>{0, 1, 2, 3});
 }
 
@@ -206,7 +207,7 @@ TEST_CASE("cuda long pages: a later range that the driver refuses fails the page
     ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
     CHECK_FALSE(world->engine->wait(*ticket, kAWhileS));
     fake_cuda::fail_copy(0);
-    // Its enqueued copies may still move until the stream gets there.
+    // The page's enqueued copies may still move bytes until the stream has passed them.
     CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));
     forward.let_go();
     CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
@@ -224,7 +225,7 @@ TEST_CASE("cuda long pages: whenever the order comes, each page is whole or name
       std::fill_n(world->pool->slot_address(slot), world->pool->geometry().slot_bytes, std::byte{0});
     }
     const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}, true));
-    // Some time between its first stage and its end.
+    // The order comes at some time between the store's first stage and its end.
     const auto until = deadline_in(0.00002 * round);
     while (seconds_until(until) > 0) std::this_thread::yield();
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));

@@ -1,5 +1,5 @@
 // Which copies the engine's stream is ordered behind, and which copies need not wait for all work of the
-// stream. It runs over a fake driver whose streams stop on request.
+// stream. The fake driver's streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -16,10 +16,10 @@ using namespace flexkv;
 
 namespace {
 
-constexpr int kManyStores = 5;  // more than a direction has under way at a time
+constexpr int kManyStores = 5;  // more than one direction has in flight at a time
 
-// Stores blocks 0 ... 4, which a running forward pass writes; the next one overwrites all of them. Returns
-// whether every store has the bytes of the first forward pass.
+// Stores blocks 0 to 4, which a running forward pass writes. The next forward pass overwrites all of them,
+// after the copies if `ordered`. Returns whether every store has the bytes of the first forward pass.
 bool stores_are_whole(CudaWorld& world, bool ordered) {
   std::array<int64_t, kManyStores> tickets{};
   {
@@ -29,13 +29,13 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
     for (int32_t i = 0; i < kManyStores; ++i) {
       tickets[static_cast<size_t>(i)] = world.submit(world.op(OpKind::kD2H, {i}, {i}));
     }
-    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // behind the forward pass
+    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // it waits for the forward pass
     for (const int64_t ticket : tickets) {
       if (ordered) REQUIRE(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
     }
-    // The first one still runs: nothing has waited for it.
+    // The first forward pass still runs, so order_after() did not wait for it.
     REQUIRE_FALSE(world.engine->wait(tickets.front(), 0));
-    if (!ordered) {  // the copies wait, so that the next forward pass always comes first
+    if (!ordered) {  // holds the copies, so that the next forward pass always runs first
       fake_cuda::hold_all(true);
       fake_cuda::release_stream(world.stream);
     }
@@ -52,8 +52,8 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
   return whole;
 }
 
-// Whether a load into block 1 ends while a forward pass runs that does `work` and was enqueued after
-// `before`.
+// Whether a load into block 1 finishes while a forward pass that does `work` still runs. `recorded_before`:
+// the load waits only for a point in the stream that was recorded before the forward pass.
 bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void()> work, OpResult& result) {
   world.fill(1, 3);
   REQUIRE(world.run(world.op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
@@ -75,7 +75,7 @@ bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void
   return ended;
 }
 
-// Stores to disk that end when the test lets them.
+// A lane for stores to disk that finish only after the test calls let_end().
 class DiskStores : public Lane {
  public:
   explicit DiskStores(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}
@@ -88,7 +88,7 @@ class DiskStores : public Lane {
     thread_ = std::thread([source = std::move(source), lane, may_end = may_end_.get_future()] {
       while (const auto item = source->take(lane)) {
         may_end.wait();
-        // As in the real lane, which ends no store before the engine's stream has reached its point.
+        // Like the real lane, this ends no store before the engine's stream has reached the store's fence.
         static_cast<cuda::Event&>(*item->fence()).wait();
         source->finish(item, std::vector<MoveResult>(item->positions().size()));
       }
@@ -139,7 +139,7 @@ TEST_CASE("cuda order: a store is enqueued ahead of older ones that wait for the
     for (int32_t i = 0; i < kManyStores; ++i) {
       tickets[static_cast<size_t>(i)] = world->submit(world->op(OpKind::kD2H, {i}, {i}));
     }
-    CHECK(comes_true([&] { return fake_cuda::calls().kernel == kernels + 2; }));  // the third one waits
+    CHECK(comes_true([&] { return fake_cuda::calls().kernel == kernels + 2; }));  // the third store waits
     REQUIRE(world->engine->order_after(tickets.back(), CudaWorld::kLongS, world->stream));
     CHECK(fake_cuda::calls().kernel == kernels + 3);
     fake_cuda::enqueue(world->stream, [&] { world->fill(kManyStores - 1, 90); });
@@ -158,7 +158,7 @@ TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueu
       world->fill(7, 1);
       world->fill(8, 2);
     });
-    // These two fill the direction, so that no item of the third is taken.
+    // These two stores occupy the lane, so that it takes no item of the third one.
     world->submit(world->op(OpKind::kD2H, {0}, {0}));
     world->submit(world->op(OpKind::kD2H, {1}, {1}));
     ticket = world->engine->submit(std::move(graph), world->stream);
@@ -180,7 +180,7 @@ TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueue
   {
     Forward forward(*world, [&] { world->fill(2, 1); });
     ticket = world->submit(world->op(OpKind::kD2H, {2}, {0}));
-    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));  // two portions are enqueued, and wait
+    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));  // two portions are enqueued and wait
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
     fake_cuda::enqueue(world->stream, [&] { world->fill(2, 90); });
   }
@@ -189,7 +189,7 @@ TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueue
 }
 
 TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and nothing waits for ever") {
-  // Without the kernel, whose failure would fail no page.
+  // Without the copy kernel, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   const auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   int64_t ticket = 0;
@@ -201,7 +201,7 @@ TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and n
     ticket = world->submit(world->op(OpKind::kD2H, {3}, {3}));
     CHECK_FALSE(world->engine->wait(ticket, kAWhileS));
     fake_cuda::fail_copy(0);
-    // Part of it may still be under way, until the stream gets there.
+    // Part of the page may still be in flight until the stream has passed its copies.
     CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));
     forward.let_go();
     CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
@@ -231,7 +231,7 @@ TEST_CASE("cuda order: an op that has ended, or was forgotten, orders nothing") 
   CHECK(world->engine->order_after(ticket, 0, world->stream));
   CHECK(fake_cuda::calls().waits == waits);
   CHECK_THROWS_AS(world->engine->order_after(ticket + 1, 0, world->stream), ContractError);
-  CHECK_THROWS_AS(world->engine->order_after(ticket, 0), ContractError);  // the lane's stream is missing
+  CHECK_THROWS_AS(world->engine->order_after(ticket, 0), ContractError);  // the stream argument is missing
 }
 
 TEST_CASE("cuda order: stores out of turn that hang take their own direction down, and loads go on") {
@@ -245,7 +245,7 @@ TEST_CASE("cuda order: stores out of turn that hang take their own direction dow
     return *std::find_if(lanes.begin(), lanes.end(), [&](const auto& one) { return one.kind == kind; });
   };
   const auto before = world->engine->record(world->stream);
-  std::array<int64_t, 4> tickets{};  // as many as the lane has under way in both directions
+  std::array<int64_t, 4> tickets{};  // as many as both directions together have in flight
   {
     Forward forward(*world, [] {});
     for (int64_t& ticket : tickets) ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
@@ -267,7 +267,7 @@ TEST_CASE("cuda order: stores out of turn that hang take their own direction dow
     CHECK(world->engine->poll(1).front().status == Status::kOk);
   }
   for (const int64_t ticket : tickets) REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
-  CHECK(lane(OpKind::kD2H).up);  // no stuck copy keeps the lane down any more
+  CHECK(lane(OpKind::kD2H).up);  // the lane is up again when its stuck copies have finished
 }
 
 TEST_CASE("cuda order: a load behind a point before the forward does not wait for it") {
@@ -276,7 +276,7 @@ TEST_CASE("cuda order: a load behind a point before the forward does not wait fo
   CHECK(load_ends_beside(*world, true, [] {}, result));
   CHECK(result.status == Status::kOk);
   CHECK(world->holds(1, 3));
-  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // submitted after it, as without the point
+  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // without the point it waits
 }
 
 TEST_CASE("cuda order: control: a forward that touches what is loaded must be waited for") {
@@ -340,7 +340,7 @@ TEST_CASE(
   }
   CHECK(took(kAWhileS, false) >= kAWhileS);
   {
-    // A later store waits behind a forward pass; this one already has the lane.
+    // A later store waits behind a forward pass, but the lane is already working on this one.
     Forward forward(*world, [] {});
     const int64_t later = store(3);
     CHECK(took(kAWhileS, false) >= kAWhileS);
@@ -348,7 +348,7 @@ TEST_CASE(
     CHECK(engine.order_after(ticket, CudaWorld::kLongS, world->stream));
     ticket = later;
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
-    // This one could run if that later one did not occupy the lane.
+    // Store 4 could run if the later store did not occupy the lane.
     ticket = store(4, before);
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
   }

@@ -1,4 +1,4 @@
-// Which path a view's runs take, and how copies are grouped. Needs no driver, fake or real.
+// Which path a view's runs take, and how copies are grouped. These tests need no driver, fake or real.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ TEST_CASE("cuda plan: the way of a run follows from its own length and from what
         "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
   CHECK(describe_ways({false, false}, Direction::kToHost) == "one by one");
 
-  // MLA with an indexer: judged by their mean length of 36 KiB, the short runs would take the path of the
+  // MLA with an indexer. If their mean length of 36 KiB decided, the short runs would take the path of the
   // long ones.
   const Segment segments[] = {
       {1 << 20, 1, 31 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
@@ -74,7 +74,7 @@ TEST_CASE("cuda plan: copies come so many at a time, none longer than allowed, a
           for (const Copy& copy : copies) {
             CHECK(copy.bytes <= static_cast<size_t>(longest));
             const auto at = copy.host - host.data();
-            // The page and the run that these bytes belong to.
+            // The page and the run to which the copied bytes belong.
             const PageEnds& page = pages[at < 8000 ? 0 : at < 20000 ? 1 : 2];
             const auto offset = at - (page.stripe - host.data());
             const Segment& run = segments[offset < 1000 ? 0 : 2];
@@ -110,12 +110,12 @@ TEST_CASE("cuda plan: copies that continue each other are one, empty ones none")
 TEST_CASE("cuda plan: no copy has bytes of two layers that were allocated apart") {
   std::byte host[4096];
   constexpr uintptr_t kBase = 1 << 20;
-  // Layers of one block are contiguous.
+  // Each layer has one block, and the layers are contiguous.
   const Segment single[] = {{kBase, 100, 100, 0, 0}, {kBase + 100, 100, 100, 100, 1}};
   const PageEnds pages[] = {{1, host}};
   const PageEnds first[] = {{0, host}};
   CHECK(list_copies(single, first).size() == 2);
-  // Control with all layers in a block: one region, whose layers are contiguous.
+  // Control: a block has all layers, so that they are one region of memory.
   const Segment together[] = {{kBase, 200, 100, 0, 0}, {kBase + 100, 200, 100, 100, 1}};
   CHECK(list_copies(together, pages).size() == 1);
 }
@@ -129,7 +129,7 @@ TEST_CASE("cuda plan: no copy has bytes of two pieces of registered memory") {
   REQUIRE(copies.size() == 2);
   CHECK(copies[0].bytes == 600);
   CHECK(copies[1].host == host + 600);
-  for (PageEnds& page : pages) page.piece = 4;  // control: in one piece they are one copy
+  for (PageEnds& page : pages) page.piece = 4;  // control: in one piece the pages are one copy
   CHECK(list_copies(std::span(&segment, 1), pages).size() == 1);
 }
 

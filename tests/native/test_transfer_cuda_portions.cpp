@@ -1,5 +1,5 @@
-// How much the CUDA lane has under way and by which path, over a fake driver that counts it. Nothing here ran
-// on a GPU.
+// How much the CUDA lane has in flight, and by which path. The fake driver counts it; nothing here ran on a
+// GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -25,12 +25,12 @@ std::vector<int32_t> all_of(const CudaShape& shape) {
   return all;
 }
 
-// Unit: bytes. The most that the copy engine has under way.
+// Unit: bytes. The most that the copy engine has in flight in one direction.
 int64_t most_under_way(size_t direction) {
   return static_cast<int64_t>(cuda::kPortionsUnderWay[direction]) * cuda::kPortionBytes[direction];
 }
 
-// Stores all of `shape`, loads it into the blocks in reverse order, and returns what was counted.
+// Stores all blocks, loads them into the blocks in reverse order, and returns what the fake driver counted.
 fake_cuda::Calls there_and_back(const CudaShape& shape, const cuda::CopySwitches& switches,
                                 bool layerwise = false) {
   CudaWorld world(shape, {}, switches);
@@ -52,7 +52,7 @@ fake_cuda::Calls there_and_back(const CudaShape& shape, const cuda::CopySwitches
 TEST_CASE("cuda portions: by kernel an op is one launch, on two multiprocessors or one") {
   const CudaShape shape{.layers = 8, .blocks = 64, .run_bytes = 4096, .extent_slots = 64};
   const fake_cuda::Calls calls = there_and_back(shape, kAll);
-  CHECK(calls.kernel == 2);  // 2 MiB each way
+  CHECK(calls.kernel == 2);  // one launch of 2 MiB in each direction
   CHECK(calls.batch == 0);
   CHECK(calls.multiprocessors[kLoads] == 2);
   CHECK(calls.multiprocessors[kStores] == 1);
@@ -61,7 +61,7 @@ TEST_CASE("cuda portions: by kernel an op is one launch, on two multiprocessors 
 TEST_CASE("cuda portions: the kernel stores long runs, too, and the copy engine loads them") {
   const CudaShape shape{.layers = 2, .blocks = 6, .run_bytes = 1 << 20, .extent_slots = 6};
   const fake_cuda::Calls calls = there_and_back(shape, kAll);
-  CHECK(calls.kernel == 2);  // 4 and 8 MiB
+  CHECK(calls.kernel == 2);  // launches of 4 and 8 MiB
   CHECK(calls.batch == 3);
   CHECK(calls.peak_long_stores == 0);
 }
@@ -69,7 +69,7 @@ TEST_CASE("cuda portions: the kernel stores long runs, too, and the copy engine 
 TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
   const CudaShape shape{.layers = 8, .blocks = 640, .run_bytes = 16384, .extent_slots = 640};  // 80 MiB
   const fake_cuda::Calls calls = there_and_back(shape, kAll);
-  CHECK(calls.kernel == 2 * 3);  // 4, 64 and 12 MiB
+  CHECK(calls.kernel == 2 * 3);  // launches of 4, 64 and 12 MiB in each direction
 }
 
 TEST_CASE("cuda portions: two launches are under way in a direction, and further items wait for their turn") {
@@ -82,7 +82,7 @@ TEST_CASE("cuda portions: two launches are under way in a direction, and further
       Forward forward(world, [] {});
       for (int32_t i = 0; i < 5; ++i) tickets.push_back(world.submit(world.op(kind, {i}, {i})));
       CHECK(comes_true([&] { return fake_cuda::calls().kernel - before >= most; }));
-      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // long enough for more
+      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // long enough for further launches
       CHECK(fake_cuda::calls().kernel - before == most);
     }
     for (const int64_t ticket : tickets) CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
@@ -93,7 +93,7 @@ TEST_CASE("cuda portions: two launches are under way in a direction, and further
 TEST_CASE("cuda portions: the copy engine has a few portions under way, and no long copy to the host") {
   const CudaShape shape{.layers = 4, .blocks = 96, .run_bytes = 64 << 10, .extent_slots = 96};
   const fake_cuda::Calls calls = there_and_back(shape, kBatches);
-  CHECK(calls.batch == 6 + 12);  // 24 MiB
+  CHECK(calls.batch == 6 + 12);  // 24 MiB in each direction
   for (const size_t direction : {kLoads, kStores}) {
     CHECK(calls.peak_bytes[direction] <= most_under_way(direction));
     CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes[direction]);
@@ -127,7 +127,7 @@ TEST_CASE("cuda portions: without batches neighbours to the host are not joined 
   CudaWorld world(shape, {}, kSingle);
   CHECK(world.run(world.op(OpKind::kD2H, all_of(shape), all_of(shape))).status == Status::kOk);
   CHECK(fake_cuda::calls().longest_copy[kStores] == cuda::kStoreCopyBytes);
-  // Control: the blocks are contiguous, and the copies of loads are joined.
+  // Control: the blocks are contiguous, so the copies of loads are joined.
   CHECK(world.run(world.op(OpKind::kH2D, all_of(shape), all_of(shape))).status == Status::kOk);
   CHECK(fake_cuda::calls().longest_copy[kLoads] > cuda::kStoreCopyBytes);
 }
@@ -171,7 +171,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for three portions 
     return calls;
   };
   CHECK(ahead_of_a_small_copy(false).bytes == most_under_way(kStores));
-  // If the next step waits for the copies anyway, all of them are enqueued at once.
+  // If the next engine step waits for the copies anyway, all of them are enqueued at once.
   CHECK(ahead_of_a_small_copy(true).bytes == int64_t{96} << 20);
 }
 
@@ -213,7 +213,7 @@ TEST_CASE("cuda portions: a large page that fails halfway is failed by name, and
 }
 
 TEST_CASE("cuda portions: by layer, each is on its way before the next one's turn, small ones together") {
-  // One layer of four pages is 512 KiB or 16 KiB.
+  // One layer of the four pages is 512 KiB or 16 KiB.
   for (const int64_t run_bytes : {int64_t{128} << 10, int64_t{4} << 10}) {
     const CudaShape shape{.layers = 6, .blocks = 8, .run_bytes = run_bytes, .extent_slots = 8};
     CudaWorld world(shape, {}, kAll);
@@ -224,7 +224,7 @@ TEST_CASE("cuda portions: by layer, each is on its way before the next one's tur
     Forward forward(world, [] {});
     const int64_t ticket = world.submit(world.op(OpKind::kH2D, {4, 5, 6, 7}, {0, 1, 2, 3}, true));
     if (run_bytes >= 64 << 10) {
-      // Two layers are under way, and the third's turn has not come.
+      // Two layers are in flight, and the third one waits for its turn.
       CHECK(comes_true([&] { return fake_cuda::calls().bytes - before >= 2 * 4 * run_bytes; }));
       CHECK(world.engine->wait_layer_on(ticket, 1, CudaWorld::kLongS, world.stream).in_time);
       CHECK_FALSE(world.engine->wait_layer_on(ticket, 2, 0.05, world.stream).in_time);
@@ -240,7 +240,8 @@ TEST_CASE("cuda portions: by layer, each is on its way before the next one's tur
 }
 
 TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, and forwards wait for each") {
-  // One layer of eight pages is 256 KiB, of which two make the least range of a kernel for each.
+  // One layer of the eight pages is 256 KiB. If each range of layers has its own kernel, a range has at least
+  // two layers.
   const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 16};
   for (const bool words : {true, false}) {
     CAPTURE(words);
@@ -257,7 +258,7 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     const int64_t kernels = fake_cuda::calls().kernel, waits = fake_cuda::calls().word_waits;
     std::vector<int> right;
     {
-      // The previous forward pass delays the kernels, of which two are enqueued at once.
+      // The previous forward pass delays the kernels, because only two can be enqueued at once.
       std::optional<Forward> forward;
       if (words) forward.emplace(world, [] {});
       const int64_t ticket =
@@ -276,7 +277,8 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     CHECK(right == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
     CHECK(fake_cuda::calls().kernel - kernels == (words ? 1 : 4));
     CHECK(fake_cuda::calls().word_waits - waits == (words ? 8 : 0));
-    // Each stage has the chunks of its layer: the fake copies them all before it counts.
+    // Each stage has the chunks of its layer. The fake's copies do not show this, because it copies all
+    // chunks before it counts a stage.
     std::vector<int32_t> ends;
     for (int64_t layer = 1; words && layer <= shape.layers; ++layer) {
       ends.push_back(static_cast<int32_t>(layer * shape.run_bytes / cuda::kChunkBytes));
@@ -304,7 +306,7 @@ TEST_CASE("cuda portions: a load by layer whose kernel cannot be started goes by
 
 TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forward waits on the host") {
   const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 16};
-  for (const bool fails : {true, false}) {  // false: the control
+  for (const bool fails : {true, false}) {  // false: control
     CAPTURE(fails);
     CudaWorld world(shape, {}, kAll);
     const cuda::Copier& copier = world.lane->copier();
@@ -315,7 +317,8 @@ TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forw
     if (fails) fake_cuda::refuse("the kernel that waits", fake_cuda::kAlways);
     fake_cuda::hold_all(true);
     const int64_t ticket = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
-    // A wait on the host ends with its deadline; a wait of the stream is enqueued while a kernel is stuck.
+    // A wait on the host ends at its deadline. A wait of the stream can be enqueued although a kernel is
+    // stuck.
     const double wait_s = fails ? 0.1 : CudaWorld::kLongS;
     for (int32_t layer = 0; layer < shape.layers; ++layer) {
       CHECK(world.engine->wait_layer_on(ticket, layer, wait_s, world.stream).in_time == !fails);
@@ -327,11 +330,12 @@ TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forw
       for (int32_t block = 8; block < 16; ++block) CHECK(world.layer_holds(layer, block, block - 7));
     }
     CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
-    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // the kernel is not tried again
+    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // the lane does not try the kernel again
     CHECK((copier.notes().find("the kernel that waits for a layer is not used any more") !=
            std::string::npos) == fails);
     CHECK(copier.capabilities().kernel);
-    // The next load has kernels of one or two layers each, with an event behind each kernel.
+    // If the kernel that waits failed, the next load has kernels of one or two layers each, with an event
+    // behind each kernel.
     const int64_t kernels = fake_cuda::calls().kernel;
     const int64_t next = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
     CHECK(world.engine->wait_layer_on(next, 7, CudaWorld::kLongS, world.stream).in_time);
@@ -355,7 +359,7 @@ TEST_CASE("cuda portions: loads that forwards wait for go on in turns, layer by 
     CHECK(world.engine->wait_layer_on(first, 1, CudaWorld::kLongS, world.stream).in_time);
     second = world.submit(world.op(OpKind::kH2D, {9, 10, 11}, {3, 4, 5}, true));
   }
-  // The second load's first layer comes before the first load's last.
+  // The second load's first layer is enqueued before the first load's last layer.
   CHECK(world.engine->wait(second, CudaWorld::kLongS));
   CHECK(world.engine->wait(first, CudaWorld::kLongS));
   for (int32_t block = 6; block < 12; ++block) CHECK(world.holds(block, block - 5));
@@ -373,7 +377,7 @@ TEST_CASE("cuda portions: stores go on beside loads that wait, and loads beside 
     const std::vector<int32_t> blocks{4, 5, 6, 7};
     free_graph.ops.push_back(store_first ? world.op(OpKind::kH2D, {0, 1, 2, 3}, {0, 1, 2, 3})
                                          : world.op(OpKind::kD2H, blocks, blocks));
-    free_graph.fence = before;  // it need not wait for the forward
+    free_graph.fence = before;  // this graph need not wait for the forward pass
     const int64_t waiting = world.submit(store_first ? world.op(OpKind::kD2H, blocks, blocks)
                                                      : world.op(OpKind::kH2D, {0, 1, 2, 3}, {0, 1, 2, 3}));
     const auto goes = world.engine->submit(std::move(free_graph), world.stream);
@@ -406,7 +410,7 @@ TEST_CASE("cuda portions: a cancelled store's kernel is told to stop, and its pa
   const OpResult result = world.engine->poll(1).front();
   CHECK(result.failed.size() == 64);
   CHECK(result.reason == "cancelled");
-  CHECK_FALSE(world.slot_holds(63, 64));  // nothing of it was copied
+  CHECK_FALSE(world.slot_holds(63, 64));  // nothing was copied
   // The next store is not stopped.
   CHECK(world.run(world.op(OpKind::kD2H, {63}, {63})).status == Status::kOk);
   CHECK(world.slot_holds(63, 64));

@@ -1,5 +1,5 @@
-// Calls that the driver refuses: no exception ends a thread, failed items are named, and copies that can take
-// another path do. It runs over the fake driver; nothing here ran on a GPU.
+// Calls that the driver refuses. No exception ends a thread, failed items are reported, and copies take
+// another path if they can. These tests use the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,7 +18,8 @@ struct NoFence : StreamEvent {
   bool reached() override { return true; }
 };
 
-// The result of a store by a lane, `count` of whose threads are refused the context.
+// Runs a store while the driver refuses the next `count` calls that make the context current. Returns the
+// store's result.
 OpResult run_with_refused_threads(int64_t count) {
   CudaWorld world({}, {}, {});
   GraphSpec graph;

@@ -1,4 +1,4 @@
-// What the CUDA lane reports of an item's stages is true for all pages of the item.
+// When the CUDA lane reports a stage of an item, the report holds for all pages of the item.
 #include <doctest/doctest.h>
 
 #include <mutex>
@@ -14,7 +14,7 @@ struct Reports {
   std::vector<int32_t> issued, passed;
 };
 
-// Forwards all calls, and records the reported stages.
+// A work source that forwards all calls, and records the reported stages.
 class Recorder : public WorkSource {
  public:
   Recorder(std::shared_ptr<WorkSource> source, std::shared_ptr<Reports> reports)
@@ -66,7 +66,7 @@ class ReportingLane : public cuda::CudaLane {
 }  // namespace
 
 TEST_CASE("cuda reports: a stage that goes in two parts is issued and passed once, with its last part") {
-  // Two pages of a layer are as much as a part has.
+  // One layer of two pages fills a part.
   const CudaShape shape{.layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2, .extent_slots = 4};
   CudaWorld world(shape, {}, {.batch = true, .kernel = false});
   for (const OpKind kind : {OpKind::kD2H, OpKind::kH2D}) {

@@ -1,5 +1,5 @@
-// Several threads make and check digests of pages: the result is that of one thread, whichever thread takes
-// which share.
+// Several threads make and check digests of pages. The result is the same as with one thread, whichever
+// thread takes which share.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -27,11 +27,10 @@ constexpr double kLongS = 60;
 constexpr int64_t kKiB = 1024;
 const char* const kCrewThread = "flexkv-digest";
 
-// Bytes of the runs of each layer.
+// The bytes of each run, by layer.
 using Shape = std::vector<std::vector<int64_t>>;
 
-// Pages in a host pool, each with different bytes. The engine's side consists only of addresses, which are
-// never read.
+// Pages in a host pool, each with different bytes. The addresses in the engine's pool are never read.
 struct Pages {
   Pages(const Shape& shape, int32_t slot_count) : shape_(shape) {
     std::vector<Segment> runs;
@@ -50,7 +49,7 @@ struct Pages {
     view = std::make_unique<AttachedView>(0, std::make_shared<KvView>(runs, 1, page), pool, 0, digest_offset);
     for (int32_t slot = 0; slot < slot_count; ++slot) {
       slots.push_back(slot);
-      std::byte* const bytes = view->stripe(slot);  // a call per byte would be slow with a sanitizer
+      std::byte* const bytes = view->stripe(slot);  // calls per byte are slow with a sanitizer
       for (int64_t i = 0; i < page; ++i) {
         bytes[i] = static_cast<std::byte>(slot * 37 + i * 7 + (i >> 8) + (i >> 16) * 5);
       }
@@ -83,7 +82,7 @@ struct Pages {
   }
   bool digests_are_right() const { return digests_are_right(0, layers()); }
 
-  // Whether the crew gives the same result for every page as one thread does.
+  // Whether `results` are the same for every page as those of one thread.
   bool same_as_alone(const std::vector<MoveResult>& results, int32_t lo, int32_t hi) const {
     for (size_t i = 0; i < slots.size(); ++i) {
       const MoveResult alone = check_digests(*view, slots[i], lo, hi);
@@ -117,7 +116,7 @@ bool all_ok(const std::vector<MoveResult>& results) {
   return true;
 }
 
-// A page of short and long runs, several per layer, which are cut in different ways.
+// Pages of short and long runs, several per layer, which are cut in different ways.
 const Shape kMixed = {{5, 300 * kKiB, 4097},       {700 * kKiB + 13},       {1, 512 * kKiB, 512 * kKiB - 1},
                       {100'003, 100'003, 100'003}, {2048 * kKiB + 4096, 7}, {9}};
 
@@ -127,10 +126,10 @@ struct Case {
 };
 
 const std::vector<Case> kCases = {
-    {same_runs(1, 8192 * kKiB), 1},         // one piece of one run
-    {same_runs(1, 8192 * kKiB + 4099), 1},  // and one of odd length
-    {same_runs(1, 512 * kKiB), 1},          // the least that is divided among threads
-    {same_runs(1, 512 * kKiB - 1), 1},      // a byte less: the caller works alone
+    {same_runs(1, 8192 * kKiB), 1},         // one long run
+    {same_runs(1, 8192 * kKiB + 4099), 1},  // one long run of odd length
+    {same_runs(1, 512 * kKiB), 1},          // the least work that is divided among threads
+    {same_runs(1, 512 * kKiB - 1), 1},      // one byte less: the caller works alone
     {same_runs(1, 512 * kKiB - 1), 3},      // no run is cut
     {same_runs(7, 100'003), 2},             // runs that fill a share unevenly
     {same_runs(3, 1), 300},                 // hardly any bytes
@@ -219,7 +218,7 @@ TEST_CASE("digest crew: of several changed runs the first is named, also of long
     for (size_t run = 0; run < pages.run_count(); ++run) {
       const int64_t bytes = pages.run(run).run_bytes;
       for (const int64_t in_run : {int64_t{0}, bytes / 2, bytes - 1}) {
-        // All later runs change too, and the last byte of another page.
+        // All later runs of the page also change, and the last byte of another page.
         std::vector<std::byte*> changed = {pages.view->stripe(1) + pages.run(run).page_offset + in_run};
         for (size_t later = run + 1; later < pages.run_count(); ++later) {
           changed.push_back(pages.view->stripe(1) + pages.run(later).page_offset);
@@ -244,10 +243,10 @@ TEST_CASE("digest crew: all of its threads take shares, and with one there is no
     CAPTURE(threads);
     Meeting meeting(static_cast<size_t>(threads));
     DigestCrew crew(threads, [&](DigestWork) { meeting.come(); });
-    CHECK(threads_named(kCrewThread) == 0);  // none before there is work
+    CHECK(threads_named(kCrewThread) == 0);  // no threads before there is work
     pages.write(crew);
     CHECK(threads_named(kCrewThread) == threads - 1);
-    // A caller that works alone takes no shares.
+    // A caller that works alone takes no shares, so its call does not come to the meeting.
     CHECK(meeting.came() == (threads == 1 ? 0 : static_cast<size_t>(threads)));
     CHECK(meeting.was_there(std::this_thread::get_id()) == (threads > 1));
     CHECK(pages.digests_are_right());
@@ -303,7 +302,7 @@ TEST_CASE("digest crew: one that makes and one that checks share it") {
 
 namespace {
 
-// Stops each thread at each of its shares until let_go().
+// Stops each thread at each of its shares until let_go() or open() is called.
 class Turnstile {
  public:
   void pass(DigestWork work) {
@@ -325,7 +324,7 @@ class Turnstile {
     open_ = true;
     changed_.notify_all();
   }
-  // Waits for a share of a thread that is not in `known`, and returns which thread it is.
+  // Waits until a thread that is not in `known` has taken a share, and returns the thread.
   std::thread::id await_stranger(const std::vector<std::thread::id>& known) {
     std::unique_lock lock(mutex_);
     std::thread::id found;
@@ -337,7 +336,8 @@ class Turnstile {
     });
     return found;
   }
-  // Waits for this thread's share number `share`, from 1, and returns its kind of work.
+  // Waits until thread `id` has taken its share number `share`, counted from 1. Returns the share's kind of
+  // work.
   DigestWork await(std::thread::id id, int share) {
     std::unique_lock lock(mutex_);
     REQUIRE(changed_.wait_for(lock, std::chrono::duration<double>(kLongS),

@@ -1,5 +1,5 @@
-// Dropping the last reference to an event calls the driver, which may wait for the device. So it must never
-// happen under the scheduler's lock, because every other call would wait for the lock.
+// Dropping the last reference to an event calls the driver, which may wait for the device. This must never
+// happen under the scheduler's lock, because every other call to the scheduler would wait too.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -18,7 +18,7 @@ struct Seen {
   int locked = 0;
 };
 
-// Checks, when it is destroyed, whether another thread gets the scheduler's lock.
+// An event whose destructor checks whether another thread can get the scheduler's lock.
 class LookingEvent : public StreamEvent {
  public:
   LookingEvent(const Scheduler& scheduler, Seen& seen) : scheduler_(scheduler), seen_(seen) {}

@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t kSlotBytes = int64_t{1} << 20;
 constexpr int64_t kExtentBytes = int64_t{4} << 20;
 
-// Refuses the tries of these numbers, counted from 0.
+// Refuses the calls of add() whose numbers, counted from 0, are in `refused`.
 class FakeRegistrar : public Registrar {
  public:
   explicit FakeRegistrar(std::set<int> refused) : refused_(std::move(refused)) {}
@@ -52,7 +52,7 @@ class FakeRegistrar : public Registrar {
   int added_ = 0;
 };
 
-// Throws at every try.
+// Throws at every call of add().
 class ThrowingRegistrar : public Registrar {
  public:
   std::string add(void*, int64_t) override { throw CapacityError("the driver is gone"); }
@@ -68,10 +68,10 @@ std::shared_ptr<HostPool> ready_pool() {
 }  // namespace
 
 TEST_CASE("a refused extent is named and works; the others are registered, and let go at the end") {
-  // The second and the third extent are refused twice each: at first, and at the one retry.
+  // The second and the third extent are refused twice each: at the first try and at the only retry.
   const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{1, 2, 4, 5});
   auto pool = ready_pool();
-  CHECK(pool->pinned_slots() == 0);  // pin() was not called: a process that does not copy pins nothing
+  CHECK(pool->pinned_slots() == 0);  // before pin(): a process that does not copy pins nothing
   CHECK(registrar->held().empty());
   pool->pin(registrar, {.tries = 1, .first_pause_s = 0.001});
   REQUIRE(comes_true([&] { return !pool->registration_error().empty(); }));
@@ -83,7 +83,7 @@ TEST_CASE("a refused extent is named and works; the others are registered, and l
   CHECK_FALSE(pool->registered(4));
   CHECK(pool->registration_error() == "slots 4 to 7 and others (2 tries): out of memory");
   *pool->slot(5) = std::byte{7};
-  pool->pin(std::make_shared<FakeRegistrar>(std::set<int>{0}));  // a second time changes nothing
+  pool->pin(std::make_shared<FakeRegistrar>(std::set<int>{0}));  // a second call changes nothing
   CHECK(registrar->held().size() == 2);
   pool.reset();
   CHECK(registrar->held().empty());
@@ -152,15 +152,15 @@ TEST_CASE("pieces of every geometry cover each slot once, within one extent, and
 }
 
 TEST_CASE("bring-up stops, with a reason, before it takes the last free memory") {
-  // A machine whose memory other programs fill: at the third check too little is left.
+  // A machine whose memory other programs fill. Too little is left at the fourth check.
   auto looks = std::make_shared<std::atomic<int>>(0);
   PoolOptions options;
   options.memory = [looks]() -> MemoryLimit {
     return {++*looks <= 3 ? int64_t{1} << 40 : kHeadroomBytes, "a full machine"};
   };
-  auto pool = HostPool::create({kSlotBytes, 256, kMaxExtentBytes}, options);  // creation is the first look
+  auto pool = HostPool::create({kSlotBytes, 256, kMaxExtentBytes}, options);  // this is the first check
   CHECK_FALSE(pool->wait_ready(256, kGenerousS));
-  CHECK(pool->ready_slots() == 128);  // 64 MiB per check
+  CHECK(pool->ready_slots() == 128);  // 64 MiB for each further check that passed
   CHECK(pool->stopped_reason().find("left by a full machine") != std::string::npos);
   CHECK_NOTHROW(pool->slot(127));
   CHECK_THROWS_AS(pool->slot(128), BlockRangeError);

@@ -1,5 +1,5 @@
-// Loads that wait for slots which another transfer engine's reads fill: each page starts when its own bytes
-// are there.
+// Loads from slots that another transfer engine's reads are still filling. The copy of a page starts when the
+// page's own bytes are there.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 constexpr EngineOptions kOptions{.queue_ops = 64, .copy_threads = 2, .op_stuck_s = 0};
 
 struct SlotWorld : TransferWorld {
-  // Slot i holds the bytes that block i should get; all blocks hold other bytes.
+  // Slot i holds the bytes that block i should get. All blocks hold zeros.
   explicit SlotWorld(int32_t blocks, std::vector<FaultRule> rules = {})
       : TransferWorld(blocks, kOptions, std::move(rules)) {
     OpSpec store = op(OpKind::kD2H, blocks);
@@ -71,7 +71,7 @@ struct SlotWorld : TransferWorld {
 
 TEST_CASE("pages are loaded as their reads end, in whatever order") {
   SlotWorld world(4);
-  world.settle(3, 6, true);  // filled before, by an earlier read
+  world.settle(3, 6, true);  // an earlier read has filled this slot
   std::vector<int64_t> tickets;
   for (int32_t page = 0; page < 4; ++page) {
     OpSpec spec = world.op(OpKind::kH2D, 1, {page == 2 ? kNoRead : 7});
@@ -132,7 +132,7 @@ TEST_CASE("a load that waits for slots can be cancelled, and does not keep the e
   CHECK(world.engine->cancel(cancelled) == 4);
   REQUIRE(world.engine->wait(cancelled, kGenerousS));
   CHECK(world.engine->poll(1).front().status == Status::kCancelled);
-  for (int32_t slot = 0; slot < 4; ++slot) world.settle(slot, 3, true);  // too late: nothing moves any more
+  for (int32_t slot = 0; slot < 4; ++slot) world.settle(slot, 3, true);  // too late: nothing may move
   CHECK(!world.engine->wait(open, 0.02));
   CHECK(world.engine->close(kGenerousS));
   CHECK(world.engine->poll(1).front().status == Status::kCancelled);
@@ -183,7 +183,7 @@ TEST_CASE("a page that is lost after some of its layers were moved is named, and
   world.settle(1, 7, false);
   world.settle(0, 7, true);
   CHECK(!world.engine->wait_layer(ticket, 2, 0.01).in_time);
-  world.settle(2, 9, true);  // its slot was given to another read, so this one did not succeed
+  world.settle(2, 9, true);  // another read fills the slot, so read 7 has failed for it
   const LayerWait last = world.engine->wait_layer(ticket, 3, kGenerousS);
   CHECK(last.in_time);
   REQUIRE(last.failed.size() == 1);
@@ -204,7 +204,7 @@ TEST_CASE("a layerwise load can be cancelled between two layers") {
   world.engine->cancel(ticket);
   REQUIRE(world.engine->wait(ticket, kGenerousS));
   const OpResult result = world.engine->poll(1).front();
-  CHECK(result.status == Status::kFailed);  // bytes have moved
+  CHECK(result.status == Status::kFailed);  // kFailed and not kCancelled, because bytes have moved
   CHECK(result.failed == std::vector<int32_t>{0, 1});
   for (int32_t slot = 0; slot < 2; ++slot) world.settle(slot, 7, true);
   CHECK(world.engine->close(kGenerousS));
@@ -235,7 +235,7 @@ TEST_CASE("many loads and many reads at once: every page is there, or named") {
   const auto fails = [](int32_t slot) { return slot % 11 == 0; };
   std::thread reader([&] {
     for (const int32_t slot : order) {
-      // The bytes come first, as with a disk. The engine reads them in another thread, only after they are
+      // As with a disk, the bytes come first. Another thread of the engine reads them only after the slot is
       // settled.
       world.pool->slot(slot)[0] = std::byte{SlotWorld::value(slot)};
       world.settle(slot, 100 + slot / kEach, !fails(slot));
@@ -286,7 +286,7 @@ TEST_CASE("many layerwise loads while layers come up: every byte is there, or it
           world.settle(slot, read, false);
           continue;
         }
-        // The bytes come first, as with a disk.
+        // As with a disk, the bytes come before the slot is reported.
         std::memset(world.pool->slot(slot) + layer * TransferWorld::kRunBytes, SlotWorld::value(slot),
                     TransferWorld::kRunBytes);
         if (layer + 1 < kLayers) {
@@ -314,7 +314,7 @@ TEST_CASE("many layerwise loads while layers come up: every byte is there, or it
       const int32_t block = load * kEach + page;
       const bool named = std::count(result.failed.begin(), result.failed.end(), page) > 0;
       CHECK(named == (lost_at(block) < kLayers));
-      // Only verified layers of a lost page were moved.
+      // No layer of a lost page was moved unless it had been verified.
       for (int32_t layer = lost_at(block); layer < kLayers; ++layer) CHECK(!world.layer_holds(block, layer));
       if (!named) CHECK(world.holds(block, SlotWorld::value(block)));
     }

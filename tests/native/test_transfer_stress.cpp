@@ -1,5 +1,5 @@
-// Threads that submit, cancel, poll, wait and close at once. It runs plain, under ASan + UBSan and under
-// TSan.
+// Threads that submit, cancel, poll, wait and close at the same time. The test runs without a sanitizer, with
+// ASan and UBSan, and with TSan.
 #include <doctest/doctest.h>
 #include <poll.h>
 
@@ -18,7 +18,7 @@ using namespace flexkv;
 namespace {
 
 constexpr int kSubmitters = 3;
-constexpr int kRing = 4;          // graphs of one submitter in flight
+constexpr int kRing = 4;          // graphs that one submitter has in flight
 constexpr int32_t kSetPages = 6;  // pages of one graph: stored from one set of blocks, loaded to another
 constexpr int32_t kStressBlocks = kSubmitters * kRing * 2 * kSetPages;
 
@@ -37,7 +37,7 @@ class Stress {
     threads.emplace_back([this] { poll(); });
     threads.emplace_back([this] { meddle(); });
     while (submitted_ < 150) std::this_thread::yield();
-    // Submitters go on while two threads close.
+    // Submitters go on while two threads close the engine.
     std::thread other([this] { CHECK(world_.engine->close(kGenerousS)); });
     CHECK(world_.engine->close(kGenerousS));
     other.join();
@@ -64,7 +64,7 @@ class Stress {
     return ids;
   }
 
-  // What arrived must be what was stored; what did not arrive must be named.
+  // Each page must have arrived with the bytes that were stored, or be reported as failed.
   void check(const Set& set, int32_t first) {
     REQUIRE(world_.engine->wait(*set.ticket, kGenerousS));
     const LayerWait end = world_.engine->wait_layer(*set.ticket, TransferWorld::kLayers - 1, 0);
@@ -133,7 +133,7 @@ class Stress {
       collect();
     }
     pollfd fd{world_.engine->event_fd(), POLLIN, 0};
-    while (::poll(&fd, 1, 0) == 1) collect();  // readable exactly while results wait
+    while (::poll(&fd, 1, 0) == 1) collect();  // the descriptor is readable exactly while results wait
   }
 
   void meddle() {

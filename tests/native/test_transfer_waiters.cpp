@@ -1,5 +1,6 @@
 // Every event that ends a wait wakes the waiting thread. The deadlines of these waits are longer than any
-// test, so a thread that is not woken is found asleep; with a shorter deadline it would only seem slow.
+// test, so the test notices a thread that is not woken. With a short deadline the thread would only seem
+// slow.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,7 +21,7 @@ using namespace flexkv;
 
 namespace {
 
-// Unit: seconds. Longer than any test; and how long to wait for what must not happen.
+// Unit: seconds. A time longer than any test, and how long to wait for something that must not happen.
 constexpr double kForeverS = 1e6, kNotYetS = 0.2;
 constexpr int32_t kStages = 4;
 
@@ -29,8 +30,8 @@ struct NamedPoint : StreamEvent {
   bool reached() override { return true; }
 };
 
-// An op of `pages` pages, each of which is a separate item unless its lane takes all stages. A stage is a
-// layer.
+// A scheduler with a lane whose items the test takes. Each page of an op is a separate item, unless the lane
+// takes all stages. Each layer is a stage.
 struct WaiterWorld {
   explicit WaiterWorld(bool all_stages) : lane(std::make_shared<HandLane>(all_stages)) {
     scheduler.add_lane(lane);
@@ -68,8 +69,8 @@ struct WaiterWorld {
   int64_t next_op = 1;
 };
 
-// Whether `wait` ends once `end` is called, and not before. A wait that does not end keeps its thread and the
-// test's objects alive.
+// Whether `wait` returns after `end` is called, and not before. If it does not return, its thread and the
+// test's objects stay alive.
 bool is_woken(const std::shared_ptr<WaiterWorld>& world, std::function<void(Scheduler&)> wait,
               const std::function<void()>& end) {
   const auto ended = std::make_shared<std::atomic<bool>>(false);
@@ -109,7 +110,7 @@ TEST_CASE("transfer waiters: a wait for a layer is woken when its last page fail
   const int64_t ticket = world->submit(OpKind::kH2D, 2);
   const auto first = world->take(), second = world->take();
   world->scheduler.finish(first, {MoveResult{}});
-  world->take();  // its next layer, so that the lane is not idle afterwards
+  world->take();  // takes the next layer, so that the lane is not idle afterwards
   CHECK(is_woken(
       world, [=](Scheduler& scheduler) { scheduler.wait_layer(ticket, 0, kForeverS); },
       [&] {
@@ -149,13 +150,13 @@ TEST_CASE("transfer waiters: a lane is woken for what it may take, enqueue, add 
     call();
     return world.lane->wakes - before;
   };
-  CHECK(world.lane->wakes.load() == 0);  // no byte of it may move
+  CHECK(world.lane->wakes.load() == 0);  // no byte of the op may move yet
   CHECK(wakes_of([&] { world.scheduler.open_layers({ticket}, 1, nullptr); }) > 0);
   const auto item = world.take();
   CHECK(wakes_of([&] { world.scheduler.open_layers({ticket}, 2, nullptr); }) > 0);
   CHECK(world.scheduler.extend(item));
   CHECK(wakes_of([&] { world.scheduler.enqueue_all(ticket, 0, true); }) > 0);
-  CHECK(wakes_of([&] { world.scheduler.enqueue_all(ticket, 0, true); }) == 0);  // it is expedited already
+  CHECK(wakes_of([&] { world.scheduler.enqueue_all(ticket, 0, true); }) == 0);  // the op is expedited already
   CHECK(wakes_of([&] { world.scheduler.cancel(ticket); }) > 0);
 }
 

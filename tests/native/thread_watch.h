@@ -1,5 +1,5 @@
-// Helpers for tests of threads: the number of threads with a name, a machine that can start none, and a
-// barrier.
+// Helpers for tests of threads: the number of threads with a name, a state in which no thread can be started,
+// and a barrier.
 #pragma once
 #include <pthread.h>
 
@@ -26,7 +26,7 @@ inline int threads_named(const std::string& name) {
   return count;
 }
 
-// Waits until `condition()` is true. Returns whether it is.
+// Waits until `condition()` is true, at most `seconds`. Returns whether it is true.
 template <typename Condition>
 bool comes_true(Condition condition, double seconds = 60) {
   const auto deadline = deadline_in(seconds);
@@ -34,15 +34,16 @@ bool comes_true(Condition condition, double seconds = 60) {
   return condition();
 }
 
-// Waits until `count` threads have this name: one that was joined may stay listed for a moment.
+// Waits until exactly `count` threads have this name, at most `seconds`. A thread that was joined may stay
+// listed for a moment.
 inline bool come_to(int count, const std::string& name, double seconds = 60) {
   const auto deadline = deadline_in(seconds);
   while (threads_named(name) != count && seconds_until(deadline) > 0) std::this_thread::yield();
   return threads_named(name) == count;
 }
 
-// While this object lives, the system starts no thread for this process, because the default stack exceeds
-// its address space.
+// Until the destructor runs, this process can start no thread with default attributes, because the default
+// stack is larger than its address space.
 class NoMoreThreads {
  public:
   NoMoreThreads() {
@@ -73,8 +74,8 @@ class NoMoreThreads {
   pthread_attr_t before_;
 };
 
-// A barrier: holds each thread until `threads` have come, so that it does not depend on timing which threads
-// take part.
+// A barrier that holds each thread until `threads` threads have come, so that timing does not decide which
+// threads take part.
 class Meeting {
  public:
   explicit Meeting(size_t threads, double seconds = 60)

@@ -12,7 +12,8 @@
 
 namespace flexkv {
 
-// Unit: seconds. For waits that are expected to end, under sanitizers and load too.
+// Unit: seconds. How long a test waits for something that must happen, even on a busy machine under a
+// sanitizer.
 inline constexpr double kGenerousS = 60;
 
 struct TransferWorld {

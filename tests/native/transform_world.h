@@ -19,12 +19,13 @@ inline ByteVector random_bytes(size_t count, uint32_t seed) {
   return bytes;
 }
 
-// Copies into place: an assignment would move the bytes, and views hold addresses.
+// Overwrites the bytes in place. An assignment might move them to other addresses, and views hold addresses.
 inline void put(ByteVector& target, const ByteVector& bytes) {
   std::copy(bytes.begin(), bytes.end(), target.begin());
 }
 
-// A pool of `layers` separate tensors, each `skew` bytes past an aligned start, and slots with digests.
+// A pool of `layers` separate regions, which begin `skew` bytes past aligned addresses, and slots with
+// digests.
 struct TransformWorld {
   TransformWorld(int32_t layers, int64_t run_bytes, int64_t skew, int64_t blocks)
       : run(run_bytes), stride(run_bytes + skew), num_blocks(blocks) {

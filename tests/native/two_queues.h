@@ -1,5 +1,6 @@
-// The smallest policy with two queues and ghosts: a new block goes to a short queue and soon leaves it,
-// unless it is hit there; a block that is asked for again after it has left goes to the long queue.
+// The smallest policy with two queues and ghosts. A new block goes to the short queue. It is soon evicted
+// from there unless it is hit, which moves it to the long queue. A block that is stored again after its
+// eviction from the short queue also goes to the long queue.
 #pragma once
 #include <deque>
 #include <memory>
@@ -15,7 +16,7 @@ class TwoQueues final : public EvictionPolicy {
   explicit TwoQueues(const PolicyRoom& room) : room_(room), notes_(*room.notes) {}
 
   void admit(EntryId first, EntryId last, const Use& use) override {
-    // One block at a time, from the end, so that the first one stays longest in each queue.
+    // Links one block at a time, from the chain's end, so that the first block stays longest in each queue.
     for (EntryId at = last;;) {
       const EntryId newer = room_.table[at].newer;
       const PolicyNote was = notes_[at] & kQueue;
@@ -35,7 +36,7 @@ class TwoQueues final : public EvictionPolicy {
       const EntryId oldest = room_.table[head(queue)].newer;
       if (oldest == head(queue)) continue;
       room_.table.unlink(oldest, oldest);
-      uncount(oldest);  // now, because the index takes several victims before it calls gone()
+      uncount(oldest);  // counted now, because the index takes several victims before it calls gone()
       return oldest;
     }
     return kNoEntry;
@@ -71,7 +72,7 @@ class TwoQueues final : public EvictionPolicy {
     for (const PolicyNote queue : {kShort, kLong}) {
       size_t linked = 0;
       for (EntryId at = room_.table[head(queue)].older; at != head(queue); at = room_.table[at].older) {
-        if (notes_[at] == 0) continue;  // removed while it was leased
+        if (notes_[at] == 0) continue;  // the block was removed while it was leased
         if (notes_[at] != (queue | kCounted)) throw ContractError("two queues: a block in the wrong one");
         ++linked;
       }
@@ -80,9 +81,10 @@ class TwoQueues final : public EvictionPolicy {
   }
 
  private:
-  // The parts of a note: the queue that the block is in or belongs in, and whether it is linked there.
+  // The parts of a note: the queue of the block (kShort or kLong, masked by kQueue), and kCounted if the
+  // block is linked in it.
   static constexpr PolicyNote kShort = 1, kLong = 2, kQueue = 3, kCounted = 4;
-  static constexpr size_t kShortShare = 4;  // the short queue has one slot in this many
+  static constexpr size_t kShortShare = 4;  // the short queue may have one slot in this many
 
   EntryId head(PolicyNote queue) const { return room_.first_head + (queue == kLong ? 1 : 0); }
   size_t& count(PolicyNote queue) { return queue == kShort ? short_ : long_; }
