@@ -368,8 +368,9 @@ class NinjaFile:
 
 
 def _ninja() -> list[str]:
-    """The environment's own ninja, else the machine's. Versions hash commands differently: with an older ninja than
-    that of pip's isolated builds, everything would be recompiled after each such build.
+    """The command that runs the environment's own ninja or, if it has none, the machine's. Versions of ninja hash
+    commands differently, so with an older ninja than in pip's isolated builds, everything would be recompiled after
+    each such build.
     """
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]

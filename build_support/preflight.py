@@ -190,7 +190,7 @@ def engine_name() -> str:
 
 
 def check(needs: tuple[Need, ...]) -> None:
-    """Checks that all `needs` are met, and installs what is missing if that is allowed. Otherwise it ends the program."""
+    """Checks that all `needs` are met, and installs missing ones if that is allowed. Otherwise it ends the program."""
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         fail(
