@@ -233,7 +233,7 @@ def test_lazy_stores_that_become_eager_for_want_of_hashes_have_common_keys(
     described.parallel_config = SimpleNamespace(data_parallel_index=0, tensor_parallel_size=1)
     asked = load_config(COMMON | {"store.mode": "lazy"}, {})
     settings = with_possible_modes(asked, described)
-    if hashes:  # the control: stores stay lazy, and no common keys can be computed from vLLM's hashes
+    if hashes:  # the control: stores stay lazy, which common keys do not allow
         with pytest.raises(ConfigError, match="needs store"):
             EngineSpec.of(described, GEOMETRY, settings, EngineRole())
         return

@@ -1,4 +1,4 @@
-"""Geometries that the adapter refuses, and the words of the refusal."""
+"""Pool geometries that the adapter serves or refuses, and the words of the refusals."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_a_kind_of_kv_cache_is_served(spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", [FULL, LATENT], ids=lambda spec: type(spec).__name__)
 def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any) -> None:
-    """The configuration with vLLM's --disable-hybrid-kv-cache-manager."""
+    """vLLM makes this configuration with --disable-hybrid-kv-cache-manager."""
     config = config_of(replace(spec, sliding_window=8))
     assert not one_group_geometry(config).is_hybrid
 
 
 def config_of(*kinds: Any, **fields: Any) -> Any:
-    """A configuration with a group of each kind."""
+    """A configuration with one KV group of each of these kinds."""
     config = kv_config(9)
     config.kv_cache_groups[:] = [specs.KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(kinds)]
     return replace(config, **fields)
@@ -156,8 +156,8 @@ def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
     ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (2, 0, 1), (1, 1, 1)]
 )
 def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
-    """vLLM frees the blocks that are wholly before the next token's window, and a hit of whole blocks needs the
-    others.
+    """vLLM frees the blocks that end before the next token's window begins. A hit that ends with a block needs the
+    blocks that vLLM keeps.
     """
     (group,) = pool_geometry(config_of(window(tokens, extra=extra))).groups
     assert group.reach == pages
@@ -193,7 +193,9 @@ def test_signatures_tell_groups_apart() -> None:
 
 
 def test_a_window_and_a_chunk_of_one_number_have_other_signatures() -> None:
-    """A window counts pages, a chunk counts tokens; a model's configuration may change which layers have which."""
+    """A window's reach counts pages, a chunk's counts tokens. With equal signatures, a model whose configuration makes
+    a window layer a chunk layer would find wrong pages.
+    """
     pages, tokens = pool_geometry(config_of(window(33), CHUNK)).groups
     assert (pages.reach, tokens.reach) == (8, 8)
     assert replace(pages, layer_names=tokens.layer_names).signature != tokens.signature
@@ -240,7 +242,7 @@ def test_ranks_share_a_kv_head_where_every_layer_has_one_a_rank() -> None:
 
 
 def engine_of(heads: int, ranks: int, draft: object = None, **counts: object) -> Any:
-    """The parts of a vLLM configuration that determine how heads are distributed over ranks."""
+    """The values of a vLLM configuration that determine how KV heads are distributed over ranks."""
     named = {"num_attention_heads": 32, "head_dim": 64, **(counts or {"num_key_value_heads": heads})}
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(to_dict=lambda: named)
@@ -354,7 +356,9 @@ def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, *layers: str, named: str | None = None) -> str | None:
-    """The layout required on a GPU, with these attention backends in this process's layers, or with a named backend."""
+    """The layout that the connector asks for on a GPU, if this process's layers have the attention backends `layers`,
+    or if the configuration names the backend `named`.
+    """
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     found = [SimpleNamespace(get_attn_backend=AttentionBackendEnum[backend].get_class) for backend in layers]
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: dict(enumerate(found)))

@@ -1,5 +1,5 @@
-"""Messages between a scheduler's side and its workers are checked: orders, reports and grants of another unit, or for a
-pool that the engine has replaced, are refused.
+"""A scheduler's side and its workers check each other's messages. Orders, reports and grants of another unit are
+refused, and so are those for a pool that the engine has replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def refused(engine: MiniEngine, kind: str) -> float:
 
 
 def two_engines(make_engine: Make, **options: Any) -> tuple[MiniEngine, MiniEngine]:
-    """Two engines, each with its own stored prompt, and one worker: the first engine's, as vLLM keeps it."""
+    """Two engines, each of which has stored its own prompt. Both use the worker of the first engine, as two vLLM
+    engines in one process do.
+    """
     first, second = (stored_engine(make_engine, tokens, **options) for tokens in (ONE, TWO))
     second.workers = first.workers
     return first, second
@@ -62,7 +64,7 @@ def slots_of(engine: MiniEngine) -> Any:
     return np.stack([pool.slot(slot).copy() for slot in range(pool.slots)])
 
 
-# --- a worker and the orders of another unit ---
+# --- a worker gets orders of another unit ---
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -105,9 +107,9 @@ def test_a_load_of_another_unit_is_refused_and_its_blocks_are_named(
 def test_without_the_check_the_other_engine_reads_wrong_kv(
     make_engine: Make, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the worker accepts every step as its own unit's."""
+    """The control: the worker accepts every step as its own unit's, so the second engine gets the first one's KV."""
     _, second = two_engines(make_engine, **{"load.mode": mode})
-    # The second unit accepts the first unit's reports, too.
+    # The second unit must also accept the worker's reports.
     monkeypatch.setattr(second.workers[0], "unit", second.unit.unit_id)
     second.add(make_request(TWO, "two"))
     second.end_load("two")
@@ -129,7 +131,7 @@ def test_stores_of_another_unit_are_refused_and_not_published(make_engine: Make)
 
 
 def test_a_step_of_another_unit_takes_no_report_of_this_one(make_engine: Make) -> None:
-    """Results of this unit's ops are kept for its own scheduler's side."""
+    """The worker keeps the results of its own unit's ops for that unit's scheduler's side."""
     first, second = two_engines(make_engine, remote=True)
     first.add(make_request(list(range(700, 723)), "new"))
     orders = first.side.build(first._output({"new": 23}))
@@ -160,14 +162,14 @@ def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_on
     assert engine.run(make_request(ONE, "two")) == 20
 
 
-# --- a scheduler's side and the reports of another unit ---
+# --- a scheduler's side gets reports of another unit ---
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_report_of_another_unit_frees_and_publishes_nothing(
     make_engine: Make, own: bool, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `own`, the control, the same report comes from this unit and has both effects."""
+    """With `own`, the control, the same report comes from this unit, so it frees the slots and publishes the pages."""
     engine = make_engine(remote=True)
     worker = engine.workers[0]
     with monkeypatch.context() as silent:
@@ -198,7 +200,7 @@ def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     strange = OpResult.cancelled(1, 1, "of another unit")  # type: ignore[arg-type]
     joined = WorkerMetadata([StepReport(0, unit, ready=5)])
     joined.aggregate(WorkerMetadata([StepReport(1, other, results=[strange])]))
-    # No op is in flight here, so from this unit the report would be an error.
+    # No op is in flight here, so the report would be an error if it came from this unit.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=joined))
     with pytest.raises(ContractError):  # the control
         engine.side.update(
@@ -261,7 +263,9 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
 
 
 def test_a_worker_is_attached_once(make_engine: Make) -> None:
-    """New lanes would orphan the ops in flight on the old ones: their ends would not be reported."""
+    """A second attachment would make new lanes, and the ends of ops in flight on the old lanes
+    would never be reported.
+    """
     engine = make_engine()
     worker, unit = engine.workers[0], engine.unit
     lanes = worker._ops.engine
@@ -277,7 +281,7 @@ def test_two_units_and_two_pools_never_have_one_id(make_engine: Make) -> None:
     assert len({engine.workers[0].pool_id for engine in engines}) == 3
 
 
-# --- who is paired with whom in a process ---
+# --- how sides in one process find each other ---
 
 
 def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make_engine: Make) -> None:
@@ -290,8 +294,8 @@ def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make
 
 
 def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
-    """Sides are paired by the identity of the object that both were made with: an equal but different object belongs to
-    another engine.
+    """The two sides of an engine are made with the same object. They are paired by that object's identity, because an
+    equal but different object belongs to another engine.
     """
     engine = make_engine()
     mine, equal = ["cache config"], ["cache config"]
@@ -305,7 +309,9 @@ def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's configuration of the engine whose worker is being set up; a test may replace `engine`."""
+    """The engine whose worker is being set up, according to vLLM's current configuration. A test
+    may replace `engine`.
+    """
     state = SimpleNamespace(engine=object())
     monkeypatch.setattr(local_engines, "get_current_vllm_config_or_none", lambda: state.engine)
     return state
@@ -370,8 +376,8 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
 def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    """A step that is interrupted is never reported: its results must not be reported to the unit of the next step. The
-    control: between steps of the same unit, no result is dropped.
+    """If a step is interrupted, its results are never reported, and they must not be reported to the unit of the next
+    step. The control: between steps of the same unit, no result is dropped.
     """
     own, one, two = (UnitId(random_id()) for _ in range(3))
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())

@@ -1,5 +1,5 @@
-"""Every field of the installed vLLM's configuration either affects the KV of a block, and then changes the namespace of
-its keys, or must not change it."""
+"""Every field of the installed vLLM's configuration either can change the KV of a block, and then it changes the keys'
+namespace, or does not change the namespace."""
 
 from __future__ import annotations
 
@@ -66,17 +66,16 @@ ADDED_IN_0_33 = {
 
 
 def write_weights(folder: Path) -> None:
-    """A file whose header gives the dtype of the weights; it is never loaded."""
+    """Writes a file whose header gives the dtype of the weights. The file is never loaded."""
     save_file({"weight": torch.arange(4096, dtype=torch.float32)}, folder / "model.safetensors")
 
 
 def write_image_model(folder: Path) -> Path:
-    """The files of a model that takes images, as far as vLLM reads them for its configuration; the weights are never
-    loaded."""
+    """Writes the files that vLLM reads to configure a model that takes images. The weights are never loaded."""
     text = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
     vision = Idefics3VisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     shape = Idefics3Config(vision_config=vision, text_config=text, image_token_id=100)
-    # vLLM imports a model to resolve its configuration: this one needs neither torchvision nor mistral_common.
+    # vLLM imports the model to resolve its configuration. This model needs neither torchvision nor mistral_common.
     shape.architectures = ["Idefics3ForConditionalGeneration"]
     shape.save_pretrained(folder)
     write_weights(folder)
@@ -98,14 +97,14 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(folder: Path, **arguments: Any) -> Any:
-    """The configuration that the engine makes of its arguments."""
+    """The configuration that the engine makes from its arguments."""
     given = {"skip_tokenizer_init": True, "block_size": 32, "max_model_len": 256, "enforce_eager": True}
     return EngineArgs(model=str(folder), **given | arguments).create_engine_config()
 
 
 @pytest.fixture(scope="module")
 def engines(text_folder: Path, image_folder: Path) -> dict[str, Any]:
-    """An engine for every configuration object."""
+    """By name, engines that together have every configuration object."""
     return {
         "": resolved(
             image_folder,
@@ -130,7 +129,7 @@ def namespace(config: Any, **settings: Any) -> bytes:
 
 
 def of_adapter(config: Any) -> bytes:
-    """The namespace of a request with an adapter; the engine's own namespace is always the same here."""
+    """The namespace of a request with a LoRA adapter. The namespace of the engine itself is constant here."""
     names = RequestNamespaces(bytes(32), adapter_settings(config))
     names._loras = SimpleNamespace(name=lambda path: path)  # type: ignore[assignment]
     return names.of(make_request([1, 2, 3], lora_request=lora("x")))
@@ -140,7 +139,7 @@ def of_adapter(config: Any) -> bytes:
 def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
     name: str, separate: bool
 ) -> None:
-    """Its files do not show which content the engine has read."""
+    """For such an adapter, its files do not show which content the engine has loaded."""
     names = RequestNamespaces(bytes(32), {})
     names._loras = SimpleNamespace(name=lambda path: name)  # type: ignore[assignment]
     first, second, again, in_place = (
@@ -160,11 +159,11 @@ def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
 # --- the lists are complete ---
 
 OWN_TABLE = "has a table of its own"
-"""The reason of objects whose fields are listed one by one."""
+"""In a table, the reason given for a field that is an object with a table of its own."""
 
 
 def class_of(table: FieldTable) -> type:
-    """The installed vLLM's class of this table's object."""
+    """The class in the installed vLLM whose fields this table lists."""
     places = [
         vllm.config,
         *(import_module(f"vllm.config.{name}") for name in ("mamba", "kernel", "quantization")),
@@ -173,7 +172,7 @@ def class_of(table: FieldTable) -> type:
 
 
 def unlisted(table: FieldTable, kind: type) -> tuple[list[str], list[str], list[str]]:
-    """Fields that no list has, fields that the class lacks, and fields on two lists."""
+    """Fields that are in no list, listed fields that the class does not have, and fields that are in two lists."""
     names, there = [*table.names(), *left_out(table)], [item.name for item in fields(kind)]
     twice = sorted({name for name in names if names.count(name) > 1})
     return sorted(set(there) - set(names)), sorted(set(names) - set(there)), twice
@@ -202,7 +201,7 @@ def test_every_object_of_the_engine_has_a_table_or_a_reason() -> None:
     assert own == set(left_out(ENGINE, OWN_TABLE))
 
 
-# --- every field: the key changes, or it does not ---
+# --- each field changes the key, or does not ---
 
 
 def another(value: Any) -> Any:
@@ -227,7 +226,7 @@ def another(value: Any) -> Any:
 
 
 def varied(config: Any, path: str, name: str) -> Any:
-    """The engine's configuration with another value in one field."""
+    """The engine's configuration with a different value in one field of the object at `path`."""
     changed = copy.copy(config)
     owner = changed
     for part in filter(None, path.split(".")):
@@ -238,18 +237,18 @@ def varied(config: Any, path: str, name: str) -> Any:
 
 
 def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
-    """An engine that has the table's object, and the function for the keys that the object's fields affect."""
+    """An engine that has the table's object, and the function that computes the keys that the object affects."""
     return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
 
 
 def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Fields on the list of those that enter keys that change no key, and left-out fields that change one."""
+    """Fields that should change a key but do not, and fields that should change none but do."""
     config, keys = whose(table, engines)
     assert object_at(config, table.path) is not None
     usual = keys(config)
     assert keys(copy.copy(config)) == usual
     there = {item.name for item in fields(class_of(table))}
-    # Objects with their own tables are compared field by field.
+    # Objects with tables of their own are compared field by field, by their own tables.
     unused = there.intersection(left_out(table)).difference(left_out(table, OWN_TABLE))
     return (
         [
@@ -269,7 +268,7 @@ def test_taken_fields_change_the_keys_and_left_out_ones_do_not(
 
 
 def changed_tables(monkeypatch: pytest.MonkeyPatch, table: FieldTable) -> None:
-    """Makes keys by this table in place of the one for the same class."""
+    """Makes the keys depend on this table in place of the table for the same class."""
     mine = tuple(table if old.config == table.config else old for old in identity_fields.OF_ALL)
     monkeypatch.setattr(identity_fields, "OF_ALL", mine)
 
@@ -290,7 +289,7 @@ def test_control_a_field_that_is_put_into_the_key_is_noticed(
     assert wrong_fields(MODEL, engines) == ([], ["tokenizer"])
 
 
-# --- fields that enter keys by separate code, by the engine's own arguments ---
+# --- fields that other code adds to the keys, set through the engine's own arguments ---
 
 
 def test_one_configuration_has_one_namespace(image_folder: Path) -> None:
@@ -333,7 +332,7 @@ def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme
     usual = keys("auto")
     same = ["hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor"]
     assert [name for name in same if keys(name) != usual] == []
-    # The first reads *.pt, the second *.bin, the third the files with Mistral's names.
+    # These load formats read other files: *.pt, *.bin, Mistral's file names, and one file per rank.
     others = [keys(name) for name in ("pt", "npcache", "mistral", "sharded_state")]
     assert len({usual, *others}) == 5
 
@@ -378,7 +377,7 @@ def test_arguments_that_do_not_decide_kv_leave_the_keys(image_folder: Path) -> N
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Callable[[str, str], Path]:
-    """Makes a copy of the model with another file in it."""
+    """Returns a function that copies the model and adds a file with the given name and content."""
     made: list[Path] = []
 
     def copy_with(name: str, content: str) -> Path:
@@ -486,7 +485,7 @@ def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], 
 
 
 def test_a_setting_that_was_never_given_does_not_part_engines_that_share(text_folder: Path) -> None:
-    """Under the common scheme vLLM's default settings do not keep engines apart."""
+    """With the common key scheme, settings that have vLLM's defaults do not keep engines apart."""
     config = resolved(text_folder)
     assert identity_fields.unusual_settings(config) == {}
     config.model_config.model_impl = "transformers"

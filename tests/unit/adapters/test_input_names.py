@@ -1,5 +1,6 @@
-"""An image name that is not a digest of the content is valid for one run: another run's image may have the same
-name."""
+"""The name of an image identifies it across runs only if the name is a digest of the content. In another run, a
+different image may have the same name.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, image, make_request
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
-"""5 whole blocks of 4 tokens, and 3 more tokens."""
+"""23 tokens: 5 full blocks of 4, and a partial tail of 3."""
 
 IMAGE_AT = 9
-"""Position of the image, within the third block."""
+"""Position of the image's first token, in the third block."""
 
 TEXT_BEFORE, WHOLE = 8, 20
-"""Tokens of a hit that ends before the image's first block, and of a hit of all whole blocks."""
+"""Number of tokens of a hit that ends before the image's first block, and of a hit of all full blocks."""
 
 CAT = hashlib.sha256(b"cat").hexdigest()
 COUNTED = "renderer0-mm-1-image-0"
@@ -42,8 +43,8 @@ RUN = bytes(16)
 
 
 def asks(engine: MiniEngine, name: str, identifier: str) -> int:
-    """Number of tokens that a prompt with this image gets from the cache. Afterwards other prompts evict it from the
-    engine's pool, so that lazy stores offer it.
+    """Runs a prompt with this image. Returns the number of tokens that it got from the cache. Other prompts then evict
+    it from the engine's pool, so that lazy stores offer its blocks.
     """
     hit = engine.run(make_request(PROMPT, name, mm_features=[image(identifier, IMAGE_AT, 3)]))
     for number in range(4):
@@ -53,7 +54,7 @@ def asks(engine: MiniEngine, name: str, identifier: str) -> int:
 
 
 def makes(make_engine: Make, folder: Path, mode: str = "eager", **settings: Any) -> Make:
-    """Makes engines over one disk folder; each call closes the previous engine."""
+    """Returns a function that makes engines over one disk folder; each call first closes the engine made before."""
     return in_turn(
         make_engine, folder, blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0} | settings
     )
@@ -72,7 +73,7 @@ PLAIN = MultiModalHasher.__dict__["hash_kwargs"]
 
 @pytest.fixture(autouse=True)
 def of_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's hasher, as replaced by flexkv's plugin; restored when the test ends."""
+    """Makes vLLM hash images through flexkv's plugin. vLLM's own function is restored when the test ends."""
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
     register()
 
@@ -183,7 +184,7 @@ def test_the_parent_of_a_tail_is_the_runs_after_the_image() -> None:
     assert keys.parent(5) == names.run + bytes(request.block_hashes[4])
 
 
-# --- how vLLM names them ---
+# --- names that vLLM gives to images ---
 
 
 def vllm_names(
@@ -193,7 +194,7 @@ def vllm_names(
     algorithm: str,
     media: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Names that vLLM's own front end gives to images."""
+    """The names that vLLM's own front end gives to an image."""
     picture = Image.new("RGB", (4, 4), (1, 2, 3))
     items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
     front = SimpleNamespace(
@@ -264,7 +265,7 @@ def test_control_without_the_plugin_such_a_hash_passes_for_content(
 
 
 def test_a_marked_name_that_a_model_hashes_again_stays_marked() -> None:
-    """Qwen3-VL does so for videos with their own options."""
+    """Qwen3-VL hashes the name again for videos with options of their own."""
     again = MultiModalHasher.hash_kwargs("blake3", mm_hash=f"{PREFIX}{CAT}", fps=2)
     assert again.startswith(PREFIX)
     assert DIGEST.fullmatch(MultiModalHasher.hash_kwargs("blake3", mm_hash=CAT, fps=2))

@@ -1,4 +1,4 @@
-"""Handshakes that come with the first step's report, or never, and resets that come before them."""
+"""Handshakes that arrive with the first step's report or never, and resets that come before any handshake."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LATE: dict[str, Any] = {"early_handshake": False}
 
 
 class Mute(WorkerSide):
-    """A worker that never shakes hands, like one of another engine."""
+    """A worker that never makes a handshake, like a worker of another engine."""
 
     def handshake(self) -> None:
         return None
 
 
 class HalfMute(WorkerSide):
-    """The second of two ranks never shakes hands."""
+    """A worker that makes no handshake if it is the second of two ranks."""
 
     def handshake(self) -> Any:
         return None if self.rank == 1 else super().handshake()
@@ -77,7 +77,9 @@ def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
-    """An engine over the pages of the previous one. If `reset`, it is reset before a rank has shaken hands."""
+    """An engine that finds the pages of an earlier one. With `reset`, it is reset before any rank
+    has made a handshake.
+    """
     make_disk_engine().run(make_request(PROMPT, "before"))
     engine = make_disk_engine(**LATE)
     if reset:
@@ -94,7 +96,7 @@ def test_a_reset_before_the_handshake_makes_what_is_on_disk_a_miss(
     engine = restarted(make_disk_engine, reset)
     assert engine.run(make_request(PROMPT, "after")) == tokens
     assert engine.counters.data.get("flexkv_resets_total", {}) == ({"": 1.0} if reset else {})
-    # Pages computed with the new weights are valid only for this run: a later run starts with the weights of the
+    # Pages computed with the new weights are valid only in this run, because a later run starts with the weights in the
     # model's files.
     engine.forget()
     assert engine.run(make_request(PROMPT, "again")) == 20
@@ -106,7 +108,7 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
     engine.add(make_request(PROMPT, "one"))
     reports = engine.hold_reports()
     engine.step()
-    # The engine cannot reset while the request runs, and keeps its blocks.
+    # The engine cannot reset its own cache while the request runs, so the request keeps its blocks.
     assert engine.side.reset()
     reports()
     assert engine.unit.usable
@@ -126,8 +128,8 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
 def test_a_rank_shakes_hands_for_one_pool(
     make_engine: Make, said: pytest.LogCaptureFixture, same: bool
 ) -> None:
-    """Two engines have the same name: the other engine's worker must not take a rank's place. The control: a repeated
-    handshake of a rank, once at the start and once with the first step's report, is accepted.
+    """If two engines have the same name, a worker of the other engine must not be taken for a rank of this one. The
+    control: a rank may repeat its handshake, once at the start and once in the first step's report.
     """
     engine = make_engine(ranks=2, remote=True, **LATE)
     other = engine if same else make_engine(ranks=2, remote=True, **LATE)
@@ -158,14 +160,14 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
     for report in reports[1:]:
         assert report is not None
         first = first.aggregate(report)
-    # The first handshake keeps the rank's place; here it came from the other engine.
+    # The first handshake for a rank counts. Here it comes from the other engine's rank 1.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=first))
     assert said.text.count("a rank has one pool") == 1
     assert "rank 1 has shaken hands for KV pool" in said.text
     counted = engine.side.take_counters()
     assert counted is not None
     assert counted["flexkv_refused_messages_total"] == {"reports": 1.0}
-    # So this engine's own rank takes no grant, and the two pools are never mixed up.
+    # So the engine's own rank 1 never attaches, and pages of the two pools are never mixed.
     steps(engine, 3)
     assert not engine.workers[1].attached
     assert engine.run(make_request(PROMPT, "one")) == 0
@@ -176,7 +178,9 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
 def test_a_reset_before_the_block_pool_is_bound_is_carried_out(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: bool
 ) -> None:
-    """vLLM's MultiConnector forwards both calls. The control: without the reset the pages are served."""
+    """vLLM's MultiConnector forwards both calls, the reset first. The control: without the reset,
+    the pages are served.
+    """
     make = in_turn(make_engine, tmp_path)
     make().run(make_request(PROMPT, "before"))
     with monkeypatch.context() as unbound:

@@ -1,4 +1,4 @@
-"""The scheduler's side before it knows a step's result: batches in flight, aborts, resets."""
+"""The scheduler's side acts before it knows the result of a step: batches in flight, aborts and resets."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ LONG_S = 60.0
 
 
 def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
-    """A step whose sync load fails under two requests that share its target, and a function that reports it to the
-    scheduler."""
-    # The first store is that of "one"; the next store ends after the step has made its report.
+    """Runs a step in which a sync load fails whose blocks two requests share. Returns the engine, and a function that
+    reports the failure to the scheduler.
+    """
+    # The first store is "one"'s. The second one ends only after the step has made its report.
     late_store = testing_ext.FaultRule(STALL, kind=D2H, nth_op=1)
     worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=1, times=1), late_store)
     engine = make_engine(worker_class=worker, **{"load.mode": "sync"})
@@ -36,7 +37,7 @@ def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None
     hear = engine.hold_reports()
     engine.step()
     worker.movers[0].release()
-    # The store has ended, but its end has not been reported.
+    # Wait until the store has ended. Its end is not reported yet.
     ends_s = time.monotonic() + LONG_S
     while any(lane.open_ops for lane in engine.workers[0]._ops.engine.lanes()):
         assert time.monotonic() < ends_s
@@ -96,7 +97,7 @@ def test_an_early_store_of_a_block_that_is_cleared_first_is_void(make_engine: Ma
 def test_what_was_loaded_before_a_reset_is_not_stored_after_it(make_engine: Make, hashed: bool) -> None:
     engine = stored_engine(make_engine, PROMPT)
     if not hashed:
-        # vLLM gives loaded blocks their hash only when it schedules the request.
+        # In vLLM, loaded blocks get their hashes only when the request is scheduled.
         engine._cache_blocks = lambda live, tokens: None  # type: ignore[method-assign]
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.end_load("two")

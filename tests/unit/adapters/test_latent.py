@@ -1,5 +1,5 @@
-"""MLA: every tensor-parallel rank holds the same latent, so a slot has one stripe, which rank 0 writes and all ranks
-read.
+"""MLA: every tensor-parallel rank has the same latent KV, so a slot has one stripe. Rank 0 writes it, and all ranks
+read it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
 def test_partial_blocks_are_a_choice_with_one_latent_too(
     make_engine: Make, partial_blocks: bool, served: int
 ) -> None:
-    """Tokens after the last whole block are computed again, or stored if the setting says so, as for other models."""
+    """As for other models, the setting decides whether tokens after the last full block are stored
+    or computed again.
+    """
     engine = make_engine(ranks=2, latent=True, **{"store.partial_blocks": partial_blocks})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

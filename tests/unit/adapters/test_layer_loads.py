@@ -1,4 +1,4 @@
-"""Loads within the forward pass: each layer has arrived when the forward pass reaches it."""
+"""Layerwise loads: the forward pass reaches a layer only after the layer's KV has arrived."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_layer_is_there_while_the_next_is_still_coming(make_engine: Make) -> N
 
 
 class ForgetfulWorker(WorkerSide):
-    """A stand-in for an engine that does not wait for every layer."""
+    """Stands for an engine whose forward pass does not wait for layer 1."""
 
     def wait_for_layer(self, name: str) -> None:
         if name != "layer.1":
@@ -57,8 +57,8 @@ class ForgetfulWorker(WorkerSide):
 
 
 class EarlyWorker(ForgetfulWorker):
-    """Like `ForgetfulWorker`, but it has by then taken the results of all its copies, as happens beside another load
-    that is late.
+    """Like `ForgetfulWorker`. Besides, it has taken the results of all copies before the forward pass ends, as happens
+    while another load is late.
     """
 
     def wait_for_layer(self, name: str) -> None:

@@ -1,5 +1,5 @@
-"""Stores within the forward pass: each layer is copied once it has been written, and a page is published only if all
-layers arrived.
+"""Layerwise stores: each layer is copied after the forward pass has written it, and a page is published only if all of
+its layers arrived.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.unit.transfer.transfer_world import FAIL, STALL
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 WHOLE = 20
-"""Tokens in whole blocks of 4, out of the prompt's 23."""
+"""Number of the prompt's 23 tokens that are in full blocks of 4."""
 H2D, D2H = 0, 1
 LONG_S = 60.0
 BY_LAYER = {"store.mode": "layerwise"}
@@ -43,7 +43,7 @@ def wait_calls(worker: type[FaultyWorker], calls: int, rank: int = 0) -> None:
 
 
 def found(engine: MiniEngine, name: str = "again") -> int:
-    """Number of external tokens that a request gets for the prompt. Checks every byte of them."""
+    """Number of external tokens that a request gets for the prompt. Every byte of them is checked."""
     engine.forget()
     return engine.run(make_request(PROMPT, name))
 
@@ -54,7 +54,7 @@ def found(engine: MiniEngine, name: str = "again") -> int:
 def test_what_is_stored_by_layer_is_what_was_written(
     make_engine: Make, ranks: int, remote: bool, latent: bool
 ) -> None:
-    """Includes digests, which stores write layer by layer and loads check."""
+    """The test includes digests: stores compute them layer by layer, and loads verify them."""
     engine = make_engine(ranks=ranks, remote=remote, latent=latent, **{"host.verify": True}, **BY_LAYER)
     engine.run(make_request(PROMPT, "one"))
     assert engine.stored_pages == WHOLE // 4
@@ -82,8 +82,8 @@ def test_a_layer_is_copied_while_the_forward_computes_the_next(make_engine: Make
 
 @pytest.mark.parametrize("again", [True, False], ids=["", "control"])
 def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make, again: bool) -> None:
-    """The layers of the first try hold other rows than those of the second. The control has no second try, like a
-    forward pass without blending.
+    """The first attempt writes different rows than the second. In the control, the forward pass cannot begin again, as
+    without blending.
     """
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
@@ -110,7 +110,7 @@ def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make,
 
 
 class HastyWorker(WorkerSide):
-    """Control for tests of this fault: copies all layers before the forward pass has written them."""
+    """For control tests: a worker that copies all layers before the forward pass has written them."""
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
@@ -134,7 +134,7 @@ def test_control_layers_that_are_copied_too_early_are_seen(make_engine: Make) ->
 
 
 class SilentWorker(WorkerSide):
-    """Gets no notice of written layers, as in the replay of a CUDA graph."""
+    """A worker that does not learn which layers are written, as when a CUDA graph is replayed."""
 
     def layer_written(self, name: str) -> None:
         pass
@@ -148,7 +148,7 @@ def test_a_forward_that_does_not_name_its_layers_stores_all_the_same(make_engine
 
 
 class OpsSpy:
-    """The part of a rank's ops that `LayerStores` uses; records the calls."""
+    """Stands for a rank's ops as `LayerStores` uses them, and records the calls."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
@@ -164,8 +164,8 @@ class OpsSpy:
 
 
 def test_a_layer_waits_for_those_before_it() -> None:
-    """Ops take their layers in order, so a later layer that is written first is opened together with those before
-    it.
+    """An op copies its layers in order. If a later layer is written first, it is opened only together with the layers
+    before it.
     """
     op = TransferOp(
         OpId(1), OpKind.D2H, 0, Priority.STORE, np.zeros(1, np.int32), np.zeros(1, np.int32), layerwise=True
@@ -212,12 +212,12 @@ def test_all_pages_fail_in_a_layer_and_nothing_is_found(make_engine: Make, layer
 
 
 class BrokenForwardError(Exception):
-    """The error that a forward pass raises in these tests."""
+    """Raised by a forward pass in these tests."""
 
 
 @pytest.mark.parametrize("hooks_run", [False, True])
 def test_a_forward_that_breaks_off_publishes_nothing(make_engine: Make, hooks_run: bool) -> None:
-    """vLLM calls the hook after the forward pass in this case too; the step's report is lost."""
+    """vLLM calls the connector's last hook even after a forward pass that raises, but the step's report is lost."""
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))
@@ -264,7 +264,9 @@ def test_the_step_after_one_that_broke_off_gives_its_stores_up(make_engine: Make
 def test_nothing_computed_from_a_load_that_failed_is_published(
     make_engine: Make, mode: str, layer: int
 ) -> None:
-    """Its layers were copied before the failure was known; the step's report keeps them from being published."""
+    """The layers computed from the failed load were copied before the failure was known. The step's report prevents
+    their pages from being published.
+    """
     fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored_engine(make_engine, PROMPT[:16], worker_class=fails, **{"load.mode": mode}, **BY_LAYER)
     assert engine.add(make_request(PROMPT, "two")) == 16
@@ -281,7 +283,9 @@ def test_nothing_computed_from_a_load_that_failed_is_published(
 
 
 def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
-    """A request ends right after its step: the next step writes its blocks, and the copies end first."""
+    """If a request ends right after its step, the next step writes to its blocks. It waits until the copies from these
+    blocks have ended.
+    """
     slow = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, layer=1, page=3, times=1))
     engine = make_engine(
         blocks=8, remote=True, worker_class=slow, **{"store.max_reference_share": 1.0}, **BY_LAYER
@@ -292,7 +296,7 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
     engine.finish("one")
     engine.pool.reset_prefix_cache()
     engine.add(make_request(range(300, 323), "two"))
-    # Its store in the same step is also made layer by layer.
+    # The store of "two" in the same step is layerwise too.
     engine.step({"two": 23})
     slow.movers[0].release()
     engine.drain()
@@ -303,7 +307,9 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
 
 
 def test_blocks_that_earlier_chunks_began_and_tails_are_stored(make_engine: Make) -> None:
-    """Blocks that earlier chunks began, and a tail that is stored as a whole page at the request's end."""
+    """This includes blocks that two chunks of the prompt filled, and the partial tail, which is stored as a complete
+    page when the request ends.
+    """
     engine = make_engine(**{"store.partial_blocks": True}, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))
     for tokens in (3, 6, 14):

@@ -1,4 +1,6 @@
-"""Blocks that a lazy store must leave alone although they are free and carry a hash."""
+"""Blocks that lazy stores must not store although they are free and have a hash; and blocks that the engine reuses
+before they are stored.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
 def stored_after_pressure(engine: MiniEngine) -> int:
-    """Number of pages stored once the engine's free queue begins with the blocks of earlier requests."""
+    """Fills the engine's pool until its free queue begins with the blocks of earlier requests. Returns the number of
+    pages stored by then.
+    """
     filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
     engine.add(filler)
     engine.step()
@@ -48,7 +52,7 @@ def test_a_preempted_request_leaves_only_what_was_computed(
 ) -> None:
     engine = make_engine(blocks=13, **LAZY)
     request = make_request(PROMPT, "one")
-    engine.add(request)  # all of its blocks carry their hash from here on
+    engine.add(request)  # from here on all of its blocks have their hashes
     engine.step({"one": computed or request.num_tokens})
     engine.preempt("one")
     assert stored_after_pressure(engine) == pages
@@ -75,14 +79,14 @@ def test_what_the_host_tier_has_lost_is_offered_again(make_engine: Make) -> None
     assert manager.forget(0, keys) == 5
     engine.step({})
     assert not engine.side.has_work, "an idle engine must come to rest, whatever the tier loses"
-    engine.pool.get_new_blocks(1)  # the queue moves on
+    engine.pool.get_new_blocks(1)  # the head of the free queue moves to the next block
     engine.step({})
     engine.drain()
     assert manager.match("probe", [keys], 0).blocks == 5
 
 
 def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Make) -> None:
-    """The engine's free queue is longer than the tier: a step without a change must not plan anything."""
+    """The engine's free queue is longer than the tier. A step in which nothing changes must not plan a store."""
     slot = make_engine(blocks=13, **LAZY).unit.pool.slot_bytes
     engine = make_engine(blocks=13, **LAZY | {"host.bytes": 4 * slot})
     assert engine.unit.slots == 4
@@ -99,12 +103,12 @@ def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Ma
 def test_what_the_engine_evicts_before_it_found_a_place_is_counted(
     make_engine: Make, share: float, missed: int
 ) -> None:
-    """Two of five blocks may have a store in flight; then the engine takes all of them."""
+    """With the smaller share, only two of five blocks may have a store in flight when the engine reuses all of them."""
     engine = make_engine(blocks=13, **LAZY | {"store.max_reference_share": share})
     engine.run(make_request(PROMPT, "one"))
     filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
     engine.add(filler)
-    engine.step({})  # five blocks with a hash are left at the queue's head
+    engine.step({})  # leaves five blocks with a hash at the head of the free queue
     taken = engine.pool.get_new_blocks(6)
     engine.step({})
     engine.pool.free_blocks(taken)
@@ -128,9 +132,9 @@ def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
 
 
 def _pages_in_neither(make_engine: Make) -> list[int]:
-    """In the step after a request's end the engine allocates as many blocks as a step computes, before the connector
-    has looked at the queue. Returns the number of the request's pages that are neither in the engine's own prefix cache
-    nor stored.
+    """In the step after a request's end, the engine allocates all the blocks that a step can compute, before the
+    connector has looked at the free queue. Returns the numbers of the request's pages that are neither in the engine's
+    own prefix cache nor stored.
     """
     engine = make_engine(blocks=7, **LAZY | {"store.max_reference_share": 0.2})
     request = make_request(PROMPT, "one")
@@ -174,8 +178,8 @@ def test_what_a_preempted_request_loses_is_counted(make_engine: Make, taken: int
 
 
 def _offers_to_a_full_queue(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """The number of stores that are begun in many steps while a rank's queue is full, and the number of pages stored
-    once a store has ended.
+    """Returns the number of stores that are planned in eight steps while a rank's queue is full, and the number of
+    pages stored after the store that filled it has ended.
     """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=12, worker_class=worker, **LAZY, **{"transfer.queue_ops": 1})
@@ -226,8 +230,8 @@ SHORT = [list(range(100 * number, 100 * number + 23)) for number in range(20, 24
 
 
 def _before_a_long_load(make_engine: Make, **options: Any) -> MiniEngine:
-    """An engine of 29 blocks that has stored LONG, and no page of SHORT: SHORT's blocks are in its free queue, behind
-    the nine that two steps may compute. A load of LONG takes all nine and 12 of SHORT's.
+    """An engine with 29 usable blocks that has stored all of LONG and no page of SHORT. SHORT's blocks are in the free
+    queue, behind the nine blocks that two steps may use. A load of LONG takes these nine blocks and 12 of SHORT's.
     """
     engine = make_engine(blocks=30, **LAZY | options)
     stores = engine.side._stores
@@ -260,7 +264,7 @@ def _in_neither(engine: MiniEngine) -> int:
 
 
 def test_what_a_long_load_is_handed_is_stored_before(make_engine: Make) -> None:
-    """The load waits one step for it."""
+    """The load waits one step, so that the content of the blocks that it will get is stored first."""
     engine = _before_a_long_load(make_engine)
     again = make_request(LONG, "two")
     assert engine.side.match(again, 0) == (None, False)
@@ -285,8 +289,8 @@ def test_control_what_nobody_looked_at_before_a_load_is_lost(
 
 
 def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Make) -> None:
-    """Four blocks may have a store in flight, and the copy of the first four hangs until it is given up: this is the
-    sixth store, after five of LONG.
+    """Four blocks may have a store in flight, and the first store of SHORT's blocks stalls until it is given up. It is
+    the sixth store, because LONG took five.
     """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=5))
     engine = _before_a_long_load(make_engine, worker_class=worker, **{"store.max_reference_share": 0.14})
@@ -303,7 +307,7 @@ def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Ma
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_finds_no_slot_beside_what_is_cached_is_counted(make_engine: Make, refused: bool) -> None:
-    """The cache has two of a request's five blocks; with `refused`, it has no room for the other three."""
+    """Two of the request's five blocks are already cached. With `refused`, the other three may not be stored."""
     engine = make_engine(blocks=13, **LAZY)
     engine.run(make_request(PROMPT, "one"))
     manager = engine.unit.manager

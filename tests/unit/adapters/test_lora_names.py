@@ -1,4 +1,6 @@
-"""The name of an adapter's content changes with training, and not with its path, a copy or file times."""
+"""An adapter's name stands for its content. It changes when the adapter is trained again, but not with the adapter's
+path, a copy, or file times.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,14 @@ def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') 
 
 
 def names() -> LoraNames:
-    """The names of an engine that starts when all the test's files are old."""
+    """The names of an engine that seems to have started when all of the test's files were already old."""
     return LoraNames(time.time_ns() + LATER_NS)
 
 
 def wait_for_clock(folder: Path, moment_ns: int) -> None:
-    """Waits until a write counts as later than `moment_ns`: file times advance in steps of milliseconds."""
+    """Waits until a file written now gets a later time than `moment_ns`. File times advance in
+    steps of milliseconds.
+    """
     probe = folder / "probe"
     ends_s = time.monotonic() + DEADLINE_S
     while True:
@@ -70,7 +74,7 @@ def test_other_weights_or_another_configuration_is_another_adapter(
 
 
 def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> None:
-    """The engine may hold the old content, the new content, or each for some requests."""
+    """The engine may have the old content, the new content, or a different one for each request."""
     folder = write(tmp_path / "a")
     old = os.stat(folder / "adapter_model.safetensors")
     start_ns = time.time_ns() + 1
@@ -79,7 +83,7 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     wait_for_clock(tmp_path, start_ns)
     assert not known.has_changed(str(folder)), "the control"
     shutil.copy(folder / "adapter_config.json", folder / "adapter_model.safetensors")
-    # A copy that keeps the content's time is noticed too.
+    # The change is noticed even if the file keeps its modification time.
     os.utime(folder / "adapter_model.safetensors", ns=(old.st_atime_ns, old.st_mtime_ns))
     assert known.has_changed(str(folder))
     seen = LoraNames(start_ns).name(str(folder))
@@ -103,7 +107,7 @@ def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_read_is_of_this_run_alone_and_one_warning(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request in the engine's scheduler asks for the name, and no error may reach the scheduler."""
+    """A lookup in the engine's scheduler asks for the name, so an error must not reach the scheduler."""
 
     def fail(*_: Any) -> str:
         raise error
@@ -136,7 +140,7 @@ def test_no_more_is_read_than_fits_the_wait_of_a_request(tmp_path: Path) -> None
 
 
 def download(repository: Path, weights: bytes = b"one", adapter: str = "") -> Path:
-    """An adapter as the hub's cache keeps it: links to files that are named by their content."""
+    """Writes an adapter as the hub's cache stores it: links to files whose names are digests of their content."""
     held = write(repository / "blobs", weights)
     folder = repository / "snapshots" / ("a" * 40) / adapter
     folder.mkdir(parents=True)
@@ -212,7 +216,9 @@ def point_files_elsewhere(root: Path) -> None:
 def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     tmp_path: Path, path: str, swap: Callable[[Path], None], named_before: bool
 ) -> None:
-    """In both adapters every file is as old as the process; it is unknown which of them the engine has read."""
+    """All files of both adapters are older than the process, so file times do not show which adapter the engine has
+    loaded.
+    """
     for name, weights in (("first", b"one"), ("other", b"two")):
         write(tmp_path / name, weights)
     link_to(tmp_path / "first", tmp_path / "latest")
@@ -237,7 +243,7 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
 def test_a_path_that_changed_once_has_changed_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine may still hold any earlier content of that path."""
+    """The engine may still use any earlier content of that path."""
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     folder = write(tmp_path / "first")
     known = names()
@@ -260,7 +266,7 @@ def test_this_process_began_before_now_and_not_long_ago() -> None:
 def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
 ) -> None:
-    """Name, number and path stay the same; so do vLLM's own hashes."""
+    """The adapter's name, number and path stay the same, and so do vLLM's own hashes."""
     engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
     folder = write(tmp_path / "adapter")
     adapter = lora("x", 1, str(folder))
@@ -275,7 +281,7 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     assert ask("without") == 0
     write(folder, b"two")
     assert ask("three", lora_request=adapter) == 0
-    # The engine may load the new content at any time without a word, so nothing that it computes is stored.
+    # flexkv cannot know when the engine loads the new content, so nothing computed from now on is stored.
     new = make_request([7, *PROMPT], "four", lora_request=adapter)
     assert engine.add(new) == 0
     keys = engine.side.requests.of(new).keys()[0]
@@ -294,7 +300,9 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
 def admitted(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
 ) -> tuple[MiniEngine, Path, Keys]:
-    """An engine with request "one" of an adapter, not computed yet; the adapter's folder, and the request's keys."""
+    """Admits request "one" with an adapter to an engine, which has not computed it yet. Returns the engine, the
+    adapter's folder, and the request's keys.
+    """
     engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
     folder = write(tmp_path / "adapter")
     request = make_request(PROMPT, "one", lora_request=lora("x", 1, str(folder)))
@@ -303,7 +311,9 @@ def admitted(
 
 
 def stored(make_engine: Callable[..., MiniEngine], tmp_path: Path) -> tuple[MiniEngine, Path, LoRARequest]:
-    """An engine that has stored PROMPT for an adapter and has dropped its own cache; the adapter and its folder."""
+    """Returns an engine that has stored PROMPT for an adapter and has dropped its own cache, the adapter's folder, and
+    the adapter.
+    """
     engine = make_engine(blocks=12)
     folder = write(tmp_path / "adapter")
     adapter = lora("x", 1, str(folder))
@@ -317,7 +327,7 @@ def stored(make_engine: Callable[..., MiniEngine], tmp_path: Path) -> tuple[Mini
 def test_kv_of_an_adapter_that_is_trained_anew_under_a_running_request_is_not_stored(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, changed: bool
 ) -> None:
-    """The engine may load the adapter again in place, while the request's keys name the former content."""
+    """The engine may load the adapter again in place, but the request's keys stand for the former content."""
     engine, folder, keys = admitted(make_engine, tmp_path, mode)
     if changed:
         write(folder, b"two")
@@ -345,12 +355,12 @@ def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_served_nothin
 def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, ends: bool, changed: bool
 ) -> None:
-    """The step's stores are planned under the name of the former content before the worker reads the files."""
+    """The step's stores were planned under the name of the former content before the worker reads the files."""
     engine, folder, keys = admitted(make_engine, tmp_path, mode)
     tell = engine.hold_reports()
     engine.step(before_forward=partial(os.truncate, folder / "adapter_config.json", 0) if changed else None)
     if ends:
-        # The engine ends a request before it passes the step's report on.
+        # The engine ends the request before the connector gets the step's report.
         engine.finish("one")
     tell()
     if not ends:
@@ -363,12 +373,12 @@ def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
 def test_a_load_under_way_for_an_adapter_that_is_trained_anew_fails(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
 ) -> None:
-    """The engine would compute the rest of the prompt with the new content."""
+    """Otherwise the engine would compute the rest of the prompt with the new content, after KV of the former one."""
     engine, folder, adapter = stored(make_engine, tmp_path)
     assert engine.add(make_request(PROMPT, "two", lora_request=adapter)) == HIT
     if changed:
         write(folder, b"two")
-        # Its report shows the change before the load is begun.
+        # With this report, the scheduler's side notices the change before the load begins.
         engine.side.update(
             SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=WorkerMetadata([]))
         )
@@ -396,8 +406,8 @@ def test_the_files_of_an_adapter_are_looked_at_once_per_step(
 
 
 def push_out(engine: MiniEngine) -> None:
-    """Other requests take all blocks of the engine, so that lazy stores offer what was computed with the former
-    content.
+    """Runs other requests that take all blocks of the engine, so that lazy stores offer the blocks computed with the
+    former content.
     """
     for number in range(4):
         tokens = [1000 + 50 * number + i for i in range(20)]

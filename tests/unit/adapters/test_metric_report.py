@@ -1,4 +1,6 @@
-"""Metrics of engines without a hook for them: a line in the log while they run, and their own Prometheus page."""
+"""Metrics in engines that have no hook for a connector's metrics: flexkv writes lines to the log and has Prometheus
+series of its own.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_each_interval_in_which_something_was_counted_is_one_line(log: pytest.Lo
     clock.pass_(EVERY_S / 2)
     report.report_if_due()
     assert log.messages == ["metrics of unit tp0, last 60 s: hit_tokens=8, host_slots=7"]
-    # A quiet interval logs nothing; a later one reports its own changes.
+    # In an interval without changes nothing is logged. The next interval with changes reports only these.
     clock.pass_(EVERY_S)
     report.report_if_due()
     assert len(log.messages) == 1
@@ -115,7 +117,7 @@ for counters, report in reports:
 print("counted", flush=True)
 sys.stdin.readline()
 """
-"""A process of the engine: two caches, one page."""
+"""The program of an engine's process that has two caches."""
 
 
 def test_an_engines_page_has_every_series_at_zero_and_then_what_was_counted(tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_without_a_page_no_file_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def scrape(folder: Path) -> dict[Any, float]:
-    """The page that the engine's server makes: (name, labels as sorted JSON) -> value."""
+    """The values on the page that the engine's server makes, by (name, labels as sorted JSON)."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(folder))
     return {

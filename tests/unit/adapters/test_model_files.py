@@ -1,4 +1,4 @@
-"""Facts from files beside the weights: they are read only from a folder."""
+"""Facts that are read from files beside the weights. They are read only if the model is given as a folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_file_of_another_form_counts_by_its_content(tmp_path: Path, content: b
 
 
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's hub cache has the model's files, including its Python code."""
+    """Makes the hub's cache on this machine appear to have the model's files, including Python code."""
     for name in (PROCESSOR, "tekken.json", "hf_quant_config.json"):
         (folder / name).write_text('{"size": 3}')
 

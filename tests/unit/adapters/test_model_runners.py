@@ -1,4 +1,4 @@
-"""One KV group under both of vLLM's model runners, whose own code calls the hooks, on plain memory and on a fake GPU: a
+"""One KV group under both of vLLM's model runners, whose own code calls the hooks; on plain memory and on a fake GPU. A
 forward pass reads only expected values, and cached KV is loaded again.
 """
 
@@ -32,7 +32,7 @@ H2D = 0
 def make_engine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
-    """One engine per test: vLLM has one connector per process, and the fake driver one GPU."""
+    """Makes one engine per test, because vLLM has one connector per process, and the fake driver has one GPU."""
     engines: list[ScheduledEngine] = []
     worlds: list[FakeGpuWorld] = []
 
@@ -62,7 +62,7 @@ def test_a_prompt_comes_back(make_engine: Make, runner: str, overlap: bool, load
     modes = {"load.mode": load, "store.mode": store}
     engine = make_engine(runner=runner, overlap=overlap, blocks=32, **modes)
     assert engine.run("one", PROMPT) == 0
-    if store == "lazy":  # lazy stores store them shortly before their eviction
+    if store == "lazy":  # lazy stores store blocks only shortly before the engine evicts them
         for number in range(4):
             engine.run(f"other{number}", [70 + number] * 50)
     engine.forget()
@@ -112,7 +112,7 @@ def test_an_aborted_request_leaves_nothing_wrong(
     engine.forget()
     engine.add("two", PROMPT)
     engine.step(lambda: engine.end("two"))
-    # Nearly all blocks are taken at once, including those of the aborted load.
+    # This request takes nearly all blocks at once, including those of the aborted load.
     engine.run("three", [70] * 50)
     engine.run("four", PROMPT)
     engine.check()
@@ -154,7 +154,7 @@ def test_nothing_wrong_is_read_whatever_clients_do(make_engine: Make, soak_round
     give = engine._give
 
     def give_late(work: Callable[[], None]) -> None:
-        """The stream lags behind the host, as that of a GPU does."""
+        """Runs the work late, because a GPU's stream lags behind the host."""
 
         def late() -> None:
             time.sleep(rng.choice((0, 0, 0.001)))

@@ -1,4 +1,4 @@
-"""Data-parallel ranks on a node: each is a unit and takes its share of memory and disks."""
+"""Data-parallel ranks on one node: each rank is a unit, with its own share of memory and disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
 
 
 def ranks(rank: int, local: int = 1, engine_id: str = "e_dp{}", size: int = 1, external: bool = False) -> Any:
-    """The configuration of a data-parallel rank. In it, a rank of a model without experts appears to be alone."""
+    """The configuration of one data-parallel rank. For a model without experts, each rank's configuration looks as if
+    the rank were alone.
+    """
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             data_parallel_size=size,

@@ -1,5 +1,6 @@
-"""Loads of another connector beside flexkv's (vLLM's MultiConnector): only the step's outcome shows that they
-failed."""
+"""vLLM's MultiConnector uses another connector beside flexkv's. If that connector's load fails, flexkv learns it only
+from the outcome of the step.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +17,21 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
 def quiet(engine: MiniEngine) -> None:
-    """Waits until the worker's copies have ended and all pages that need no report are published."""
+    """Waits until the worker's copies have ended, and until all pages are published that need no report from the
+    engine.
+    """
     while engine.workers[0]._ops._ops:
         engine.workers[0].poll(idle=True)
     assert engine.side.match(make_request(range(9), "probe"), 0) == (0, False)
 
 
 def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) -> None:
-    """Computes a request whose blocks from 1 on come from another connector's failed load, or were computed from it."""
+    """Runs a step of a request in which the blocks from 1 on come from another connector's failed load, or are computed
+    from it. Calls `between` before the failure is reported.
+    """
     request = make_request(PROMPT, "one")
     engine.add(request)
-    request.num_computed_tokens = 8  # the other connector's tokens
+    request.num_computed_tokens = 8  # these tokens came from the other connector
     blocks = [block.block_id for block in engine.live["one"].blocks]
     hear = engine.hold_reports()
     engine.step()
@@ -59,7 +64,7 @@ def test_nothing_computed_from_another_connectors_failed_load_is_published(make_
 
 
 def test_what_went_well_is_published(make_engine: Make) -> None:
-    """The control: without the failure the same step's blocks are all served."""
+    """The control: if no load fails, all blocks of the same step are served."""
     engine = make_engine()
     engine.add(make_request(PROMPT, "one"))
     hear = engine.hold_reports()
@@ -92,7 +97,7 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
 
     def leave_and_press() -> None:
         leave(engine)
-        # Its blocks are at the head of the free queue.
+        # The request's blocks are now at the head of the free queue.
         engine.pool.get_new_blocks(6)
         engine.step({})
 
@@ -104,7 +109,7 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
 
 
 def test_the_lost_table_of_a_request_resumed_in_the_same_step_is_remembered(make_engine: Make) -> None:
-    """A reset with running requests preempts and looks up again before the engine's next step reports the
+    """A reset under running requests preempts a request and looks it up again before the engine's next step reports the
     preemption.
     """
     engine = make_engine(blocks=64)
@@ -134,7 +139,7 @@ def test_the_lost_table_of_a_request_resumed_in_the_same_step_is_remembered(make
 
 
 def test_a_table_resumed_in_the_same_step_without_a_failure_is_published(make_engine: Make) -> None:
-    """The control: the same steps with no failed block."""
+    """The control: the same steps, but no block failed."""
     engine = make_engine(blocks=64)
     engine.run(make_request(PROMPT[:8], "short"))
     engine.forget()

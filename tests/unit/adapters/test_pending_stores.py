@@ -1,4 +1,4 @@
-"""Pages without room are pending: they are offered while their request lives, and for a while after its end."""
+"""Pages without a free slot or queue entry are offered again while their request lives, and for a time after."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MANY_STEPS = 16
 
 
 def two_in_flight(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
-    """An engine that may have two pages in flight; its first copy stalls until the worker's mover is released."""
+    """An engine that may have two pages in flight, and whose first store stalls until the test releases it."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"blocks": 17, "worker_class": worker, "store.inflight_pages": 2} | options
     return make_engine(**settings), worker
 
 
 def dropped(engine: MiniEngine) -> dict[str, int]:
-    """Number of pages that were computed and not stored, by reason."""
+    """Number of pages that were computed but not stored, by reason."""
     counted = {
         reason: int(engine.counters.value("flexkv_dropped_store_pages_total", reason=reason))
         for reason in reasons_of(NOT_STORED)
@@ -53,7 +53,7 @@ def holds_of(engine: MiniEngine) -> Holds:
 
 
 def hold_three(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
-    """An engine whose request "one" has ended with two pages in flight and three held."""
+    """An engine whose request "one" has ended, with two pages in flight and three pending pages held."""
     engine, worker = two_in_flight(make_engine, **options)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -64,7 +64,7 @@ def hold_three(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[Faul
 
 
 def stores_whole(engine: MiniEngine) -> bool:
-    """Whether all whole blocks of the request are served with the right KV."""
+    """Whether all full blocks of the request are stored and served with the right KV."""
     engine.drain()
     engine.forget()
     found = engine.run(make_request(PROMPT, "again"))
@@ -85,7 +85,7 @@ def test_a_live_requests_blocks_need_no_room_by_share(make_engine: Make) -> None
 
 
 def _wait_and_store(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Two pages find room; the others wait longer than any store did before; then the copies end."""
+    """Two pages begin at once. The others wait for many steps, until the first two copies are released."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -122,7 +122,7 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of pending pages and of their requests makes no difference."""
+    """This holds for any number of pending pages and of requests that have them."""
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
     for name in range(4):
@@ -176,8 +176,8 @@ def test_a_prompt_longer_than_the_host_tier_keeps_its_beginning(make_engine: Mak
 
 
 def _fill_lane(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, dict[str, int]]:
-    """A rank's queue takes one store, and the first one hangs for many steps; then there is room. Returns the stores
-    planned while it hung, the pages stored in the end, and the pages lost."""
+    """A rank's queue takes one store, which stalls for many steps and then ends. Returns the number of stores planned
+    while it stalled, the number of pages stored in the end, and the lost pages."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
     offers = 0
@@ -221,7 +221,7 @@ def test_control_stores_beyond_a_ranks_places_are_lost(
     assert stored < PAGES
 
 
-# --- after its end ---
+# --- after the request's end ---
 
 
 def test_what_is_pending_at_the_end_is_stored_when_the_copies_before_it_end(make_engine: Make) -> None:
@@ -248,7 +248,7 @@ def test_control_without_a_hold_pending_pages_are_lost(
 
 
 def _end_six(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Six requests end while a rank's queue takes two stores, and the first one hangs; then there is room."""
+    """Six requests end while a rank's queue takes two stores and the first one stalls; then it is released."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"transfer.queue_ops": 2, "store.hold_s": 1000, "store.max_reference_share": 1.0}
     engine = make_engine(blocks=40, worker_class=worker, **settings)
@@ -293,7 +293,7 @@ def test_a_tail_for_which_a_rank_has_no_place_is_counted(make_engine: Make) -> N
 
 
 def test_an_aborted_request_is_held_too(make_engine: Make) -> None:
-    """The request ends between two steps, in the middle of its prompt."""
+    """The request is aborted between two steps, in the middle of its prompt."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step({"one": 3 * BLOCK_TOKENS})
@@ -312,7 +312,7 @@ def test_held_blocks_are_free_for_the_engine(make_engine: Make) -> None:
 
 
 def _take_all_held(make_engine: Make) -> tuple[MiniEngine, dict[str, int]]:
-    """While three pages are held, the engine needs all its memory for new KV."""
+    """While three pages are held, the engine uses all of its memory for new KV."""
     engine, worker = hold_three(make_engine)
     engine.add(make_request(range(16 * BLOCK_TOKENS), "two", extra_args={"flexkv.skip_save": True}))
     worker.movers[0].release()
@@ -345,7 +345,7 @@ def test_control_a_hold_that_does_not_hear_of_it_stores_another_requests_kv(
 
 def test_a_part_that_the_engine_needs_leaves_the_blocks_before_it(make_engine: Make) -> None:
     engine, worker = hold_three(make_engine)
-    # The engine frees a request's last block first, so it reuses that block first.
+    # The engine frees a request's last block first, so it also reuses that block first.
     free = engine.pool.get_num_free_blocks()
     held = {block for hold in holds_of(engine) for part in hold.blocks if part for block in part.block_ids}
     taken: list[KVCacheBlock] = []
@@ -376,7 +376,7 @@ def test_another_watcher_in_our_place_ends_what_is_held(make_engine: Make) -> No
 
 @pytest.mark.parametrize("engine_only", [True, False])
 def test_a_reset_ends_what_is_held(make_engine: Make, engine_only: bool) -> None:
-    """The reset succeeds, because no block is referenced; and no held page is stored after it."""
+    """The engine's reset succeeds, because holding takes no reference. No held page is stored after it."""
     engine, worker = hold_three(make_engine)
     assert engine.pool.reset_prefix_cache()
     if not engine_only:
@@ -401,7 +401,7 @@ def test_control_a_hold_that_outlives_a_reset_stores_old_kv(
 
 
 def _expire(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """The time of the held pages expires before there is room."""
+    """The time for which the pages are held expires before they can be stored."""
     engine, worker = hold_three(make_engine, **{"store.hold_s": 1000})
     (hold,) = holds_of(engine)
     hold.until_s -= 1000
@@ -427,8 +427,8 @@ def test_control_a_hold_beyond_its_time_is_seen(make_engine: Make, monkeypatch: 
 
 
 def _in_flight_of_held(make_engine: Make) -> int:
-    """Two of seventeen blocks that no request holds may have a store in flight, as many as when "one" ended. Then the
-    limit of pages in flight is raised."""
+    """Two blocks that no request holds (17 * 0.125) may have a store in flight, as many as "one" had when it ended.
+    Then the limit of pages in flight is raised, but not this share. Returns the number of pages in flight."""
     engine, worker = hold_three(make_engine, **{"store.max_reference_share": 0.125})
     manager = engine.unit.manager
     assert isinstance(manager, LocalCacheManager)
@@ -451,7 +451,7 @@ def test_control_stores_beyond_the_share_are_seen(make_engine: Make, monkeypatch
 
 
 def test_an_engine_at_rest_gives_up_what_nothing_will_make_room_for(make_engine: Make) -> None:
-    """Another request's lease holds the only slots: no copy ends, and no step is due."""
+    """Another request's lease holds the only slots. Nothing is in flight, so no slot will become free."""
     slot = make_engine().unit.pool.slot_bytes
     engine = make_engine(blocks=17, **{"host.bytes": 5 * slot})
     engine.run(make_request(range(23), "kept"))
@@ -465,7 +465,7 @@ def test_an_engine_at_rest_gives_up_what_nothing_will_make_room_for(make_engine:
 
 
 def test_blocks_behind_a_failed_load_are_not_stored(make_engine: Make) -> None:
-    """The failure is known one step late: the request has ended, and pages computed from the failed blocks are held."""
+    """The failure is known one step late, when the request has ended and pages computed from failed blocks are held."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     tell = engine.hold_reports()
@@ -493,7 +493,7 @@ def test_a_name_that_is_used_again_ends_the_hold(make_engine: Make) -> None:
 
 
 def test_where_nothing_says_what_becomes_of_blocks_they_are_counted(make_engine: Make) -> None:
-    """Stores end within the step, as under vLLM's built-in connector class."""
+    """Under vLLM's built-in class, stores end in the step, and flexkv cannot learn when a block is reused."""
     engine, worker = two_in_flight(make_engine, role=EngineRole(stores_end_in_step=True))
     engine.add(make_request(PROMPT, "one"))
     engine.step()

@@ -1,4 +1,6 @@
-"""Rows on their way from host memory to a device pass through pinned memory for a few layers, which is reused."""
+"""Rows on their way from host memory to a device are first copied to pinned buffers. There are buffers for a few
+layers, which are reused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SHORT_S, GENEROUS_S = 0.05, 60.0
 
 
 class Source:
-    """Rows that hold one number. Records the memory that they fill."""
+    """Rows that all hold one number. Records the buffers into which they are copied."""
 
     def __init__(self, value: float, seen: list[torch.Tensor], before: Callable[[], None]) -> None:
         self._value, self._seen, self._before = value, seen, before
@@ -30,13 +32,13 @@ class Source:
 
 
 class Copy:
-    """The end of a copy, which counts as reached at the second query."""
+    """An event that marks the end of a copy. It counts as reached from the second query on."""
 
     def __init__(self, never: bool) -> None:
         self._never, self._asked = never, 0
 
     def record(self, stream: None) -> None:
-        """There is one stream."""
+        """Does nothing, because there is only one stream."""
 
     @property
     def ended(self) -> bool:
@@ -48,10 +50,10 @@ class Copy:
 
 
 class Events:
-    """A stand-in for the device's module.
+    """Stands for the device's module, and makes events.
 
     Args:
-        never: no copy ends.
+        never: whether no copy ever ends.
     """
 
     def __init__(self, never: bool = False) -> None:
@@ -63,13 +65,13 @@ class Events:
         return self.made[-1]
 
     def current_stream(self) -> None:
-        """There is one."""
+        """Returns nothing, because there is only one stream."""
 
 
 def pass_layers(
     rooms: PinnedRooms, seen: list[torch.Tensor], before: Callable[[int], None] = lambda layer: None
 ) -> list[torch.Tensor]:
-    """The device's rows of each layer."""
+    """Passes the chunks of all layers through the buffers. Returns the device's rows in that order."""
     out = []
     for layer in range(LAYERS):
         sources = [Source(10 * layer + n, seen, lambda layer=layer: before(layer)) for n in range(CHUNKS)]  # type: ignore[misc]
@@ -91,7 +93,7 @@ def test_memory_is_that_of_so_many_layers(layers: int, rooms_used: int) -> None:
 
 
 def early_fills(rooms: PinnedRooms) -> int:
-    """The number of rooms that are filled while the copy out of them is under way."""
+    """Number of buffers that are filled while the copy out of them is still in flight."""
     events, early, seen = Events(), [], list[torch.Tensor]()
     rooms._module = events
 
@@ -116,7 +118,7 @@ def test_control_without_the_wait_it_is_filled_too_early(monkeypatch: pytest.Mon
 def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One wait and one warning for all chunks of all layers."""
+    """For all chunks of all layers, there is only one wait and only one warning."""
     wait, waits = TorchEvent.wait, list[float]()
 
     def note(event: TorchEvent, deadline_s: float) -> bool:
@@ -141,7 +143,9 @@ def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
 def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
     caplog: pytest.LogCaptureFixture, memories: int
 ) -> None:
-    """Two loads; in the control they do not share what was found out."""
+    """Two loads run. If they share a `PinnedMemory`, there is one warning; in the control each has its own, and there
+    are two.
+    """
     made = [PinnedMemory(CPU, pins=True) for _ in range(memories)]
     for memory in (made[0], made[-1]):
         seen: list[torch.Tensor] = []
@@ -152,7 +156,7 @@ def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
 
 
 def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
-    """There are fewer rooms than layers to load."""
+    """That is fewer layers than the load brings."""
     cache = make_cache()
     store_all(cache)
     made: list[PinnedRooms] = []

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes: it costs little, imports nothing early, and does no harm if
+"""The plugin that vLLM loads in each of its processes costs little, imports nothing early, and does no harm if
 something is wrong.
 """
 
@@ -34,7 +34,7 @@ KNOWN = "{'FlexKVConnector': ('flexkv.adapters.vllm', 'FlexKVConnector')}"
 
 
 def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a separate Python that finds `paths` before everything else."""
+    """Runs the program in a separate Python process that searches `paths` first."""
     found = [str(path) for path in (*paths, ROOT)]
     begin = f"import sys; sys.path[:0] = {found!r}\n"
     command = [sys.executable, "-c", begin + program]
@@ -43,7 +43,7 @@ def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder with a package `vllm` that has the connectors' factory and nothing else."""
+    """A folder with a package `vllm` that contains only the factory of connectors."""
     folder = tmp_path
     for part in FACTORY.split(".")[:-1]:
         folder = folder / part

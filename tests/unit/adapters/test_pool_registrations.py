@@ -1,6 +1,6 @@
-"""No registration of an engine's pool with cuFile outlives the pool's memory: it ends before a sleep, and is made again
-when the engine wakes. The lane only counts here, because plain memory needs no registration; tests/native has a fake
-cuFile.
+"""No registration of an engine's pool with cuFile outlives the pool's memory: registrations end before the engine
+sleeps, and are made again when it wakes. Plain memory needs no registration, so the lane's calls are only recorded
+here. tests/native has a fake cuFile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Make = Callable[..., SleepingEngine]
 
 
 class Registration:
-    """Whether a pool is registered, according to the calls of its lane."""
+    """Records a lane's calls, and whether the pool is registered according to them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = True
@@ -38,10 +38,10 @@ class Registration:
 
 
 class KeepingWorker(FaultyWorker):
-    """Leaves the pool registered: the control."""
+    """For the control test: a worker that leaves the pool registered."""
 
     def end_registrations(self) -> None:
-        """Ends none."""
+        """Ends no registration."""
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def make_sleeping(tmp_path: Path) -> Iterator[Make]:
 
 
 def sleeps(engine: SleepingEngine, registration: Registration) -> bool:
-    """Whether the pool's registration has ended when its memory is released."""
+    """Whether the pool's registration has ended by the time the pool's memory is released."""
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.lose_memory()

@@ -1,4 +1,4 @@
-"""Reads that begin when a request enters vLLM's queue, before its scheduler asks for it."""
+"""Reads that begin when a request enters vLLM's queue, before the scheduler looks the request up."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from tests.unit.adapters.vllm_objects import make_request
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with a disk tier in the test's folder; each call closes the previous engine."""
+    """Returns a function that makes engines with a disk tier in the test's folder; each call first closes the engine
+    made before.
+    """
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
 def prefetched(engine: MiniEngine) -> int:
-    """Number of pages whose read began before the lookup."""
+    """Number of pages whose reads began before the lookup."""
     return engine.unit.manager.tiers[DISK].counts.prefetched
 
 
@@ -63,7 +65,7 @@ def test_what_the_engine_has_itself_is_not_read(make_disk_engine: Make) -> None:
 
 
 class Prefetched:
-    """Records the calls of a manager's prefetch: request, key bytes and start block of each."""
+    """Records the calls of a manager's prefetch, each with its request, key bytes and start block."""
 
     def __init__(self, engine: MiniEngine) -> None:
         self.calls: list[tuple[str, list[bytes], int]] = []
@@ -83,7 +85,7 @@ class Prefetched:
 
 
 def connector_of(engine: MiniEngine) -> FlexKVConnector:
-    """The scheduler's connector around an engine's scheduler side."""
+    """A scheduler's connector around the engine's scheduler side."""
     connector = FlexKVConnector.__new__(FlexKVConnector)
     connector.scheduler = engine.side
     return connector

@@ -1,4 +1,6 @@
-"""Engines that take any action at any time: no forward pass reads a wrong number, and nothing is left over."""
+"""Engines that take random actions in any order. No forward pass reads a wrong number, and at the end nothing is left
+over.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def make_random() -> Iterator[Make]:
 
 
 def failing_copies() -> type[WorkerSide]:
-    """Some loads and some stores fail, each at one page."""
+    """A worker class in which some loads and some stores fail, each at one page."""
     numbers = [(kind, number) for kind in (H2D, D2H) for number in range(2, 40, 5)]
     return faulty_worker(
         *(testing_ext.FaultRule(FAIL, kind=kind, nth_op=n, page=n % 3, times=1) for kind, n in numbers)
@@ -59,7 +61,9 @@ def run(engine: RandomEngine) -> None:
 @pytest.mark.parametrize("store", ["eager", "lazy", "layerwise"])
 @pytest.mark.parametrize("load", ["async", "sync", "layerwise"])
 def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak_round: int) -> None:
-    """Few slots, so that promised, loaded and stored pages are evicted too; one rank, or two separate ones."""
+    """There are few slots, so that promised, loaded and stored pages are also evicted. There is one rank, or there are
+    two that seem to be in separate processes.
+    """
     engine = make_random(
         7 + soak_round,
         ranks=1 + fails,
@@ -72,8 +76,9 @@ def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak
 
 @pytest.mark.parametrize("store", ["eager", "layerwise"])
 def test_stores_that_wait_for_room(make_random: Make, store: str) -> None:
-    """Few pages in flight, and slow copies: requests end, lose their blocks and come again under the same name while
-    their pages are pending."""
+    """Few pages may be in flight, and copies are slow. While pages are pending, requests end, lose their blocks, and
+    come again under the same name.
+    """
     slow = [testing_ext.FaultRule(DELAY, kind=D2H, nth_op=n, delay_s=0.02) for n in range(1, 200, 2)]
     engine = make_random(
         21,
@@ -109,7 +114,7 @@ def test_disks(
     fails: bool,
     soak_round: int,
 ) -> None:
-    """Host memory for 16 blocks, so that most served pages come from disk."""
+    """Host memory has slots for 16 blocks, so most served pages come from disk."""
     if fails:
         rules = [
             testing_ext.IoFaultRule(0, write=False, times=3),

@@ -1,4 +1,6 @@
-"""One rank's ops: each ends in one result, and blocks that may be wrong are named, whichever call took the result."""
+"""Each op of a rank ends in exactly one result. Blocks that may be wrong are reported, no matter which call collected
+the result.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
     ops.submit_load(first)
     ops.finish_load(first)
     ops.submit_load(stalled)
-    ops.submit_load(waiting)  # the queue has room for one op
+    ops.submit_load(waiting)  # the queue takes one op
     assert world.mover.wait_stalled(1, 60.0)
     world.mover.release()
     ops.close()
@@ -112,7 +114,9 @@ def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
 
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
-    """They have one ticket, so cancelling it stops the other op halfway, which does not mean that its pages are bad."""
+    """The ops of a load have one ticket, so cancelling one op also stops the others midway. That does not mean that the
+    others' pages are bad.
+    """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
@@ -131,7 +135,9 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
-    """The load's last layer is moving at the end of the wait, so the load can no longer be cancelled."""
+    """When the wait ends, the load's last layer is being copied, so the load can no longer be cancelled. It counts as
+    failed although all of its bytes arrive.
+    """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
@@ -151,7 +157,7 @@ def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: 
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(in_time: bool) -> None:
-    """The engine may have written the blocks in between."""
+    """The engine may have overwritten the blocks before they were copied."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({"transfer.stuck_s": 60.0 if in_time else 0.05}, {}), 0, Counters())
@@ -172,7 +178,9 @@ def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(i
 
 
 def test_a_store_that_cannot_be_enqueued_in_time_tears_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the rank waits for the first layer, the lane enqueues the others that it already knows of."""
+    """While the rank waits until the lane has enqueued one store, the lane also enqueues the other stores that were
+    named to it. So only the pages of the slow store may be torn.
+    """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())

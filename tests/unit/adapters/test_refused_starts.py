@@ -1,4 +1,4 @@
-"""A start that is refused halfway leaves nothing: no host memory, no lock of a folder."""
+"""A start that is refused halfway leaves nothing behind: no host memory, and no lock on a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., MiniEngine]
 
 
 class Late(ConfigError):
-    """Makes the last action of the start fail."""
+    """The error with which the last action of a start fails."""
 
 
 def fails(*_arguments: object, **_named: object) -> Any:
@@ -32,7 +32,7 @@ def fails(*_arguments: object, **_named: object) -> Any:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
-    """Every host pool that was created."""
+    """Every host pool that was made."""
     made: list[HostPool] = []
 
     def make(*arguments: Any, **named: Any) -> HostPool:
@@ -58,7 +58,7 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
     }
     with monkeypatch.context() as broken:
         broken.setattr(module, name, fails)
-        # The exception's traceback keeps alive everything that the start had made.
+        # The exception's traceback refers to everything that the start had made.
         with pytest.raises(Late) as caught:
             make_engine(**settings)
     [pool] = pools
@@ -75,8 +75,8 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
 def test_a_mistyped_profiler_library_refuses_the_start_of_every_rank(
     worker_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The refusal comes when the worker is made, in whichever process that is: a rank of another process that is
-    refused later only logs it and runs without the cache.
+    """The start must be refused when the worker is made, in whichever process that is. A rank in another process that
+    is refused later only logs it, and runs without the cache.
     """
     monkeypatch.setattr(nvtx, "_library", None)
     more = (1,) if worker_class is vllm_worker.WorkerSide else ()

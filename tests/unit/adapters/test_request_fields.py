@@ -1,4 +1,6 @@
-"""Fields of flexkv in a request or in a piece of a session: they are read strictly, and never make the request fail."""
+"""flexkv's fields in a request, or in a piece of a streaming session, are read strictly, but never make the request
+fail.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SKIP, SAVE = {"flexkv.skip_save": True}, {"flexkv.skip_save": False}
 
 
 class Read:
-    """Reads fields, with a clock set by hand."""
+    """Reads the fields of a request. Tests set its clock."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now_s, self.counters, self._caplog = 0.0, Counters(), caplog
@@ -110,7 +112,7 @@ def test_a_storm_is_one_line_a_minute_and_all_of_it_is_counted(read: Read) -> No
 
 
 def test_no_field_ends_the_engine(make_engine: Make) -> None:
-    """An exception in a hook of the scheduler ends vLLM's engine."""
+    """An exception in a hook of the scheduler would end vLLM's engine."""
     engine = make_engine()
     for number, params in enumerate(("abc", {"skip_save": "maybe"}, {"x": object()})):
         engine.run(make_request(PROMPT, f"r{number}", extra_args={"kv_transfer_params": params}))
@@ -133,7 +135,7 @@ def test_spans_of_tokens() -> None:
 
 
 class Session:
-    """A streaming session: the engine continues with each piece as vLLM's `_update_request_as_session` does."""
+    """A streaming session. With each piece, the engine continues in the way of vLLM's `_update_request_as_session`."""
 
     def __init__(self, engine: MiniEngine, tokens: Sequence[int], extra: dict[str, Any] | None) -> None:
         self.engine = engine
@@ -151,11 +153,11 @@ class Session:
         live = self.engine.live["session"]
         more = -(-request.num_tokens // BLOCK_TOKENS) - len(live.blocks)
         live.blocks += self.engine.pool.get_new_blocks(more)
-        live.scheduled = False  # vLLM sends a session's next piece to its workers as a new request
+        live.scheduled = False  # vLLM sends each piece of a session to its workers as a new request
         self.engine.step()
 
     def stored_blocks(self) -> list[int]:
-        """The numbers of its blocks that are in the cache."""
+        """Ends the session. Returns the numbers of its blocks that are in the cache."""
         self.engine.finish("session")
         self.engine.drain()
         keys = self.engine.keys_of(self.request)
@@ -177,7 +179,9 @@ class Session:
 def test_each_piece_of_a_session_asks_for_its_own_tokens(
     make_engine: Make, asks: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """Pieces of 10, 9 and 9 tokens: blocks 2 and 4 have tokens of two pieces each. The first row is the control."""
+    """The pieces have 10, 9 and 9 tokens, so blocks 2 and 4 each hold tokens of two pieces. The first row of parameters
+    is the control.
+    """
     session = Session(make_engine(), range(100, 110), asks[0])
     session.go_on(range(110, 119), asks[1])
     session.go_on(range(119, 128), asks[2])
@@ -224,7 +228,9 @@ def test_lazy_stores_end_at_the_first_block_that_is_kept_out(
 def test_pages_that_wait_for_room_leave_out_what_is_kept_out(
     make_engine: Make, asks: list[dict[str, Any] | None], held: int, stored: list[int]
 ) -> None:
-    """Two pages find room at once, the others when the request has ended. The first row is the control."""
+    """Stores of two pages begin at once, the others only after the request has ended. The first row of parameters is
+    the control.
+    """
     engine, worker = two_in_flight(make_engine)
     session = Session(engine, range(100, 110), asks[0])
     session.go_on(range(110, 119), asks[1])

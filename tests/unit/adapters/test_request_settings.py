@@ -1,4 +1,6 @@
-"""Settings of one request under vLLM: their names, unreadable values, and their effect on its stores."""
+"""Settings of one request under vLLM: their names, values that cannot be read, and their effect on the request's stores
+and loads.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ ALL = frozenset(TIER_NAMES)
 
 
 class Read:
-    """Reads the settings of a request, and records what was logged about them."""
+    """Reads the settings of a request, and records what is logged about them."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.counters, self._caplog = Counters(), caplog
@@ -71,7 +73,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "flexkv.namespace": ("tenant 7", "tenant 7"),
     "flexkv.blend": ({"segments": [[3, 9]], "ratio": 1}, BlendAsk(((3, 9),), 1.0)),
 }
-"""For each name, a value as a caller gives it, and what it is read as."""
+"""By name of a setting: a value as a caller gives it, and the value that flexkv reads."""
 
 
 def test_every_name_is_tried() -> None:
@@ -173,7 +175,7 @@ def test_of_two_values_the_one_that_allows_less_holds(read: Read) -> None:
 
 
 def stored_blocks(engine: MiniEngine, extra: dict[str, Any] | None) -> list[int]:
-    """Numbers of a prompt's blocks that are stored once it has run with these settings."""
+    """Runs a prompt with these settings. Returns the numbers of its blocks that are stored."""
     request = make_request(PROMPT, "one", extra_args=extra)
     engine.run(request)
     return np.flatnonzero(engine.unit.manager.present(0, engine.keys_of(request))).tolist()
@@ -209,7 +211,7 @@ def test_lazy_stores_end_at_the_limit(make_engine: Make, most: int | None, block
 
 
 def after(engine: MiniEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves the wall clock of an engine's manager on."""
+    """Moves the wall clock of the engine's manager forward."""
     monkeypatch.setattr(engine.unit.manager.tables, "unix_s", lambda: time.time() + seconds)
 
 
@@ -231,7 +233,9 @@ def test_what_a_request_stores_expires(make_engine: Make, mode: str, monkeypatch
 
 @pytest.mark.parametrize(("ttl_s", "blocks"), [(None, 4), (60, 0)])
 def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int | None, blocks: int) -> None:
-    """The start of its time is unknown, because the engine evicts a block long after it was computed."""
+    """The engine evicts a block long after it was computed, so a lazy store does not know when the block's lifetime
+    began.
+    """
     engine = make_engine(blocks=8, **{"store.mode": "lazy", "store.max_reference_share": 1.0})
     engine.run(make_request(range(100, 116), "one", extra_args={"flexkv.ttl_s": ttl_s}))
     engine.step({})
@@ -252,7 +256,7 @@ def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int |
 def test_a_sessions_time_becomes_no_longer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, ttls: tuple[int | None, ...], left: list[int]
 ) -> None:
-    """Pieces of 10 and 9 tokens, so that a block holds tokens of both."""
+    """The pieces have 10 and 9 tokens, so one block holds tokens of both."""
     extra = [None if ttl is None else {"flexkv.ttl_s": ttl} for ttl in ttls]
     engine = make_engine()
     session = Session(engine, range(100, 110), extra[0])
@@ -282,7 +286,7 @@ def test_no_more_is_loaded_than_a_request_allows(
 
 
 def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> None:
-    """One namespace per caller, none, and one whose name looks like no namespace."""
+    """Two callers have a namespace each, one has none, and one has a namespace named "None"."""
     engine = make_engine(**{"store.partial_blocks": True})
     names = [None, "a", "b", "None"]
 
@@ -312,7 +316,7 @@ def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> 
 def test_a_session_changes_its_limit(
     make_engine: Make, limits: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """Pieces of 10, 9 and 9 tokens. A piece without settings keeps those of the previous one."""
+    """The pieces have 10, 9 and 9 tokens. A piece without settings keeps those of the previous piece."""
     session = Session(make_engine(), range(100, 110), limits[0])
     session.go_on(range(110, 119), limits[1])
     session.go_on(range(119, 128), limits[2])
@@ -362,7 +366,8 @@ def test_the_record_has_a_default_for_every_setting() -> None:
 
 
 NARROW_LOADS = {"skip_load", "max_load_tokens", "tiers", "blend"}
-"""Settings without which a request loads more or computes in full, and stores and shares nothing that it must not."""
+"""Settings that may be dropped when they cannot be read: the request then loads more, or computes everything, but never
+stores or shares KV that it must not."""
 
 
 def test_whoever_adds_a_setting_decides_what_an_unreadable_value_does() -> None:

@@ -1,4 +1,6 @@
-"""A router that knows only the KV events predicts what is served, through evictions, forgotten pages and resets."""
+"""A router that knows only an engine's KV events predicts what is served, through evictions,
+dropped pages and resets.
+"""
 
 from __future__ import annotations
 

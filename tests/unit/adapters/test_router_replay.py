@@ -1,4 +1,6 @@
-"""vLLM's own publisher: a router that joins late, or loses batches, rebuilds its view from the replay."""
+"""With vLLM's own publisher: a router that joins late, or loses batches of events, rebuilds its
+view from the replay.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Wire:
     """A publisher with a replay, like an engine's, and a subscriber.
 
     Args:
-        buffer_steps: batches that the replay keeps.
+        buffer_steps: number of batches that the replay keeps.
     """
 
     def __init__(self, name: str, buffer_steps: int) -> None:
@@ -38,13 +40,13 @@ class Wire:
         self.published = 0
 
     def publish(self, events: list[Any]) -> None:
-        """Publishes a batch, as vLLM's scheduler does after each step with events."""
+        """Publishes the events as one batch, as vLLM's scheduler does after each step with events."""
         if events:
             self.publisher.publish(KVEventBatch(ts=time.time(), events=events))
             self.published += 1
 
     def heard(self) -> Batches:
-        """All batches that the subscriber gets, by number, up to the last that was published."""
+        """All batches that the subscriber receives, by number, up to the last published one."""
         batches: Batches = {}
         while self.published - 1 not in batches:
             assert self._subscriber.poll(WITHIN_S * 1000), (
@@ -55,7 +57,7 @@ class Wire:
         return batches
 
     def replay(self, first: int) -> Batches:
-        """The batches from `first` on that the publisher still has."""
+        """All batches from `first` on that the publisher still keeps, by number."""
         batches: Batches = {}
         with self._context.socket(zmq.DEALER) as asks:
             asks.connect(self._replay)
@@ -77,7 +79,7 @@ Make = Callable[..., tuple[World, Wire]]
 
 @pytest.fixture
 def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes an engine at a folder that holds pages of an earlier one, and a wire."""
+    """Returns a function that makes an engine, whose folder has pages of an earlier engine, and a wire."""
     made: list[tuple[World, Wire]] = []
 
     def make(buffer_steps: int = 10_000) -> tuple[World, Wire]:
@@ -95,7 +97,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def serve(world: World, wire: Wire, requests: int = 30) -> None:
-    """Serves requests, and publishes the events of each as a batch; the world's own router hears all of them."""
+    """Serves requests. After each, publishes its events as a batch, and also passes them to the world's own router."""
     for left in reversed(range(requests + 1)):
         world.engine.drain()
         world.engine.until(lambda: not world.engine.unit.driver.busy)

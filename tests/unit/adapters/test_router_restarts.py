@@ -1,5 +1,5 @@
-"""Pages that an earlier process left on disk are announced, and a router that hears only events predicts what is
-served.
+"""After a restart, pages that the earlier process left on disk are announced, and a router that knows only events
+predicts what is served.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Make]:
-    """Makes worlds over one folder, one after the other."""
+    """Returns a function that makes worlds over one folder; each call first closes the world made before."""
     worlds: list[World] = []
 
     def make(**settings: Any) -> World:
@@ -59,20 +59,20 @@ def one_request(blocks: int = 3, name: str = "one", **fields: Any) -> Request:
 
 
 def found(world: World, drain: bool = True) -> list[BlockStored]:
-    """What the world announces before it serves anything."""
+    """The stored blocks that the world announces before it serves a request."""
     if drain:
         world.engine.drain()
     return [event for event in world.engine.take_events() if isinstance(event, BlockStored)]
 
 
-# --- the whole ---
+# --- random requests over restarts ---
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
 @pytest.mark.parametrize("mode", ["through", "evict"])
 def test_a_router_predicts_what_is_served_over_restarts(tmp_path: Path, mode: str, killed: bool) -> None:
-    is_left = False  # whether the process before left pages that the next one finds
+    is_left = False  # whether the previous process left pages that this one finds
     for number in range(1 + 2 * soak_factor()):
         served = serve(tmp_path, number, REQUESTS, killed, **{"disk.mode": mode})
         assert (served.over, served.under) == (0, 0), f"process {number}: {served}"
@@ -109,7 +109,7 @@ def test_control_a_router_that_is_told_of_pages_that_have_left_is_wrong(
 
 
 class TellsOfAll:
-    """A tier that claims to have every page."""
+    """Stands for a disk tier that claims to have every page."""
 
     in_use = True
 
@@ -118,14 +118,14 @@ class TellsOfAll:
 
 
 def believe_in_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index has every page, as after a crash before it recorded which pages left."""
+    """Makes the index list every page, as after a crash that happened before removals were recorded."""
     assert world.engine.side.events is not None
     monkeypatch.setattr(world.engine.side.events, "_disk", TellsOfAll())
 
 
 class NamesFormerPages:
-    """Disks whose index names these pages, as after a crash before it recorded that they left and that others of the
-    same blocks came.
+    """Disks whose index still lists these pages, as after a crash before it recorded that they were removed and that
+    other pages of the same blocks were written.
     """
 
     in_use = True
@@ -164,7 +164,7 @@ def test_a_page_is_not_announced_where_the_index_names_an_earlier_one_of_its_blo
             world.engine.side.events, "_disk", NamesFormerPages(world.engine.unit.own_disks, keys, former)
         )
     assert len(found(world)) == (0 if index == "former" else 3 + shrunk)
-    # What routers do not know of is not served either.
+    # Pages that were not announced are not served either.
     assert world.engine.run(one_request(name="now")) == (0 if index == "former" else 3 * BLOCK_TOKENS)
 
 
@@ -223,7 +223,7 @@ def test_blocks_that_leave_before_they_are_announced_are_not_announced_by_the_ne
         world.engine.step({})
         size = book(tmp_path).stat().st_size
         world.engine.unit.manager.forget(0, world.engine.keys_of(one_request())[1:])
-        # Before the orderly end, because a crash may come instead.
+        # This must happen before an orderly end, because the process may crash instead.
         world.engine.until(lambda: book(tmp_path).stat().st_size > size)
         assert found(world, drain=False) == []
     world = make_world()
@@ -246,7 +246,7 @@ def test_inputs_whose_names_serve_one_run_are_not_announced_by_the_next(make_wor
 
 
 def test_blocks_of_an_adapter_are_not_announced_by_the_next(make_world: Make, tmp_path: Path) -> None:
-    """Its name may stand for different content by then."""
+    """In the next process, the adapter's name may stand for different content."""
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -380,13 +380,13 @@ def test_the_file_shrinks_to_what_is_on_disk(
 
 
 def cannot_replace(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fault: the file cannot be rewritten. Returns a list that gets an item for each attempt."""
+    """Makes every rewrite of the file fail. Returns a list that gets one item per attempt."""
     tries: list[int] = []
     replace = FrameLog.replace
 
     def fails(log: FrameLog, frames: Iterable[bytes]) -> None:
         if frames == ():
-            return replace(log, frames)  # the file is created
+            return replace(log, frames)  # this call only creates the file
         tries.append(1)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -518,13 +518,13 @@ def test_a_tier_that_is_out_of_use_is_not_announced(make_world: Make) -> None:
 def test_blocks_that_lazy_stores_name_by_their_hashes_stay_announced_by_the_next(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`store.mode` changes over a restart, and a block is stored lazily before the file that names it is read."""
+    """`store.mode` changes at a restart, and a block is stored lazily before the file that lists it is read."""
     make_world().engine.run(one_request())
     lazy = {"blocks": 9, "store.mode": "lazy", "store.max_reference_share": 1.0}
     with monkeypatch.context() as slow:
         slow.setattr(event_book.EventBook, "take", lambda book: [])
         world = make_world(**lazy)
-        slow.setattr(world.engine, "drain", world.engine.step)  # it waits for what is read
+        slow.setattr(world.engine, "drain", world.engine.step)  # `drain` would wait until the file is read
         events = world.engine.side.events
         assert events is not None
         not_loaded = {"kv_transfer_params": {"flexkv.max_load_tokens": 0}}

@@ -1,6 +1,5 @@
-"""A load that fails within a step, on a model runner that continues at the request's old position (vLLM's Model Runner
-V2): nothing computed from there on is stored. tests/engines_vllm33 tests that runner itself after another connector's
-failed load.
+"""After a load fails within a step, vLLM's Model Runner V2 continues at the request's old position. Nothing computed
+from there on is stored. tests/engines_vllm33 tests that runner itself, after a failed load of another connector.
 """
 
 from __future__ import annotations
@@ -35,9 +34,11 @@ def settle(engine: MiniEngine) -> None:
 def failed_within_a_step(
     make_engine: Make, keeps_computed: bool, store_mode: str, goes_on: bool = True
 ) -> MiniEngine:
-    """An engine on V2 after a sync load of "two" whose block 2 failed; with `goes_on` it has computed the rest."""
+    """An engine on V2 in which block 2 of a sync load of "two" failed. With `goes_on`, "two" has also computed the
+    rest.
+    """
     engine = make_engine(
-        blocks=8 if store_mode == "lazy" else 32,  # lazy stores look only at the head of the free queue
+        blocks=8 if store_mode == "lazy" else 32,  # lazy stores look only at the free queue's head
         worker_class=faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, times=1)),
         role=EngineRole(recomputes=True, keeps_computed=keeps_computed),
         **{"load.mode": "sync", "store.mode": store_mode, "store.max_reference_share": 1.0},
@@ -56,7 +57,7 @@ def failed_within_a_step(
 
 
 def serves_wrong_kv(engine: MiniEngine) -> bool:
-    """Whether another request with the same tokens gets wrong KV."""
+    """Whether a new request with the same tokens gets wrong KV."""
     settle(engine)
     engine.forget()
     engine.add(make_request(PROMPT, "three"))
@@ -92,11 +93,13 @@ def test_control_without_knowing_the_runner_wrong_kv_is_served(make_engine: Make
 def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
     make_engine: Make, store_mode: str, keeps_computed: bool
 ) -> None:
-    """vLLM's own prefix cache keeps the wrong blocks under their hashes. Without `keeps_computed`: the control."""
+    """vLLM's own prefix cache keeps the wrong blocks under their hashes, and another request computes from them. The
+    control is without `keeps_computed`.
+    """
     engine = failed_within_a_step(make_engine, keeps_computed, store_mode, goes_on=False)
     blocks = engine.live["two"].blocks
     sharing = make_request([*PROMPT[:20], *range(9)], "sharing")
-    engine.adopt(sharing, blocks[:5])  # before the engine plans another step for "two"
+    engine.adopt(sharing, blocks[:5])  # this happens before the engine plans another step for "two"
     engine.step()
     engine.finish("two")
     engine.finish("sharing")
@@ -108,7 +111,7 @@ def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
 
 
 def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_engine: Make) -> None:
-    """The runner gets the request for the first time after the failure is known."""
+    """The runner gets this request for the first time when the failure is already known, so it has no old position."""
     engine = stored_engine(
         make_engine,
         PROMPT,
@@ -123,7 +126,7 @@ def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_e
 
 
 def test_a_request_that_starts_again_after_it_stores_again(make_engine: Make) -> None:
-    """Preemption gives it other blocks, and its runner forgets it."""
+    """A preemption gives the request other blocks, and the runner forgets its old position."""
     engine = failed_within_a_step(make_engine, True, "eager")
     request = engine.live["two"].request
     engine.preempt("two")

@@ -1,4 +1,4 @@
-"""Engines with several KV groups, driven by vLLM's own scheduler: a forward pass reads only expected values."""
+"""Engines with several KV groups, driven by vLLM's own scheduler. A forward pass reads only expected values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Make = Callable[..., ScheduledEngine]
 
 @pytest.fixture(params=RUNNERS)
 def make_scheduled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """One engine at a time: vLLM has one connector per process. The calls to its worker have the order of either model
-    runner.
+    """Makes one engine at a time, because vLLM has one connector per process. The worker's hooks are called in the
+    order of either model runner.
     """
     engines: list[ScheduledEngine] = []
 
@@ -68,7 +68,7 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
     for name, prompt in (("first", PROMPT), ("same", PROMPT), ("other", [*PROMPT[:33], 5, 6, 7])):
         hits.append(engine.run(name, prompt))
         engine.forget()
-    # A prompt that branches off stores its windows and states at the branch.
+    # A prompt that diverges from an earlier one stores its windows and states at the point where they diverge.
     hits.append(engine.run("third", [*PROMPT[:33], 8, 8, 8]))
     engine.check()
     assert hits == [0, 48, 0, 32] or (kind, hits) in (
@@ -83,7 +83,9 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
 def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     make_scheduled: Make, kind: str, overlap: bool, store: str
 ) -> None:
-    """The request runs alone in a small pool, is aborted after its prompt, and runs beside another request."""
+    """The request runs alone in a small pool, is then aborted after its prompt, and then runs
+    beside another request.
+    """
     settings = {"store.mode": store, "store.inflight_pages": 6, "store.max_reference_share": 0.9}
     engine = make_scheduled(*KINDS[kind], overlap=overlap, blocks=60, **settings)
     engine.run("first", PROMPT, output=2)
@@ -98,7 +100,7 @@ def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     engine.forget()
     found = engine.run("again", PROMPT[::-1])
     if kind == "two full" and not overlap:
-        # The aborted request lacks the last window, and a step under way counts as not computed.
+        # With a window, the aborted request lacks the last one; with overlap, its last step does not count as computed.
         assert found == 48
     engine.check()
 
@@ -118,7 +120,7 @@ def test_a_prompt_at_the_edge_of_a_block_leaves_a_token_to_compute(
 
 
 def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Make) -> None:
-    """Otherwise it would be promised again at each step and fail again."""
+    """If it were not, the hit would be promised again in every step, and fail again."""
     engine = make_scheduled(full(4), window(4, 9))
     engine.run("first", PROMPT)
     engine.forget()
@@ -143,7 +145,7 @@ def local(manager: CacheManager) -> LocalCacheManager:
 
 
 def kept(engine: ScheduledEngine, tokens: list[int]) -> list[int]:
-    """The number of pages of these tokens in the cache, per group."""
+    """For each group, the number of pages of these tokens in the cache."""
     side = engine.connector.scheduler
     keys = side.requests.of(engine.add("probe", tokens)).keys()
     counts = [int(local(side.unit.manager).present(at, of_group).sum()) for at, of_group in enumerate(keys)]
@@ -178,7 +180,7 @@ def test_nothing_of_any_group_is_stored_of_a_request_that_asks_for_it(
 def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
     make_scheduled: Make, checkpoint: int, loads: list[int]
 ) -> None:
-    """A shorter hit cannot use the windows of the longer one."""
+    """A shorter hit cannot use the windows that belong to the longer one."""
     engine = make_scheduled(full(4), window(4, 9), blocks=128, **{"store.checkpoint_tokens": checkpoint})
     engine.run("first", PROMPT)
     engine.forget()
@@ -205,8 +207,8 @@ def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
 
 
 def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(make_scheduled: Make) -> None:
-    """The prompt's own windows are stored now or never; blocks of full attention are offered again, and other windows
-    are spare.
+    """The windows at the prompt's end can be stored only now. Blocks of full attention are offered again later, and the
+    other windows are spare.
     """
     settings = {"store.checkpoint_tokens": 16, "store.max_reference_share": 0.05}
     engine = make_scheduled(full(4), window(4, 9), blocks=64, **settings)
@@ -239,13 +241,14 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
     engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
     engine.run("same", PROMPT)
     assert worker_class.movers[0].acted == 1
-    # The window's page 0 ends at 44 of 48 tokens; without page 0 of the full group there is no hit.
+    # Without the window's failed page, which ends at token 44, a hit of 32 tokens is left; without page 0 of the full
+    # group, none is.
     assert taken[:2] == ([48, 0], [48, 32])[group]
     engine.check()
 
 
 def test_no_client_resets_under_requests_while_an_aborted_load_holds_blocks(make_scheduled: Make) -> None:
-    """However long the load's copies take: vLLM would raise an error at such a reset."""
+    """This holds however long the load's copies take; vLLM would raise an error at such a reset."""
     worker_class = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.H2D)))
     engine = make_scheduled(full(4), window(4, 9), blocks=128, worker_class=worker_class)
     engine.run("first", PROMPT)
@@ -274,7 +277,7 @@ def random_specs(rng: random.Random) -> list[KVCacheSpec]:
     specs = [full(block)] if rng.random() < 0.8 else []
     if rng.random() < 0.3:
         specs.append(chunk(block, block * rng.choice((1, 2, 3, 4, 8))))
-    # vLLM does not combine chunked attention with groups of another block size.
+    # In vLLM, a model with chunked attention has one block size for all groups.
     sizes = (block,) if any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs) else (4, 8, 16)
     windows = (2, 3, 4, 5, 8, 9, 13, 16, 17, 30, 33)
     return specs + [window(rng.choice(sizes), rng.choice(windows)) for _ in range(count)]

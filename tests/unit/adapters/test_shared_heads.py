@@ -1,5 +1,6 @@
-"""More ranks than KV heads: adjacent ranks hold the same head, so they share a stripe, which the first of them
-writes."""
+"""If there are more ranks than KV heads, adjacent ranks have the same head. They share a stripe, which the first of
+them writes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_a_head_is_stored_once_and_served_to_all_ranks_that_have_it(
 
 
 def test_ranks_that_only_seem_to_have_one_head_load_what_is_wrong(make_engine: Make) -> None:
-    """The control: two ranks have the same head, but four share a stripe."""
+    """The control: only two ranks have the same head, but four share a stripe."""
     engine = make_engine(ranks=4, head_replicas=4, **{"load.mode": "sync"})
     engine.pools.replicas = 2
     engine.run(make_request(PROMPT, "one"))

@@ -1,5 +1,6 @@
-"""Engines that release their KV memory (sleep): no copy touches it, and waiting work ends in failures that name the
-sleep."""
+"""Engines that release their KV memory (sleep): no copy touches that memory, and waiting loads and stores end in
+failures that name the sleep.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.unit.transfer.transfer_world import STALL
 PROMPT = list(range(100, 123))
 H2D, D2H = 0, 1
 SHORT = {"transfer.close_s": 0.05, "load.deadline_s": 60.0}
-"""Makes the worker cancel a stalled copy at once when the engine wants to sleep."""
+"""Settings with which the worker soon cancels a stalled copy when the engine wants to sleep."""
 
 Make = Callable[..., SleepingEngine]
 
@@ -53,7 +54,7 @@ def stored(make: Make, **options: Any) -> SleepingEngine:
 
 
 class DeafWorker(FaultyWorker):
-    """The control: continues when the engine releases its memory."""
+    """For the control test: a worker that continues when the engine releases its memory."""
 
     rules: ClassVar[list[Any]] = [testing_ext.FaultRule(STALL, kind=H2D, nth_op=0)]
     movers: ClassVar[dict[int, Any]] = {}
@@ -106,7 +107,7 @@ def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> No
         ClosedError, match=r"rank 0: \d copies ended neither within transfer.close_s \(0.05 s\)"
     ):
         engine.workers[0].unregister_kv_caches()
-    # The engine is awake as before.
+    # The sleep was refused, so the engine is still awake.
     worker.movers[0].release()
     engine.finish("one")
     engine.drain()
@@ -119,7 +120,7 @@ def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> No
 def test_what_is_asked_of_a_sleeping_engine_ends_refused(make_sleeping: Make, mode: str, ranks: int) -> None:
     engine = stored(make_sleeping, ranks=ranks, remote=ranks > 1, **{"load.mode": mode})
     engine.lose_memory()
-    # The engine's scheduler does not do this while it sleeps, but a worker must not rely on that.
+    # A scheduler does not add requests while its engine sleeps, but a worker must not rely on that.
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.step({"two": 3} if mode == "sync" else {})
     engine.end_load("two")
@@ -156,7 +157,7 @@ def test_the_hooks_may_come_twice_and_before_there_is_a_pool(make_sleeping: Make
         engine.wake_up()
     assert engine.run(make_request(PROMPT, "two")) == 20
     late = make_sleeping(ranks=2, remote=True)
-    late.lose_memory()  # no step has delivered the grant of the pool yet
+    late.lose_memory()  # no step has brought the pool's grant yet
     late.step({})
     late.wake_up()
     late.run(make_request(PROMPT, "one"))
@@ -183,7 +184,9 @@ def test_an_engine_that_slept_caches_again(make_sleeping: Make, store: str, rank
 
 
 def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleeping: Make) -> None:
-    """vLLM 0.33 may allocate for an async load when a step's output is taken, after the step of the lookup."""
+    """vLLM 0.33 may allocate for an async load when it takes a step's output, which is after the step that looked the
+    request up.
+    """
     engine = stored(make_sleeping)
     assert engine.add(make_request(PROMPT, "two")) == 20
     assert not engine.side.reset(), "a load is on its way"
@@ -196,7 +199,7 @@ def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleepin
     engine.drain()
 
 
-# --- vLLM 0.32, which calls no hook of its workers' connectors ---
+# --- vLLM 0.32, which calls no hook of a worker's connector for a sleep ---
 
 ENDS = {"role": EngineRole(ends_copies=True)}
 
@@ -281,7 +284,7 @@ def test_a_reset_fails_while_other_processes_copy(
 def test_stores_not_begun_before_a_sleep_are_dropped(
     make_sleeping: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device the last stores of a request wait for the next step, which comes after the sleep."""
+    """On a device, the last stores of a request wait for the next step, which would come only after the sleep."""
     monkeypatch.setattr("flexkv.adapters.vllm.scheduler.current_device_is_host", lambda: False)
     engine: MiniEngine = make_sleeping(**ENDS, **{"store.partial_blocks": True})
     engine.add(make_request(PROMPT, "one"))

@@ -1,5 +1,5 @@
-"""Settings that this machine cannot fulfil are refused at an engine's start, in one line that says what to set; `flexkv
-info` reports the same.
+"""If this machine cannot fulfil a setting, the engine's start is refused with one line that says what to set. `flexkv
+info` reports the same line.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def test_info_finds_what_the_start_refuses(
 def test_info_looks_at_each_folder_once_and_names_those_that_are_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A lost folder is a separate problem if another folder can be used. The control: if none can be used, one problem
-    names them all.
+    """A folder that cannot be used is a problem of its own if another folder can be used. The control: if no folder can
+    be used, one problem lists all of them.
     """
     (tmp_path / "file").touch()
     looks: list[object] = []

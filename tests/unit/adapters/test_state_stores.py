@@ -1,4 +1,4 @@
-"""Which of a request's states are stored, step by step: only states that a step of the engine has written."""
+"""Which of a request's states are stored in each step: only states that a step of the engine has written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ PLACES = 2
 
 @dataclass
 class Offers:
-    """Records offers in place of a cache manager: (block of the request, engine block) of states."""
+    """Stands for a cache manager and records the states that are offered to it, as (block of the request, engine
+    block).
+    """
 
     states: list[tuple[int, int]] = field(default_factory=list)
 
@@ -50,10 +52,10 @@ class Offers:
 
 
 class Steps:
-    """One request of an engine with a group of full attention and a group of states, in steps that a test chooses.
+    """Runs one request in steps that a test chooses. The engine has a group of full attention and a group of states.
 
     Args:
-        handed_over: whether the engine reports where the states are.
+        handed_over: whether the engine reports in which blocks states are.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Steps:
     def step(
         self, end: int, states: Sequence[int], handed_over: Sequence[tuple[int, int, int]] = ()
     ) -> list[tuple[int, int]]:
-        """A step that computes up to `end` tokens, with this table of states. Returns the states that are offered."""
+        """Runs a step that computes all tokens before `end`, with `states` as the request's block table of states.
+        Returns the states that are offered.
+        """
         request, name = self.request, self.request.request_id
         full = list(range(50, 50 + -(-end // BLOCK_TOKENS)))
         self.tracker.tables[FULL].ids[:], self.tracker.tables[STATE].ids[:] = full, states
@@ -103,7 +107,7 @@ class Steps:
         return list(self.offers.states)
 
     def end(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Ends the request, which has these blocks by group."""
+        """Ends the request, whose blocks by group are `blocks`."""
         self.requests.note_end(self.tracker)
         self.stores.ended(self.tracker, blocks)
 
@@ -159,8 +163,8 @@ def test_the_last_state_of_an_answer_is_stored_at_its_end() -> None:
 
 
 def test_what_a_failed_load_left_in_the_table_is_no_state() -> None:
-    """A request that resumes with its answer: a load of 16 tokens has failed, and a step continues 4 tokens after
-    them.
+    """The request resumes with its prompt and its answer. A load of 16 tokens failed and left a block in the table. The
+    step computes tokens 4 to 23 and does not write a state to that block.
     """
     steps = Steps(prompt=18, output=8)
     steps.request.num_computed_tokens = 4

@@ -1,4 +1,6 @@
-"""Loads that end within the step that needs them, before its forward pass or layer by layer: wrong blocks are named."""
+"""Loads that end within the step that needs them, either before its forward pass or layer by layer. If one fails, its
+wrong blocks are reported.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 H2D = 0
 WAYS = [("sync", None), ("layerwise", 0), ("layerwise", 1)]
-"""Mode, and the layer in which a copy fails; None for the whole page."""
+"""Load mode, and the layer in which a copy fails. None: the copy of the complete page fails."""
 
 either_way = pytest.mark.parametrize(("mode", "layer"), WAYS)
 
 
 def stored(make_engine: Make, worker_class: type[FaultyWorker], mode: str, **settings: float) -> MiniEngine:
-    """An engine that has stored PROMPT's first 16 tokens and forgotten them."""
+    """An engine that has stored PROMPT's first 16 tokens and dropped its own copy of them."""
     return stored_engine(
         make_engine, PROMPT[:16], worker_class=worker_class, **{"load.mode": mode}, **settings
     )
@@ -42,7 +44,7 @@ def test_nothing_computed_from_a_page_that_failed_is_published(
     assert engine.invalid == {failed}
     assert engine.wrong("two", 23) != []
     engine.drain()
-    # The step computed block 4 from a block that did not arrive completely.
+    # The step computed block 4 from a block that had not arrived completely, so block 4 is not stored.
     assert engine.stored_pages == 4
     assert request.num_computed_tokens == 8
     engine.step()

@@ -1,4 +1,4 @@
-"""The engine's speed, measured from its steps, with scripted times."""
+"""flexkv measures an engine's speed from the times of its steps, which these tests script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.cache.ledger.cost import LinearFit
 
 
 class Script:
-    """Steps, each with its requests' tokens, and a clock."""
+    """Steps with the number of tokens of each request, and a clock that tests set."""
 
     def __init__(self) -> None:
         self.now_s = 10.0

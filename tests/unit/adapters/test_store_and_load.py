@@ -1,4 +1,6 @@
-"""Blocks go to host memory and come back unchanged: both sides of the connector, with vLLM's own requests."""
+"""Blocks are stored in host memory and loaded again unchanged. The tests use both sides of the connector, and vLLM's
+own requests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.unit.transfer.transfer_world import CORRUPT
 
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
-"""5 whole blocks of 4 tokens, and 3 more tokens."""
+"""23 tokens: 5 full blocks of 4, and a partial tail of 3."""
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
@@ -31,7 +33,7 @@ def test_a_prompt_comes_back(make_engine: Make, mode: str, ranks: int, remote: b
 
 
 def test_corrupted_bytes_are_seen(make_engine: Make) -> None:
-    """The control for every test here: if a load brought wrong bytes, the checks would fail."""
+    """The control for all tests in this file: if a load brought wrong bytes, the checks would fail."""
     rule = testing_ext.FaultRule(CORRUPT, kind=0, page=1)
     engine = make_engine(worker_class=faulty_worker(rule))
     engine.run(make_request(PROMPT, "one"))
@@ -91,7 +93,7 @@ def test_generated_blocks_are_stored_too(make_engine: Make) -> None:
     _generate(engine, request, 8)
     engine.drain()
     engine.forget()
-    # 6 prompt tokens and 8 generated ones: the last one was never computed.
+    # There are 6 prompt tokens and 8 generated ones. The KV of the last token was never computed.
     assert engine.add(make_request([*request.all_token_ids, 1, 2, 3], "two")) == 12
 
 
@@ -123,7 +125,7 @@ def test_drafts_are_not_stored_before_they_are_accepted(make_engine: Make) -> No
     engine.step()
     engine.live["one"].blocks += engine.pool.get_new_blocks(2)
     request.append_output_token_ids([50])
-    # One sampled token and five drafts: the step computes the KV of 12 tokens, of which only 7 are known.
+    # With one sampled token and five drafts, the step computes the KV of 12 tokens, of which 7 are accepted so far.
     request.num_output_placeholders = 6
     engine.step({"one": 6})
     engine.drain()
@@ -157,7 +159,7 @@ def test_two_tenants_never_share_a_block(make_engine: Make) -> None:
         assert engine.run(make(f"first{number}")) == 0, number
         engine.forget()
     for number, make in enumerate(makers):
-        # Each request finds its own blocks, and the tail if its content can be named.
+        # Each request finds its own blocks, and also its partial tail if the tail's content can be identified.
         has_tail = number < 7
         assert engine.run(make(f"second{number}")) == (22 if has_tail else 20), number
         engine.forget()
@@ -173,14 +175,16 @@ def test_images_swapped_within_one_block_are_apart(make_engine: Make) -> None:
 
 
 def test_a_prefix_of_three_tokens_is_a_hit(make_engine: Make) -> None:
-    """The worked example of a partial tail: 3 tokens are stored, 7 are requested, and two slots are used in the end."""
+    """The documented example of a partial tail: 3 tokens are stored, then 7 tokens with the same
+    prefix are requested.
+    """
     engine = make_engine(**{"store.partial_blocks": True})
     assert engine.run(make_request([11, 12, 13], "hello")) == 0
     engine.forget()
     assert engine.run(make_request([11, 12, 13, 14, 15, 16, 17], "hello, how are you")) == 3
     engine.forget()
     used = engine.unit.slots - engine.unit.manager.free_slots(0)
-    # "hello", the whole block of the second request, and its tail.
+    # The tail of "hello", the full block of the second request, and the tail of the second request.
     assert used == 3
     assert engine.run(make_request([11, 12, 13, 14, 15, 16, 17, 18], "again")) == 7
 
@@ -208,7 +212,7 @@ def test_lazy_stores_what_lies_next_to_eviction(make_engine: Make) -> None:
     engine = make_engine(blocks=13, **{"store.mode": "lazy"})
     engine.run(make_request(PROMPT, "one"))
     assert engine.unit.manager.stats().stored_pages == 0
-    # Twelve blocks: "two" takes the six that were never used, and the head of the queue has the blocks of "one".
+    # The pool has 12 blocks. "two" takes the six unused ones, so the blocks of "one" are next in the free queue.
     engine.run(make_request([*range(23)], "two"))
     engine.step({})
     engine.drain()
@@ -238,7 +242,7 @@ def _blocks(ids: list[int]):
 
 
 def _generate(engine: MiniEngine, request, count: int) -> None:
-    """Runs the prefill, then one token per step; ends the request."""
+    """Runs the prefill, then one token per step, and ends the request."""
     engine.add(request)
     engine.step()
     for token in range(count):

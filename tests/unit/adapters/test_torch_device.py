@@ -1,4 +1,4 @@
-"""The layerwise pipelines on torch tensors on a CPU, where torch's streams run one after the other."""
+"""The layerwise pipelines on torch tensors in CPU memory, where work on torch's streams runs in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reported time of a transfer is never less than the real one, which would give impossible throughputs."""
+"""The reported time of a transfer is never shorter than the real one, which would give impossible throughputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBMIT_S = 0.05
 
 
 class LateReturn:
-    """A transfer engine whose `submit` returns late, after the copy has ended, as on a busy machine."""
+    """A transfer engine whose `submit` returns only after the copy has ended, as on a busy machine."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

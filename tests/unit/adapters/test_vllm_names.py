@@ -1,4 +1,4 @@
-"""The installed vLLM has every name that the adapter touches. tests/engines_vllm33 checks 0.33."""
+"""The installed vLLM has every name that the adapter uses. tests/engines_vllm33 checks version 0.33."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_control_each_attribute_that_is_taken_away_is_missing(monkeypatch: pytes
     taken = 0
     for name in touched():
         owner, attribute = owner_of(name), name.rpartition(".")[2]
-        # A base class may leave an attribute to derived classes.
+        # Subclasses may define an attribute that a base class only declares.
         if not inspect.isclass(owner) or owner.__subclasses__() or attribute not in vars(owner):
             continue
         if attribute in getattr(owner, "__members__", ()):
-            continue  # an enum keeps its members
+            continue  # members of an enum cannot be deleted
         with monkeypatch.context() as patched:
             patched.delattr(owner, attribute)
             patched.setattr(owner, "__annotations__", {}, raising=False)

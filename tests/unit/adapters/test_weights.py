@@ -1,4 +1,4 @@
-"""Different weights have different identities, and equal weights have the same one."""
+"""Different weights have different identities, and equal weights have the same identity."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def write(folder: Path, name: str = "model.bin", changed: int | None = None) -> str:
-    """A file in a format whose tensor positions are unknown."""
+    """Writes a file of weights in a format in which the positions of tensors are unknown."""
     folder.mkdir(exist_ok=True)
     content = bytearray(i * 7 % 251 for i in range(SIZE))
     if changed is not None:
@@ -71,14 +71,14 @@ def test_every_tensor_has_a_sample(tmp_path: Path) -> None:
 
 
 def test_control_a_single_value_of_a_large_tensor_is_not_seen(tmp_path: Path) -> None:
-    """Only the digest of all content detects it."""
+    """Only the digest of all content detects such a change."""
     before = identity(write_model(tmp_path / "a"))
     change(tmp_path / "a" / "model.safetensors", "model.embed_tokens.weight", 1000 * HIDDEN, 8 * HIDDEN)
     assert identity(tmp_path / "a") == before
 
 
 def test_the_reads_of_many_files_are_bounded() -> None:
-    """A hundred files of 2,000 tensors each."""
+    """The bound holds for a hundred files with 2,000 tensors each."""
     budget = Budget.of_files(100)
     small = [(f"small {n}", SampledRun(n * 300_000, n * 300_000 + SMALL_BYTES)) for n in range(1000)]
     large = [(f"large {n}", SampledRun(n * 300_000 + 100_000, n * 300_000 + 200_000)) for n in range(1000)]
@@ -166,7 +166,7 @@ def test_a_hub_snapshot_is_named_by_its_commit() -> None:
 
 
 def snapshot(root: Path) -> Path:
-    """A commit's folder in the hub's cache."""
+    """Writes the folder of a commit in the hub's cache."""
     blobs, folder = root / "blobs", root / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     write_model(blobs).joinpath("model.safetensors").rename(blobs / "e3b0")
