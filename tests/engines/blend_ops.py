@@ -1,4 +1,4 @@
-"""Operations on an engine that blends: they inspect its forward passes, and break them on purpose."""
+"""Operations on an engine that blends. They inspect its forward passes and break them on purpose."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ POISON = 7.0
 
 
 def know(llm: Any, full: dict[str, Any]) -> None:
-    """Runs a full computation of a prompt and gives every rank's oracle the result."""
+    """Computes a prompt in full. Every rank's oracle remembers the keys and values."""
     llm.collective_rpc(rank_oracle, args=("begin",))
     ask_engine(llm, full | {"max_tokens": 1})
     llm.collective_rpc(rank_oracle, args=("end_full",))
 
 
 def blend_store_true(llm: Any, full: dict[str, Any], spans: list[list[int]]) -> dict[str, Any]:
-    """Keeps as segments, on every rank, the rows that a full computation of a prompt gives."""
+    """Computes a prompt in full and stores the rows of its spans as segments, on every rank."""
     know(llm, full)
     llm.collective_rpc(rank_oracle, args=("store", full["ids"], spans))
     return {}
@@ -44,11 +44,12 @@ def blend_oracle(
     """Blends a prompt with the rows of its own full computation, and chooses the kept rows at random.
 
     Args:
-        loaded: the rows are those that the engine loads, for segments of `blend_store_true`.
+        share: the probability with which a reused row is kept.
+        loaded: whether the engine loads the rows, from segments that `blend_store_true` has stored.
         one_sequence, another_layer: controls; see `Oracle.begin_blend`.
-        check_layer: another one than the engine's.
+        check_layer: a check layer to use instead of the engine's; None for the engine's.
 
-    Returns how far the keys of any kept row in any later layer are off, and the log probabilities of the answer.
+    Returns the largest error in the keys of the kept rows in the layers after the check layer, and the answer.
     """
     know(llm, full)
     llm.collective_rpc(
@@ -70,14 +71,17 @@ def blend_poison(
 ) -> dict[str, Any]:
     """Blends a prompt twice, the second time with garbage in the reused rows from position `first` to `end`.
 
-    Returns how many kept rows before, and after, have other keys in the last layer.
+    Args:
+        other: the same prompt, for the second time.
+
+    Returns how many kept rows before these positions, and how many after them, get different keys in the last layer.
     """
     worker = blend_worker()
     pages, forward = worker._pages, worker.forward
     of_rows = pages.rows
 
     class Poisoned:
-        """Rows with garbage in `bad` ones in the layers after the check layer, so that the same rows are kept."""
+        """Cached rows, with garbage in the `bad` ones. The check layer gets no garbage, so the same rows are kept."""
 
         def __init__(self, source: Any, bad: Any) -> None:
             self.source, self.bad = source, bad
@@ -125,12 +129,15 @@ def blend_poison(
 def blend_reference(
     llm: Any, request: dict[str, Any], seen_ahead: int = 0, check_layer: int | None = None
 ) -> dict[str, Any]:
-    """Blends a prompt in one chunk. In each later layer, compares the attention output of the kept rows with plain
-    torch on the same queries, over the keys and values that the plan has at each position (cached or fresh).
+    """Blends a prompt in one chunk. In each layer after the check layer, compares the attention output of the kept
+    rows with a reference in plain torch.
+
+    The reference uses the same queries. At each position it has the cached keys and values, or the fresh ones if the
+    row is kept.
 
     Args:
         seen_ahead: for a control, how many positions too far ahead the reference's rows attend.
-        check_layer: another one than the engine's.
+        check_layer: a check layer to use instead of the engine's; None for the engine's.
     """
     if check_layer is not None:
         with replaced(blend_worker().forward, check_layer=check_layer):
@@ -175,7 +182,8 @@ def blend_reference(
     of_release = pages.release
 
     def release(name: str) -> None:
-        # The loaded rows still exist here. Earlier requests are released before the prompt is computed.
+        # The loaded rows of this prompt still exist here. Until the prompt is computed, only older requests are
+        # released, and `watch.kept` is empty.
         if watch.kept and not wanted:
             cached = sources[0][1].open(later[0])
             wanted.update({layer: attend(layer, torch.from_numpy(watch.kept[0]), cached) for layer in later})
@@ -193,10 +201,10 @@ def blend_reference(
 
 
 def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) -> dict[str, Any]:
-    """Blends a prompt; returns the sum of all squared differences between cached and fresh keys in the check layer.
+    """Blends a prompt. Returns the sum of all squared differences between cached and fresh keys in the check layer.
 
     Args:
-        turned: False for a control whose keys are not turned to their positions.
+        turned: False for a control that does not rotate the cached keys to their positions in the prompt.
     """
     worker = blend_worker()
     rotation, forward, sums = worker._pages.rotation, worker.forward, []
@@ -215,7 +223,7 @@ def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) ->
 
 
 def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Control: blends requests whatever their salt is."""
+    """Control: blends requests even if their salt is missing or used already."""
     from flexkv.adapters.vllm.blend import requests as module
 
     with replaced(module, refusal=lambda request: None):
@@ -228,7 +236,7 @@ def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def blend_skipping(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Sends a request whose caller wants no block of the engine's prefix cache."""
+    """Sends a request that skips the engine's prefix cache."""
     from vllm.v1.request import Request
 
     with replaced(Request, get_skip_reading_prefix_cache=lambda self: True):
@@ -236,11 +244,13 @@ def blend_skipping(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
-    """Runs the test of the engine's start again; the engine's own blocks must be free and unnamed.
+    """Runs once more the test that the engine runs when it starts. All blocks of the engine must be free, and its
+    prefix cache empty, because the test overwrites blocks.
 
     Args:
-        broken: for a control, what is wrong: "mask", "rows" of later layers that nobody writes, a single "row" of one
-            layer, or the "builder" of the attention backend.
+        broken: for a control, what is wrong: "mask" (kept rows see later positions), "rows" (no cached row is written
+            in the layers after the check layer), "row" (one cached row of one layer is not written), or "builder" (the
+            attention backend's metadata builder is useless).
     """
     from flexkv.adapters.vllm.blend.selftest import SelfTest
 
@@ -269,7 +279,7 @@ def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
 
 
 def blend_flip(llm: Any, pages: int) -> dict[str, Any]:
-    """Flips a bit in each of the first pages of segments in host memory, and flips it back at the next call."""
+    """Flips a bit in each of the first `pages` pages of segments in host memory. A second call flips the bits back."""
     pool = blend_worker()._pages.cache.pool
     flipped = 0
     for slot in range(pool.ready_slots):
@@ -284,7 +294,7 @@ def _segment_unit() -> Any:
 
 
 def _drop_host(worker: Any) -> int:
-    """Runs in each rank."""
+    """Runs in each rank: waits until the segments are on disk, then evicts them from host memory."""
     unit = _segment_unit()
     ends_s = time.monotonic() + 30.0
     while unit.busy:
@@ -298,13 +308,13 @@ def _drop_host(worker: Any) -> int:
 
 
 def blend_drop_host(llm: Any) -> dict[str, Any]:
-    """Evicts every segment from host memory, once its pages are on disk. Returns how many pages are left."""
+    """Waits until all segments are on disk, then evicts them from host memory. Returns how many pages are left."""
     return {"left": sum(llm.collective_rpc(_drop_host))}
 
 
 def blend_hold_reads(llm: Any) -> dict[str, Any]:
-    """From now on withholds the results of the disk's reads of segments, until `blend_let_reads_go`. Meanwhile the
-    engine counts as having work.
+    """Withholds the results of reads of segments from disk until `blend_let_reads_go`. The requests that need them
+    wait.
     """
     planes = _segment_unit().driver._planes
     planes[DISK] = LateReads(planes[DISK])
@@ -312,7 +322,7 @@ def blend_hold_reads(llm: Any) -> dict[str, Any]:
 
 
 def blend_let_reads_go(llm: Any) -> dict[str, Any]:
-    """Releases the withheld results. Returns the number of their reads."""
+    """Waits until the withheld reads are done and releases their results. Returns the number of reads."""
     unit = _segment_unit()
     late = unit.driver._planes[DISK]
     ends_s = time.monotonic() + 30.0
@@ -329,7 +339,9 @@ def blend_let_reads_go(llm: Any) -> dict[str, Any]:
 
 
 def blend_held(llm: Any) -> dict[str, Any]:
-    """What the scheduler's side and the worker's side hold for requests."""
+    """Counts what the scheduler's and the worker's side of blending hold for requests: requests, pages, loads and rows
+    of the staging buffer.
+    """
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend
     pages = blend_worker()._pages
     staging = pages.cache.staging
@@ -342,19 +354,19 @@ def blend_held(llm: Any) -> dict[str, Any]:
 
 
 def blend_forget_salts(llm: Any) -> dict[str, Any]:
-    """Forgets the salts, as a full table forgets its oldest ones."""
+    """Empties the table of used salts. In service, a full table drops its oldest salts."""
     llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend._salts.clear()
     return {}
 
 
 def blend_erase(llm: Any, name: str) -> dict[str, Any]:
-    """Erases a namespace, as a call of a plugin does."""
+    """Erases the pages of a namespace, as a plugin can. Returns their number."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     return {"pages": scheduler.unit.manager.erase_namespace(name)}
 
 
 def step_tokens(llm: Any, tokens: int) -> dict[str, Any]:
-    """Sets how many tokens the engine computes in a step. Returns the number before."""
+    """Sets how many tokens the engine computes per step. Returns the previous number."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     before, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, tokens
     return {"before": before}

@@ -1,4 +1,4 @@
-"""Operations on an engine that blends: requests that the usual operations of this harness cannot make."""
+"""An operation on an engine that blends: it sends a request that the other operations of these tests cannot make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from demo.engine_child import Operation
 def blend_scored(llm: Any, request: dict[str, Any], tokens: list[int] | None = None) -> dict[str, Any]:
     """Sends a request that also asks for the log probabilities of its prompt.
 
-    Returns the answer's tokens, and the log probability of each of the prompt's tokens but the first.
+    Returns the answer's tokens, and the log probability of each token of the prompt except the first.
     """
     from vllm import SamplingParams
 

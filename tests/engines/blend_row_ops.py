@@ -1,4 +1,6 @@
-"""Operations on an engine that blends: the rows that it captures and keeps, and the steps in which it blends."""
+"""Operations on an engine that blends. They inspect the rows that it captures for segments, the rows that it keeps, and
+the steps in which it blends.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ from .blend_watch import ask_engine, blend_worker, rank_oracle, replaced
 def blend_captured(
     llm: Any, full: dict[str, Any], store: dict[str, Any], chunk: int, wrong: str = ""
 ) -> dict[str, Any]:
-    """Computes a prompt in one step, and computes it again in steps of so many tokens to keep it as a segment.
+    """Computes a prompt in one step. Then computes it again, `chunk` tokens per step, and stores it as a segment.
 
     Args:
-        wrong: for a control, which rows are captured in place of the right ones: the "row before" in chunks after the
-            first, "values" as keys, or the rows of "another layer".
+        wrong: for a control, what is wrong with the captured rows: "row before" (in chunks after the first they are
+            stored one row too early), "values" (values are stored as keys), "another layer" (each layer's rows are
+            stored for the next layer).
 
-    Returns the largest distance of the segment's keys and values from the computed ones, over ranks, layers and rows.
+    Returns the largest distance between the segment's keys and those of the first computation, over all ranks, layers
+    and rows, and the same for values.
     """
     know(llm, full)
     llm.collective_rpc(rank_oracle, args=("break_captures", wrong))
@@ -39,10 +43,10 @@ def blend_captured(
 
 
 def blend_kept(llm: Any, request: dict[str, Any], alone: bool = False) -> dict[str, Any]:
-    """Blends a prompt; returns the positions of the rows that each rank computed in later layers.
+    """Blends a prompt. Returns, for each rank, the positions of the rows that it computed after the check layer.
 
     Args:
-        alone: for a control, each rank chooses the rows by its own heads.
+        alone: for a control, each rank chooses the rows by its own heads only.
     """
     llm.collective_rpc(rank_oracle, args=("begin_kept", alone))
     ask_engine(llm, request)
@@ -54,11 +58,11 @@ _steps: list[dict[str, list[int]]] = []
 
 
 def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
-    """Records the blended steps until `blend_watched_steps`. Which rows are kept depends only on their positions, not
-    on the chunks of a prompt.
+    """Records the blended steps until `blend_watched_steps`. Meanwhile the kept rows are chosen by their positions
+    alone, so that the choice does not depend on the chunks of a prompt.
 
     Args:
-        misplaced: a control: in steps of several requests the cached rows are put one row too early.
+        misplaced: for a control, puts cached rows one row too early in steps with several requests.
     """
     forward = blend_worker().forward
     run = forward.run
@@ -74,7 +78,8 @@ def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
         blended = {int(np.searchsorted(batch.starts, each.rows[0], side="right")) - 1 for each in reused}
         _steps.append({"rows": np.diff(batch.starts).tolist(), "blended": sorted(blended)})
         if misplaced and len(batch.starts) > 2:
-            own = [each.rows[0] not in batch.starts for each in reused]  # the row before is the request's
+            # A request's first row is not moved: the row before it belongs to another request.
+            own = [each.rows[0] not in batch.starts for each in reused]
             reused = [
                 type(each)(each.rows - here, each.source, each.ratio)
                 for each, here in zip(reused, own, strict=True)
@@ -86,8 +91,8 @@ def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
 
 
 def blend_watched_steps(llm: Any) -> dict[str, Any]:
-    """Ends `blend_watch_steps`. Returns for each blended step the number of rows of each request and which requests are
-    blended, both in the batch's order.
+    """Ends `blend_watch_steps`. Returns, for each blended step, the number of rows of each request in the batch, and
+    which of these requests are blended, as indexes.
     """
     _watch.close()
     return {"steps": list(_steps)}
@@ -96,10 +101,10 @@ def blend_watched_steps(llm: Any) -> dict[str, Any]:
 def blend_preempted(
     llm: Any, requests: list[dict[str, Any]], tokens: int, rolled: bool = False, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    """Runs requests, and takes all their blocks away once each has answered so many tokens.
+    """Runs requests. When each has generated `tokens` tokens, preempts all of them by resetting the prefix cache.
 
     Args:
-        rolled: a control: afterwards each cached row is given as the one after it.
+        rolled: for a control, whether each cached row is replaced by the one after it when the requests run again.
     """
     tracker, pages = RequestTracker(llm), blend_worker()._pages
     for number, request in enumerate(requests):
@@ -128,7 +133,7 @@ def blend_preempted(
 
 
 def blend_flip_page(llm: Any, segment: list[int], page: int) -> dict[str, Any]:
-    """Flips a bit in a full page of a segment in host memory. The load that finds the damage drops the page."""
+    """Flips a bit in a full page of a segment in host memory. A load that finds the damage drops the page."""
     from flexkv.blend.keys import GROUP
 
     cache = blend_worker()._pages.cache
@@ -140,7 +145,7 @@ def blend_flip_page(llm: Any, segment: list[int], page: int) -> dict[str, Any]:
 
 
 def blend_stored(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Control: blends a request whatever its salt is, and stores its pages as those of an ordinary request."""
+    """Control: blends a request without checking its salt, and stores its pages like those of an ordinary request."""
     from flexkv.adapters.vllm.blend import requests as module
     from flexkv.cache.stores.kept_out import KeptOut
 

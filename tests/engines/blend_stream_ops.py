@@ -1,7 +1,7 @@
-"""Operations on an engine that blends segments while they are read from disk: the read of one range of layers of a page
-hangs until the forward pass reaches a layer, or the range is damaged.
+"""An operation on an engine that blends segments while they are read from disk. It delays the read of one range of
+layers of a page until the forward pass has come near that range, and can damage the range.
 
-With `SEGMENT_FAULTS` in the engine's environment its disks are opened with faults.
+The engine needs `SEGMENT_FAULTS` in its environment: its disks are then opened with a wrapper that injects faults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if os.environ.get("SEGMENT_FAULTS"):
 
 
 def _page(segment: list[int], folder: str) -> tuple[Path, int]:
-    """The slab with the first page of a segment, and the page's offset in it."""
+    """Finds the slab file with the first page of a segment, and the page's offset in that file."""
     import numpy as np
 
     from flexkv.blend.keys import GROUP
@@ -54,15 +54,16 @@ def _flip(slab: Path, offset: int) -> None:
 def blend_streamed(
     llm: Any, request: dict[str, Any], segment: list[int], folder: str, layer: int, damaged: bool = False
 ) -> dict[str, Any]:
-    """Blends a prompt while a read hangs until the model has run the layer before `layer`: the read of a segment's
-    first page, of the range of layers that begins with `layer`.
+    """Blends a prompt while one read hangs: that of the range of layers that begins with `layer`, in the first page of
+    `segment`. The read goes on when the model has run the layer before `layer`.
 
     Args:
-        damaged: flips a bit in that layer of the page first.
+        folder: the folder with the engine's slabs.
+        damaged: whether to flip a bit in that layer of the page first.
 
     Returns:
-        ran: the model's layers, in the order in which they ran.
-        moved: whether pages were still moving at the end of the layer before.
+        ran: the numbers of the model's layers, in the order in which they ran.
+        moved: whether pages were still moving when the layer before `layer` had run.
     """
     from tests import testing_ext
 

@@ -1,4 +1,6 @@
-"""Inspects an engine's blended forward passes: the keys and values of each layer, and the oracle of each rank."""
+"""Inspects an engine's blended forward passes: records each layer's keys and values, and on each rank compares them
+with those of a full computation.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 class Watch:
-    """The keys and values that each layer's attention gets, and their positions."""
+    """Records the keys and values that each layer's attention gets, the positions of the kept rows, and the number of
+    runs in which attention processes these rows.
+    """
 
     def __init__(self, forward: Any) -> None:
         self.keys: list[list[Any]] = [[] for _ in forward.layers]
@@ -81,7 +85,7 @@ class Watch:
             hook.remove()
 
     def planes(self) -> list[tuple[Any, Any]]:
-        """Keys and values of each layer, from all forward passes."""
+        """Returns the keys and values of each layer, joined over all forward passes."""
         import torch
 
         return [
@@ -90,8 +94,8 @@ class Watch:
 
 
 class Oracle:
-    """One rank's oracle: the keys and values of a full computation, and the distance of the kept rows' keys from
-    them.
+    """Keeps one rank's keys and values of a full computation, and measures how far the keys of the rows that a blended
+    computation keeps are from them.
     """
 
     def __init__(self) -> None:
@@ -105,7 +109,7 @@ class Oracle:
         self._watch.__enter__()
 
     def end_full(self) -> None:
-        """Called after the full computation."""
+        """Ends the recording of the full computation, and keeps its keys and values."""
         self._watch.__exit__()
         self._planes = self._watch.planes()
 
@@ -124,12 +128,13 @@ class Oracle:
     def begin_blend(
         self, share: float, one_sequence: bool, loaded: bool, another_layer: bool, check_layer: int | None
     ) -> None:
-        """Chooses the kept rows at random, the same on every rank.
+        """Begins to record a blended computation, whose kept rows are chosen at random: the same ones on every rank.
 
         Args:
-            one_sequence: a control; see `one_sequence_of`.
-            loaded: the cached rows are those that the rank loads, not those of the full computation.
-            another_layer: a control: later layers get the loaded rows of the layer before them.
+            share: the probability with which a reused row is kept.
+            one_sequence: for a control, see `one_sequence_of`.
+            loaded: whether the cached rows are those that the rank loads; otherwise those of the full computation.
+            another_layer: for a control, gives each layer after the check layer the loaded rows of the layer before.
             check_layer: the layer up to which all rows are computed; None for the engine's own.
         """
         from flexkv.adapters.vllm.blend.pages import segment_rows
@@ -166,7 +171,9 @@ class Oracle:
         self.begin()
 
     def end_blend(self) -> dict[str, Any]:
-        """Called after the blended computation: how far the keys of any kept row in any later layer are off."""
+        """Ends the recording of the blended computation. Returns the largest error in the keys of its kept rows, over
+        all layers after the check layer, the rows' positions, and facts that tell ranks apart.
+        """
         self._watch.__exit__()
         self._broken.close()
         some, forward = self._watch, self._forward
@@ -206,7 +213,9 @@ class Oracle:
         self._broken.close()
 
     def kept_apart(self, ids: list[int]) -> dict[str, float]:
-        """Distance of a cached segment's keys and values from those of the full computation."""
+        """Loads a cached segment. Returns the largest distance of its keys, and of its values, from those of the full
+        computation.
+        """
         from flexkv.adapters.vllm.blend.orders import SegmentOrder
 
         pages, name = self._blend._pages, "the oracle's own"
@@ -258,10 +267,11 @@ _oracles: list[Oracle] = []
 
 
 def rank_oracle(worker: Any, step: str, *given: Any) -> Any:
-    """Runs in each rank: one step of its oracle.
+    """Runs in each rank: calls one method of the rank's oracle.
 
     Args:
-        worker: vLLM's worker.
+        worker: vLLM's worker; vLLM passes it, and this function does not use it.
+        step: the method's name. "begin" and "begin_kept" make a new oracle first.
     """
     if step in ("begin", "begin_kept"):
         _oracles[:] = [Oracle()]

@@ -25,7 +25,7 @@ def salt() -> str:
 
 @contextlib.contextmanager
 def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
-    """Within the block, the engine computes at most so many tokens per step; 0 keeps the usual limit."""
+    """Limits the engine to `tokens` tokens per step within the `with` block; 0 keeps the usual limit."""
     usual = session.call("step_tokens", tokens=tokens)["before"] if tokens else 0
     try:
         yield
@@ -36,10 +36,10 @@ def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Segments, and a prompt that contains them in another order, with text before and after them.
+    """Segments, and a prompt that contains them in reverse order, with other tokens before and after them.
 
     Attributes:
-        spans: where each segment is in the prompt, in the prompt's order.
+        spans: first and end position of each segment in the prompt, in the prompt's order.
     """
 
     segments: tuple[tuple[int, ...], ...]
@@ -59,24 +59,24 @@ class Documents:
         return cls(tuple(segments), Prompt(tuple(tokens), **fields), tuple(spans))
 
     def store(self, session: EngineSession) -> None:
-        """Has the engine compute each segment by itself and keep it."""
+        """Makes the engine compute each segment by itself and store it."""
         asks = [
             Prompt(segment, max_tokens=1, salt=salt(), extra=blending({"store": True}))
             for segment in self.segments
         ]
         for ask in asks:
             session.ask(ask)
-        session.settle()  # a segment is counted once every rank has kept it
+        session.settle()  # a segment is counted only when every rank has stored it
 
     def blended(self, ratio: float | None = None, spans: Any = None, **fields: Any) -> Prompt:
-        """The prompt as a request that is blended, under a salt of its own unless `fields` says otherwise."""
+        """Makes a request that asks to blend the prompt. It has a new salt unless `fields` has one."""
         ask: dict[str, Any] = {"segments": [list(span) for span in (self.spans if spans is None else spans)]}
         if ratio is not None:
             ask["ratio"] = ratio
         return replace(self.prompt, **{"salt": salt(), "extra": blending(ask)} | fields)
 
     def plain(self, **fields: Any) -> Prompt:
-        """The prompt under a salt of its own, not blended: the engine computes all of it."""
+        """Makes a request that is not blended. Its salt is new, so the engine computes the whole prompt."""
         return replace(self.prompt, **{"salt": f"plain-{next(_salts)}"} | fields)
 
 
@@ -87,11 +87,11 @@ def blending(ask: Any) -> dict[str, Any]:
 def blending_connector(
     settings: dict[str, Any] | None = None, names: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The `kv_transfer_config` of an engine that blends.
+    """Makes the `kv_transfer_config` of an engine that blends.
 
     Args:
-        settings: more settings of flexkv, dotted.
-        names: other names for settings of flexkv.
+        settings: more settings of flexkv, by dotted name.
+        names: for some of flexkv's settings, the alternative name under which to pass them.
     """
     given: dict[str, Any] = {
         "blend.enabled": True,
@@ -110,7 +110,7 @@ def start_blending(
     names: dict[str, str] | None = None,
     **engine: Any,
 ) -> EngineSession:
-    """The engine that blends; the same configuration gives the same engine.
+    """Starts an engine that blends. If the last engine had the same configuration, returns that one.
 
     Args:
         settings, names: see `blending_connector`.
@@ -122,12 +122,12 @@ def start_blending(
 
 
 def results(session: EngineSession) -> dict[str, float]:
-    """The number of requests so far with each result; results that no request had are left out."""
+    """Counts the requests so far by their result, for results that at least one request had."""
     family = "vllm:flexkv_blend_requests_total"
     found = session.process.metrics(family)
     return {key.partition("result=")[2].rstrip("}"): value for key, value in found.items() if value}
 
 
 def new_results(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
-    """The results that were counted since `results` returned `before`."""
+    """Counts the requests by their result since `results` returned `before`."""
     return dict(Counter(results(session)) - Counter(before))

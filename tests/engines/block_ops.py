@@ -1,6 +1,6 @@
-"""Operations on a vLLM engine's own block pool, in its process: they spoil freed blocks and force other block ids.
+"""Operations on a vLLM engine's own block pool. They overwrite free blocks with garbage and shuffle the block ids.
 
-They need the scheduler in the process that runs them (`IN_PROCESS`); the workers may be in other processes.
+The scheduler must be in the process that runs these operations (`IN_PROCESS`); the workers may be in other processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _overwrite(worker: Any, blocks: list[int], seed: int) -> int:
 
 
 def scribble(llm: Any, seed: int = 1) -> dict[str, Any]:
-    """Writes garbage over every block that is free and that the engine's own prefix cache does not name."""
+    """Writes garbage over every block that is free and not in the engine's own prefix cache."""
     pool = _block_pool(llm)
     named = {block for block, hashes in pool.cached_block_hashes_by_block.items() if hashes}
     blocks = [
@@ -46,7 +46,9 @@ def scribble(llm: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
-    """Writes garbage over the first blocks that the prefix cache names. For controls: hits on them are wrong."""
+    """Control: writes garbage over the first `blocks` blocks in the engine's own prefix cache, so that hits on them
+    give wrong answers.
+    """
     pool = _block_pool(llm)
     cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
     llm.collective_rpc(_overwrite, args=(cached[:blocks], seed))
@@ -54,7 +56,7 @@ def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
 
 
 def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
-    """Puts the free blocks in random order, so that the next request gets other block ids than any request before
+    """Puts the free blocks in random order, so that the next request gets different block ids from the requests before
     it.
     """
     queue = _block_pool(llm).free_block_queue
@@ -65,15 +67,18 @@ def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def pool(llm: Any) -> dict[str, Any]:
-    """Block counts of the engine's pool: `total` includes its null block; `held` blocks have at least one reference."""
+    """Counts the blocks of the engine's pool. `total` includes the null block; `held` counts those with at least one
+    reference.
+    """
     blocks = _block_pool(llm)
     free = blocks.get_num_free_blocks()
     return {"total": blocks.num_gpu_blocks, "free": free, "held": blocks.num_gpu_blocks - 1 - free}
 
 
 def compare_pages(llm: Any) -> dict[str, Any]:
-    """How many blocks the engine's prefix cache names, and how many of them have no byte-identical page in host
-    memory."""
+    """Counts the blocks in the engine's prefix cache, and those of them that have no byte-identical page in flexkv's
+    host memory.
+    """
     import numpy as np
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

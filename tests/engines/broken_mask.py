@@ -1,4 +1,4 @@
-"""A control: kept rows with the mask of one causal sequence."""
+"""A control for tests of blending: attention treats the kept rows of a request as one causal sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def one_sequence_of(runs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Makes one causal sequence of the kept rows of each request, so that they attend to rows at later positions.
+    """Joins the kept rows of each request to one causal sequence, so that most of them attend to later positions too.
 
     Args:
         runs: see `BlendForward.runs`.

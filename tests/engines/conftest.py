@@ -1,4 +1,4 @@
-"""Fixtures of the engine tests: a model, an engine without connector to compare with, engines on demand."""
+"""Fixtures of the engine tests: a model, an engine without a connector to compare with, and engines on demand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .session import BLOCK_TOKENS, EngineSession, Reference
 
 PACKAGE = str(__package__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
-# The engines' fork server inherits this. The models are tiny: more threads would only wait for each other, and would
-# wait long on a busy machine.
+# The engines' fork server inherits this variable. The models are so small that more threads would only wait for each
+# other, and on a busy machine they would wait long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 FAULTY = FLEXKV | {
@@ -47,13 +47,13 @@ OPERATIONS = (
     f"{PACKAGE}.sleep_ops",
 )
 POOL_BLOCKS = 129
-"""Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""
+"""Blocks in an engine's pool unless a test says otherwise: the null block, and 128 blocks for 4096 tokens."""
 GROUPS = LAYERS
-"""KV groups of a Gemma 3: one per layer."""
+"""Number of KV groups of the Gemma 3 model: one per layer."""
 BLOCKS_OF_ALL_GROUPS = GROUPS * POOL_BLOCKS
-"""Each group takes its own blocks."""
+"""Blocks in the pool of a Gemma 3 engine. Each KV group takes blocks of its own."""
 HOST_BYTES = 96 << 20
-"""Host tier unless a test says otherwise: about 700 blocks of the tiny model."""
+"""Size of the host tier unless a test says otherwise: about 700 blocks of the tiny model."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,14 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def connector(base: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """A `kv_transfer_config` for flexkv; settings are dotted keys with `__` for the dot."""
+    """Makes a `kv_transfer_config` for flexkv. Settings are given by dotted name, with `__` for each dot."""
     extra = {"host.bytes": HOST_BYTES} | {key.replace("__", "."): value for key, value in settings.items()}
     return {**(base or FLEXKV), "kv_connector_extra_config": extra}
 
 
 @dataclass
 class Engines:
-    """Starts engines and keeps the last one running, because consecutive tests often ask for the same engine."""
+    """Starts engines. The last one keeps running, because consecutive tests often ask for the same engine."""
 
     model: Path
     logs: Path
@@ -86,7 +86,7 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> EngineSession:
-        """The running engine of exactly this configuration; starts it unless it was the last one asked for."""
+        """Returns an engine with exactly this configuration: the running one if it has it, otherwise a new one."""
         key = json.dumps([kv_transfer_config, environment, engine], sort_keys=True)
         if self._session is not None and key == self._key and self._session.process.alive:
             return self._session
@@ -103,7 +103,7 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> EngineSession:
-        """Starts another engine beside the last one; `close_others` closes it."""
+        """Starts one more engine beside the one that `get` returned; `close_others` closes it."""
         process = self._start(kv_transfer_config, environment or {}, engine)
         self._others.append(process)
         return EngineSession(process, self.reference)
@@ -153,10 +153,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine_alone(model: Path, log: Path, **engine: Any) -> Iterator[Reference]:
-    """An engine without a connector and without a prefix cache.
+    """Runs an engine without a connector and without a prefix cache.
 
     Args:
-        engine: additional engine arguments.
+        engine: more engine arguments.
     """
     arguments = engine_arguments(model) | {"enable_prefix_caching": False} | engine
     with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
@@ -183,13 +183,13 @@ def gemma_3_alone(gemma_3: Path) -> Iterator[Reference]:
 
 @pytest.fixture
 def hybrid(engines: Engines, gemma_3: Path, gemma_3_alone: Reference) -> Callable[..., EngineSession]:
-    """Starts an engine with six KV groups."""
+    """Starts engines with six KV groups."""
 
     def start(
         rules: Sequence[Any] | None = None, kind: Mapping[str, Any] = FAULTY, **settings: Any
     ) -> EngineSession:
         """Args:
-        rules: faults for a connector of this `kind`; None uses flexkv's own connector.
+        rules: faults for a connector of the given `kind`; None for flexkv's own connector, without faults.
         """
         more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
         if rules is None:
@@ -219,5 +219,7 @@ def engines(all_engines: Engines) -> Iterator[Engines]:
 
 @pytest.fixture
 def stream(request: pytest.FixtureRequest) -> int:
-    """A number for this test's prompts, so that tests on one engine do not hit each other's blocks."""
+    """A seed for this test's prompts, different for each test, so that tests on one engine do not hit each other's
+    blocks.
+    """
     return zlib.crc32(request.node.nodeid.encode())

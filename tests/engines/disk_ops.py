@@ -1,5 +1,5 @@
-"""Operations on the disk tier of an engine whose scheduler runs in this process: they delay the results of reads, count
-pages being read as stored, and record what was read before the scheduler asked.
+"""Operations on the disk tier of an engine whose scheduler runs in this process. They withhold the results of reads,
+and count the pages that are read before the scheduler first asks for a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
 
 
 class LateReads:
-    """A plane that withholds the results of reads until they are released; everything else passes through."""
+    """Wraps the plane of a tier and withholds the results of reads. Everything else passes through."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
@@ -43,10 +43,10 @@ def _unit(llm: Any) -> Any:
 
 
 def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
-    """From now on withholds the results of disk reads until `let_reads_go`.
+    """Withholds the results of disk reads until `let_reads_go`.
 
     Args:
-        taken_for_stored: control: a store counts as known if a read is fetching its pages.
+        taken_for_stored: for a control, makes stores skip the pages that a read is fetching, as if these were stored.
     """
     unit = _unit(llm)
     planes = unit.driver._planes
@@ -57,10 +57,10 @@ def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
 
 
 def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
-    """Releases the withheld results.
+    """Waits until the withheld reads are done and releases their results.
 
     Returns:
-        failed: pages that the reads did not deliver.
+        failed: number of pages that the reads did not deliver.
     """
     unit = _unit(llm)
     planes = unit.driver._planes
@@ -86,7 +86,7 @@ def drop_host(llm: Any) -> dict[str, Any]:
 
 
 def exchange_pages(llm: Any) -> dict[str, Any]:
-    """For controls: gives every page of host memory the bytes of another page, as if a leased slot had been evicted."""
+    """Control: gives every slot of host memory the bytes of another slot, as if a leased slot had been evicted."""
     pool = _unit(llm).pool
     slots = [pool.slot(slot) for slot in range(pool.ready_slots)]
     first = slots[0].copy()
@@ -97,8 +97,8 @@ def exchange_pages(llm: Any) -> dict[str, Any]:
 
 
 class FirstAsks:
-    """The number of pages, per request, that had been submitted to the disk for reading when the scheduler first
-    asked.
+    """Wraps the plane of the disk. Records how many pages had been submitted for reading, in total, when the scheduler
+    first asked for each request.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -124,10 +124,10 @@ class FirstAsks:
 
 
 def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
-    """Records reads, and the scheduler's first question per request, from now on.
+    """Begins to record reads, and the scheduler's first question for each request.
 
     Args:
-        without_hook: a control without the hook that prefetches requests.
+        without_hook: for a control, disables the hook that prefetches for waiting requests.
     """
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     planes = side.unit.driver._planes
@@ -145,7 +145,7 @@ def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
 
 
 def first_asks(llm: Any) -> dict[str, Any]:
-    """Returns what was recorded, and restores the engine."""
+    """Ends `watch_first_asks` and returns what was recorded."""
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     planes = side.unit.driver._planes
     watch = planes[DISK]

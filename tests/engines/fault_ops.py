@@ -1,5 +1,5 @@
-"""Operations for engines with the faulty connector: they inspect its mover, release stalled copies, and watch a stuck
-load.
+"""Operations for engines with the faulty connector. They inspect its movers, release stalled copies, and run other
+requests while a load is stuck.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .request_ops import request_status
 
 
 def _mover_state(worker: Any) -> dict[str, int]:
-    """Runs in each worker."""
+    """Runs in each worker: counts the calls of its mover, and those on which a fault rule acted."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group().worker.faults
@@ -22,14 +22,14 @@ def _mover_state(worker: Any) -> dict[str, int]:
 
 
 def _release(worker: Any) -> None:
-    """Runs in each worker."""
+    """Runs in each worker: releases its stalled copies."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     get_kv_transfer_group().worker.faults.release()
 
 
 def faults(llm: Any) -> dict[str, Any]:
-    """What the movers of all ranks have done."""
+    """Returns the state of every rank's mover."""
     return {"ranks": llm.collective_rpc(_mover_state)}
 
 
@@ -47,11 +47,13 @@ def stuck_load(
     abort: bool,
     deadline_s: float = 60.0,
 ) -> dict[str, Any]:
-    """Runs a request whose load stalls, runs other requests until past the load's deadline, then releases the load.
+    """Runs a request whose load stalls, runs other requests until the load's deadline has passed, then releases the
+    load.
 
     Returns:
-        late: the stalled request's status and the blocks held when the others had ended and `wait_s` had passed.
-        requests: results, that of the stalled request first.
+        late: the stalled request's status, and how many engine blocks were held, when the others had finished and
+            `wait_s` had passed.
+        requests: results; the first one is that of the stalled request.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     tracker = RequestTracker(llm)
@@ -83,7 +85,7 @@ def stuck_load(
 
 
 def llm_step(tracker: RequestTracker, llm: Any) -> None:
-    """Steps the engine even when it believes that no request is left: an aborted load is only reported in a step."""
+    """Steps the engine even if it has no requests left, because an aborted load is only reported in a step."""
     if not tracker.step():
         llm.llm_engine.step()
 

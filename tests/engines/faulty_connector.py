@@ -1,7 +1,8 @@
-"""flexkv's connector with a mover that fails on purpose. The environment variable FAULT_RULES has the rules as JSON.
+"""flexkv's connector with a mover that fails on purpose, by rules in the environment variable FAULT_RULES; and
+connectors with a bug each, for controls.
 
-A rule has the arguments of `FaultRule` by name, with `action` and `kind` as words. An optional `rank` names the only
-rank whose mover gets the rule.
+FAULT_RULES is a JSON list. Each rule is an object with the arguments of `FaultRule`; its `action` and `kind` are words
+(the keys of `ACTIONS` and `KINDS`). If a rule has a `rank`, it applies to the mover of that rank only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KINDS = {"load": OpKind.H2D, "store": OpKind.D2H}
 
 
 class FaultyWorker(WorkerSide):
-    """A worker whose mover obeys the rules."""
+    """A worker's side whose mover follows the rules in FAULT_RULES."""
 
     faults: testing_ext.FaultyMover | None = None
 
@@ -50,13 +51,13 @@ class FaultyWorker(WorkerSide):
 
 
 class FaultyConnector(FlexKVConnector):
-    """The connector that users have, with another mover."""
+    """flexkv's connector, with a mover that injects faults."""
 
     worker_class = FaultyWorker
 
 
 class CarelessConnector(FaultyConnector):
-    """Control for tests of failed loads: publishes what was computed from a failed load."""
+    """Control for tests of failed loads: publishes blocks that were computed from a failed load."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         unit = self.scheduler.unit
@@ -65,7 +66,7 @@ class CarelessConnector(FaultyConnector):
 
 
 class SleepyConnector(FaultyConnector):
-    """Behaves as if the engine had sleep mode, which vLLM does not allow on a CPU: a reset ends copies."""
+    """Behaves as if the engine had sleep mode, which vLLM does not allow on a CPU, so that a reset ends all copies."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -75,7 +76,7 @@ class SleepyConnector(FaultyConnector):
 
 
 class ForgetfulConnector(FaultyConnector):
-    """Control for tests of new weights: reports a reset that it has not made."""
+    """Control for tests of new weights: reports that it has reset its cache, but does not reset it."""
 
     def reset_cache(self) -> bool:
         return True
@@ -106,7 +107,7 @@ class HastyWorker(FaultyWorker):
 
 
 class HastyConnector(FaultyConnector):
-    """The control for tests of stores by layer."""
+    """Control for tests of layerwise stores: copies a step's layers before the forward pass has written them."""
 
     worker_class = HastyWorker
 
@@ -127,8 +128,8 @@ class EarlyConnector(FaultyConnector):
 
 
 class SecretiveConnector(FaultyConnector):
-    """Control for tests of loads that are cut short: hides which blocks a load did not fill, so that the engine goes on
-    with KV that never arrived.
+    """Control for tests of loads that are cut short: does not report the blocks that a load did not fill, so that the
+    engine continues with KV that never arrived.
     """
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -137,7 +138,7 @@ class SecretiveConnector(FaultyConnector):
 
 
 class LateConnector(FaultyConnector):
-    """Control for tests of loads between steps: loads several KV groups within the step that reads them."""
+    """Control for tests of loads between steps: loads several KV groups within the step that computes from them."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -147,8 +148,8 @@ class LateConnector(FaultyConnector):
 
 
 class TalkativeConnector(FaultyConnector):
-    """Control for tests in which the whole request is recomputed: reports which blocks a load of several KV groups did
-    not fill, as if there were one group.
+    """Control for tests in which the engine recomputes a complete request: if a load of several KV groups fails,
+    reports the blocks that it did not fill, which is right only for a single group.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

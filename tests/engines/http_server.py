@@ -1,4 +1,6 @@
-"""vLLM's API server in its own processes, on loopback, as a user runs it: requests over HTTP, stopped by signals."""
+"""Runs vLLM's API server as a user does, in its own processes on loopback. Tests talk to it over HTTP and stop it with
+signals.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ ASK_DEADLINE_S = 60.0
 END_DEADLINE_S = 60.0
 LOG_TAIL_CHARACTERS = 4000
 PORTS = range(20_000, 30_000)
-"""Below the ports that the kernel assigns to connections, because a server binds long after its port was found free."""
+"""Ports for servers. The kernel assigns none of them to other connections, which matters because a server binds its
+port long after the test found it free.
+"""
 
 
 class HttpServer:
-    """Use as a context manager: its end kills the server if it still runs, and the processes that the server
-    started.
+    """A running API server, for use as a context manager. On exit, the server and all processes that it started are
+    killed if they still run.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class HttpServer:
                 stderr=out,
                 env={**os.environ, **QUIET_ENVIRONMENT, **environment},
                 start_new_session=True,
-                # The end of the test, even if it is killed, ends the server, and the end of the server ends its engine.
+                # When this process ends, even if it is killed, the kernel sends SIGTERM to the server, which then ends
+                # its engine.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
 
@@ -78,15 +83,16 @@ class HttpServer:
         self.kill()
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> list[int]:
-        """The greedy continuation of a prompt, as token ids."""
+        """Returns the greedy continuation of a prompt, as token ids."""
         [tokens] = self.complete_with(ids, max_tokens)
         return tokens
 
     def complete_with(self, ids: Sequence[int], max_tokens: int, **fields: Any) -> list[list[int]]:
-        """The greedy continuations of a prompt, as token ids.
+        """Returns all continuations of a prompt that the server sends, as token ids. They are greedy unless `fields`
+        says otherwise.
 
         Args:
-            fields: more of the request's body.
+            fields: more fields of the request's body.
         """
         asked = {
             "model": str(self._model),
@@ -101,16 +107,16 @@ class HttpServer:
         return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     def post(self, path: str) -> dict[str, Any]:
-        """The response of a route that takes an empty body."""
+        """Sends a POST with an empty body and returns the response, which must be JSON."""
         answer: dict[str, Any] = json.loads(self._fetch(path, b""))
         return answer
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a counter over the series that have these labels."""
+        """Returns the sum of a counter over the series that have all these labels."""
         return sum(self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[float]:
-        """The values of a metric's series that have these labels; empty if none is exported."""
+        """Returns the values of those series of a metric that have all these labels; empty if there are none."""
         found = []
         for line in self._fetch("/metrics").decode().splitlines():
             series, _, value = line.rpartition(" ")
@@ -120,14 +126,16 @@ class HttpServer:
         return found
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the server alone, as an init system does, and waits for the end of all its processes."""
+        """Sends SIGTERM to the server's main process, as an init system does, and waits until all its processes have
+        ended.
+        """
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(END_DEADLINE_S)
         self._wait_for_group()
 
     def kill(self) -> None:
         """Sends SIGKILL to the server and every process that it started. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):  # all have ended
+        with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_DEADLINE_S)
         self._wait_for_group()

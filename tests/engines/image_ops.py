@@ -1,4 +1,4 @@
-"""Operations that ask a model about images."""
+"""Operations that send prompts with images to an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engines.transformers_models import IMAGE_EDGE, IMAGE_TOKEN
 def ask_image(
     llm: Any, seed: int, before: int, after: int, max_tokens: int = 8, name: str = ""
 ) -> dict[str, Any]:
-    """Sends one prompt: words, an image of noise, words.
+    """Sends one prompt that consists of words, an image of random pixels, and more words.
 
     Args:
         seed: seed of the image's pixels.

@@ -1,4 +1,4 @@
-"""An operation, for engines with the faulty connector, that kills one process of an engine while a rank copies."""
+"""An operation for engines with the faulty connector: it kills one of the engine's processes while a rank copies."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from demo.engine_child import Operation, RequestTracker
 from .fault_ops import faults
 
 TITLES = {"scheduler": "EngineCore", "rank": "Worker_TP1"}
-"""vLLM's names for its processes."""
+"""For each process that can be killed, a part of the process title that vLLM gives it."""
 LOOK_S = 0.02
 
 
 def kill_while_copying(
     llm: Any, requests: list[dict[str, Any]], victim: str, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    """Adds requests and kills the victim as soon as a fault rule acts on a copy. The engine is useless afterwards:
-    vLLM's front end may wait for a scheduler that is gone.
+    """Adds requests, and kills the victim as soon as a fault rule acts on a copy. The engine cannot be used afterwards,
+    because vLLM's front end may wait for a scheduler that no longer exists.
 
     Args:
         victim: a key of TITLES.
 
     Returns:
-        acted: whether a rule acted in time.
-        processes: ids of all processes that the engine had.
+        acted: whether a rule acted before the deadline.
+        processes: process ids of all child processes that the engine had before the kill.
     """
     import psutil  # type: ignore[import-untyped]
 

@@ -1,6 +1,7 @@
-"""Writes a small random-weight DeepSeek-V2 with multi-head latent attention (MLA) and dense layers only.
+"""Writes a small DeepSeek-V2 model with random weights, multi-head latent attention (MLA) and dense layers only.
 
-vLLM's MLA for CPUs only decodes latents of 512 + 64 numbers per token, in blocks of 16 tokens.
+Its latents have 512 + 64 numbers per token, because vLLM's MLA kernel for CPUs decodes only these, in blocks of 16
+tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _config(shape: ModelShape) -> dict[str, object]:
         qk_rope_head_dim=ROPE,
         qk_nope_head_dim=HEAD,
         v_head_dim=HEAD,
-        # Too few layers for the first one with experts.
+        # Layers from this number on have experts; the model has no such layer.
         first_k_dense_replace=LAYERS,
         n_routed_experts=2,
         n_shared_experts=1,

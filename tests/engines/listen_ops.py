@@ -12,7 +12,7 @@ def _scheduler(llm: Any) -> Any:
 
 
 def connector_says(llm: Any) -> dict[str, Any]:
-    """The connector's answers to the scheduler's questions whether work is left."""
+    """Returns what the connector answers when the scheduler asks whether it has work left."""
     connector = _scheduler(llm).connector
     return {
         "requires_kv_delivery": connector.requires_kv_delivery,
@@ -22,7 +22,7 @@ def connector_says(llm: Any) -> dict[str, Any]:
 
 
 def watch_events(llm: Any) -> dict[str, Any]:
-    """Records what the scheduler publishes from now on; forgets earlier records."""
+    """Begins to record the KV events that the scheduler publishes; earlier records are dropped."""
     scheduler = _scheduler(llm)
     scheduler.seen_events = []
     scheduler.kv_event_publisher.publish = lambda batch: scheduler.seen_events.extend(batch.events)
@@ -30,7 +30,7 @@ def watch_events(llm: Any) -> dict[str, Any]:
 
 
 def seen_events(llm: Any) -> dict[str, Any]:
-    """The KV events since `watch_events`: per event its kind and the fields that identify the block."""
+    """Returns the KV events since `watch_events`: for each its kind and the fields that identify the block."""
     return {"events": [_plain(event) for event in _scheduler(llm).seen_events]}
 
 

@@ -11,11 +11,13 @@ from demo.model import PRESETS
 
 RANK = 8
 ALPHA = 64
-"""Strong enough to change the output at once: the adapter's product is scaled by ALPHA / RANK."""
+"""LoRA scale, chosen so high that the adapter changes the output from the first token; peft multiplies the adapter's
+product by ALPHA / RANK.
+"""
 
 
 def write_lora(folder: Path, seed: int) -> Path:
-    """An adapter of the key and value projections, so that the KV cache itself differs."""
+    """Writes an adapter that changes the key and value projections, so that the KV cache itself differs."""
     from safetensors.numpy import save_file
 
     shape = PRESETS["tiny"]

@@ -1,6 +1,6 @@
-"""Runs engines one after the other over one store, inside a network namespace where Mooncake's clients may listen.
+"""Runs engines one after the other over one store. It runs in a network namespace, where Mooncake's clients may listen.
 
-Prints one line of JSON per engine, with its answers to the prompts and some series of its metrics.
+Prints one line of JSON per engine: its answers to the prompts, and the metrics in `SERIES`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ SERIES = {
     "hits": "vllm:flexkv_hit_blocks_total{tier=remote}",
 }
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-"""The namespace has no other interface."""
+"""Environment of the engines: they use loopback, the only network interface of the namespace."""
 
 
 def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
     """Args:
-    folder: for logs.
-    pages: number of pages of the prompts.
-    prompts: `Prompt.wire` of each prompt.
+    url: of the store.
+    folder: for the engines' logs.
+    pages: total number of pages of the prompts.
+    prompts: a JSON list with `Prompt.wire` of each prompt.
     """
     settings: dict[str, Any] = {
         "remote__urls": url,
@@ -49,7 +50,7 @@ def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
             moved, ends_s = dict.fromkeys(SERIES, 0.0), time.monotonic() + WRITTEN_S
             while moved["written"] + moved["read"] < int(pages) and time.monotonic() < ends_s:
                 time.sleep(0.05)
-                # The engine reports its metrics when it steps.
+                # The engine updates its metrics only when it steps.
                 engine.generate([Prompt.of(5, 7, max_tokens=1).wire()])
                 values = engine.metrics("flexkv")
                 moved = {name: values.get(series, 0.0) for name, series in SERIES.items()}

@@ -1,7 +1,6 @@
-"""Operations on an engine that shares pages with another, and whose scheduler runs in this process.
+"""Operations on an engine that shares pages with another engine and whose scheduler runs in this process.
 
-With PEER_PROTOCOL in its environment, an engine uses that version of the protocol with its peers, as an engine of a
-later release would.
+If PEER_PROTOCOL is set, the engine uses that version of the protocol with its peers, as a later release would.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def _tiers(llm: Any) -> list[LivePeerTier]:
 
 
 def host_pages(llm: Any) -> dict[str, Any]:
-    """The number of pages in host memory, including copies of peers' pages."""
+    """Returns the number of pages in host memory, including copies of peers' pages."""
     unit = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.unit
     return {"pages": unit.manager.cached_blocks()}
 
 
 def kill_peer(llm: Any) -> dict[str, Any]:
-    """Kills the process of the only peer, and waits until it has been found to have ended."""
+    """Kills the process of the only peer, and waits until this unit no longer follows the peer."""
     share: Any = _tiers(llm)[0]._share
     (row,) = share.peers()
     os.kill(row["pid"], signal.SIGKILL)
@@ -47,7 +46,7 @@ def kill_peer(llm: Any) -> dict[str, Any]:
 
 
 def peers(llm: Any) -> dict[str, Any]:
-    """The number of known pages of peers by tier, and the pages that each peer was asked for."""
+    """Returns how many pages of peers each tier knows, and what the unit counts for each peer."""
     known: dict[str, int] = {}
     for tier in _tiers(llm):
         tier.take_all_news(1 << 20)
@@ -56,14 +55,14 @@ def peers(llm: Any) -> dict[str, Any]:
 
 
 def declined(llm: Any) -> dict[str, Any]:
-    """This unit's name, and the names of the units that it found but does not share with."""
+    """Returns this unit's id, and the ids of the units that it has found but does not share pages with."""
     share: Any = _tiers(llm)[0]._share
     return {"unit": share._card.unit, "declined": list(share._watch._again_s)}
 
 
 def kill_in_copy(llm: Any) -> dict[str, Any]:
-    """Makes the next copy of several pages kill the process of the only peer after some of the pages have come, and
-    continue once the peer has been forgotten.
+    """Makes the next copies from the only peer fail half-way: before the second portion of four pages, the peer's
+    process is killed. The copy continues when this unit no longer follows the peer.
     """
     (tier,) = _tiers(llm)
     share: Any = tier._share

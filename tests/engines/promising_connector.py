@@ -1,7 +1,7 @@
-"""A connector that promises tokens that it does not have, to run beside flexkv's in a MultiConnector.
+"""A connector that promises tokens that it does not have. It runs beside flexkv's connector in a MultiConnector.
 
-A request asks for such a promise with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The connector leaves
-the promised blocks unwritten, and reports them as failed in the step that was to load them.
+A request asks for such a promise with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The connector does
+not write the promised blocks, and reports them as failed in the step that should have loaded them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BrokenPromises(KVConnectorMetadata):
-    """Blocks of this step's loads."""
+    """The blocks that this step should load, and that the worker's side reports as failed."""
 
     blocks: list[int] = field(default_factory=list)
 
@@ -76,15 +76,15 @@ class PromisingConnector(KVConnectorBase_V1):
         self._failed.update(orders.blocks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
+        """Does nothing, because nothing is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing is stored."""
+        """Does nothing, because nothing is stored."""
 
     def wait_for_save(self) -> None:
-        """Nothing is stored."""
+        """Does nothing, because nothing is stored."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()

@@ -1,8 +1,9 @@
-"""An engine of several data-parallel ranks, each addressed by its number; vLLM's `LLM` has no such engine.
+"""Runs an engine with several data-parallel ranks and sends each prompt to a chosen rank, which vLLM's `LLM` cannot do.
 
     python -m tests.engines.ranks_child '{engine arguments}' '[[name, rank, token ids], null, ...]'
 
-Prints a line of JSON per answer: name, rank, tokens, cached. `null` drops the ranks' own prefix caches.
+For each prompt it prints a line of JSON with name, rank, tokens and cached. At a `null` it drops the ranks' own prefix
+caches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ async def ask(engine: Any, number: int, rank: int, ids: list[int]) -> dict[str, 
 
 
 async def forget(engine: Any) -> None:
-    """Drops the ranks' own prefix caches once no store is under way."""
+    """Drops the ranks' own prefix caches; vLLM refuses until no block is referenced, so it tries again."""
     while not await engine.reset_prefix_cache():
         await asyncio.sleep(0.1)
 
@@ -51,6 +52,6 @@ async def run(arguments: dict[str, Any], orders: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    import demo.engine_preload  # noqa: F401 - the ranks' processes are forked from this one
+    import demo.engine_preload  # noqa: F401 - imported here because the ranks' processes are forked from this one
 
     asyncio.run(run(json.loads(sys.argv[1]), json.loads(sys.argv[2])))

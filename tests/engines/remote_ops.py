@@ -1,5 +1,5 @@
-"""Operations on the remote tier of an engine whose scheduler runs in this process: they return the parts of its values,
-and send signals to other processes at the moment when pages are read.
+"""Operations on the remote tier of an engine whose scheduler runs in this process. They return what a test needs to
+read the engine's values, and send signals to other processes while pages are read from the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexkv.remote.plane import RemotePlane
 from flexkv.transfer.graph import OpKind, TransferGraph
 
 HELPER = 0
-"""Stands in place of a process id for the process with the store's client."""
+"""Used in place of a process id; means the helper, in which the store's client runs."""
 
 
 def _plane(llm: Any) -> RemotePlane:
@@ -31,7 +31,7 @@ def _plane(llm: Any) -> RemotePlane:
 
 
 def value_parts(llm: Any) -> dict[str, Any]:
-    """The owner of the engine's values and the geometry of their groups, pickled."""
+    """Returns the owner of the engine's values and the geometry of their KV groups, pickled."""
     setup = _plane(llm).link._setup
     return {"pickled": base64.b64encode(pickle.dumps((setup.owner, setup.groups))).decode()}
 
@@ -44,17 +44,18 @@ def signal_while_reading(
     later: Sequence[Sequence[int]] = (),
     reset: bool = False,
 ) -> dict[str, Any]:
-    """Runs requests; sends signals once, at the first read of pages from the store.
+    """Runs requests, and sends signals to processes around the first read of pages from the store.
 
     Args:
-        before, after: process ids (or HELPER) and signals, sent right before and after the reads are submitted.
-        later: signals sent when some engine steps have passed, and after the reset.
-        reset: whether to drop the engine's own cache and the connector's before the `later` signals.
+        before, after: pairs of a process id (or HELPER) and a signal, sent right before the read is submitted, and
+            right after.
+        later: such pairs, sent `STEPS_MEANWHILE` engine steps later.
+        reset: whether to drop the engine's own cache and the connector's after these steps, before `later` is sent.
 
     Returns:
-        reads: pages that were submitted at the time of the signals.
-        moving: ops that were under way when `later` was sent.
-        reset: whether the reset was done.
+        reads: number of pages of the first read.
+        moving: number of ops that were in flight after these steps.
+        reset: whether the engine reported that the reset was done.
     """
     plane = _plane(llm)
     submit = plane.submit

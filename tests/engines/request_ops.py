@@ -1,4 +1,6 @@
-"""Operations that control running requests: they abort requests at a chosen moment and add others in between."""
+"""Operations that control running requests: they abort or reset them at a chosen moment, add others, and send kinds of
+requests that the harness cannot send.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def _scheduler(llm: Any) -> Any:
 
 
 def request_status(scheduler: Any, name: str) -> str:
-    """The scheduler's status of a request; its internal id starts with the name it was given."""
+    """Returns the scheduler's status of the request whose internal id starts with `name`; "GONE" if there is none."""
     for request_id, request in scheduler.requests.items():
         if request_id.startswith(name):
             return str(request.status.name)
@@ -30,12 +32,13 @@ def abort(
     later: list[dict[str, Any]] | None = None,
     deadline_s: float = 30.0,
 ) -> dict[str, Any]:
-    """Runs requests and aborts one of them, then adds `later` at once and runs all of them to their end.
+    """Runs requests and aborts one of them, then adds the requests in `later` at once and runs all requests to their
+    end.
 
     Args:
         victim: index of the request to abort.
-        status: abort when the scheduler gives the victim this status (WAITING_FOR_REMOTE_KVS, RUNNING, ...).
-        steps: if there is no status, abort after so many engine steps.
+        status: the scheduler's status of the victim at which to abort it (WAITING_FOR_REMOTE_KVS, RUNNING, ...).
+        steps: number of engine steps after which to abort the victim if `status` is empty.
     """
     scheduler, tracker = _scheduler(llm), RequestTracker(llm)
     names = [f"a{number}-{time.monotonic_ns()}" for number in range(len(requests))]
@@ -71,7 +74,7 @@ def _embed_anew(worker: Any) -> None:
 
 
 def load_new_weights(llm: Any) -> dict[str, Any]:
-    """Gives a running engine other weights, as training does between two rounds, without notifying flexkv."""
+    """Changes the weights of a running engine, as training does between two rounds, without notifying flexkv."""
     llm.collective_rpc(_embed_anew)
     return {}
 
@@ -86,11 +89,13 @@ def reset_while_running(
     until_running: bool = False,
     deadline_s: float = 30.0,
 ) -> dict[str, Any]:
-    """Resets the caches after some engine steps of the requests, optionally with new weights, then runs them to their
-    end.
+    """Runs requests, resets the prefix cache after `steps` engine steps, and runs the requests to their end.
 
     Args:
-        until_running: count the steps from the moment when all requests run, after their loads.
+        connector: whether to reset the connector's cache too.
+        running: whether vLLM may preempt running requests for the reset.
+        new_weights: whether the engine gets new weights after the reset.
+        until_running: whether to count the steps only from the moment when all requests run, after their loads.
     """
     scheduler, ends_at = _scheduler(llm), time.monotonic() + deadline_s
     tracker = RequestTracker(llm)
@@ -111,12 +116,14 @@ def reset_while_running(
 
 
 def requests_held(llm: Any) -> dict[str, Any]:
-    """Requests that the scheduler still keeps (an aborted async load stays until its report)."""
+    """Counts the requests that the scheduler still has. A request that is aborted during an async load stays until the
+    load is reported.
+    """
     return {"held": len(_scheduler(llm).requests)}
 
 
 def ask_embeddings(llm: Any, seeds: list[int], tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Sends prompts given as embeddings, one after the other: one prompt per seed, all of the same length."""
+    """Sends prompts as embeddings, one after the other: one prompt of `tokens` random embeddings per seed."""
     import torch
 
     hidden = llm.llm_engine.model_config.get_hidden_size()
@@ -137,7 +144,8 @@ def ask_with_lora(
     """Sends one prompt with a LoRA adapter, or without one if `folder` is empty.
 
     Args:
-        in_place: load the adapter again, even if one of this number is loaded.
+        number: the adapter's id.
+        in_place: whether to load the adapter again even if one with this id is loaded.
     """
     from vllm.lora.request import LoRARequest
 
@@ -154,13 +162,13 @@ def ask_with_lora(
 
 
 def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """A pooling model's embedding of one prompt, and the number of its tokens that were not computed."""
+    """Returns a pooling model's embedding of one prompt, and how many of the prompt's tokens were not computed."""
     (output,) = llm.embed([{"prompt_token_ids": ids}], use_tqdm=False)
     return {"embedding": list(output.outputs.embedding), "cached": output.num_cached_tokens or 0}
 
 
 def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> dict[str, Any]:
-    """Runs one streaming session: gives the engine each piece when the previous one has ended."""
+    """Runs one streaming session: sends each piece of the prompt when the engine has finished with the previous one."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -182,7 +190,8 @@ def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> 
         )
         request.external_req_id = name
         engine.output_processor.add_request(request, None, None, 0)
-        # Both append to the session's tokens. A core in its own process has its own list.
+        # The front end and the core each append to the request's list of tokens. A core in its own process has a list
+        # of its own; here both are in one process, so the core gets a copy.
         sent = copy(request)
         sent.prompt_token_ids = list(piece["ids"])
         engine.engine_core.add_request(sent)

@@ -1,4 +1,4 @@
-"""Operations on further engines in the same process: they are created, queried, shut down or merely dropped."""
+"""Operations that create further engines in the same process, query them, shut them down, or drop them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _others: dict[str, Any] = {}
 
 
 def make_other(llm: Any, name: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """Starts one more engine; `refused` in the result is the error of an engine that does not start."""
+    """Starts one more engine. If the engine does not start, `refused` in the result is its error; otherwise empty."""
     from vllm import LLM
 
     try:
         _others[name] = LLM(**engine)
-    except Exception as error:  # the test judges it
+    except Exception as error:  # any error is a result for the test
         return {"refused": f"{type(error).__name__}: {error}"}
     return {"refused": ""}
 
@@ -26,7 +26,7 @@ def ask_other(llm: Any, name: str, requests: list[dict[str, Any]]) -> dict[str, 
 
 
 def reset_other(llm: Any, name: str) -> dict[str, Any]:
-    """Drops the engine's own prefix cache once its stores have ended."""
+    """Waits until the engine has no work left, then drops its own prefix cache."""
     engine_child.drain(_others[name])
     return engine_child.reset(_others[name])
 

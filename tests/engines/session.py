@@ -1,5 +1,5 @@
-"""One running engine as tests use it: they ask it, compare it with an engine without a connector, drop its cache, and
-spoil its blocks.
+"""A running engine as tests use it. Tests send it prompts, compare its answers with those of an engine without a
+connector, drop its prefix cache, and overwrite its free blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Prompt:
     """One request.
 
     Attributes:
-        extra: the sampling parameters' extra_args; "kv_transfer_params" in it reaches the connector.
-        log_probabilities: whether to return the log probabilities of the chosen tokens.
+        extra: the sampling parameters' extra_args; its "kv_transfer_params" reach the connector.
+        log_probabilities: whether the answer has the log probabilities of its tokens.
     """
 
     ids: tuple[int, ...]
@@ -32,15 +32,17 @@ class Prompt:
 
     @classmethod
     def of(cls, count: int, stream: int, **fields: Any) -> Prompt:
-        """`count` tokens; the same stream gives the same tokens, a longer prompt continues a shorter one."""
+        """Makes a prompt of `count` tokens. The same stream gives the same tokens: a longer prompt begins with the
+        tokens of a shorter one.
+        """
         return cls(tuple(prompt_tokens(count, stream)), **fields)
 
     def first(self, count: int) -> Prompt:
-        """The same request cut to its first tokens."""
+        """Returns the same request with only the first `count` tokens of the prompt."""
         return replace(self, ids=self.ids[:count])
 
     def then(self, tokens: Sequence[int]) -> Prompt:
-        """The same request with more tokens, as the next turn of a conversation has them."""
+        """Returns the same request with more tokens at the end, like the next turn of a conversation."""
         return replace(self, ids=(*self.ids, *tokens))
 
     def wire(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Prompt:
 
     @property
     def whole_blocks(self) -> int:
-        """Tokens that whole blocks can serve; the engine computes at least the last token itself."""
+        """The most tokens that full blocks can serve, in tokens; the engine always computes the last token itself."""
         return (len(self.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -63,7 +65,7 @@ class Answer:
     """The engine's answer to a prompt.
 
     Attributes:
-        cached: prompt tokens that were not computed, whether from the engine's prefix cache or from the connector.
+        cached: prompt tokens that the engine did not compute, because its prefix cache or the connector had them.
     """
 
     tokens: tuple[int, ...]
@@ -84,7 +86,7 @@ class Answer:
 
 
 class Reference:
-    """An engine without connector and prefix cache, whose answers are the expected ones. Remembers its answers."""
+    """An engine without a connector and a prefix cache. Its answers, which are remembered, are the expected ones."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
@@ -98,7 +100,7 @@ class Reference:
         return self._known[key]
 
     def log_probabilities(self, prompt: Prompt) -> tuple[float, ...]:
-        """Log probabilities of the answer's tokens."""
+        """Returns the log probabilities of the answer's tokens."""
         [result] = self._process.generate([replace(prompt, log_probabilities=True).wire()])
         return tuple(result["logprobs"])
 
@@ -115,7 +117,7 @@ class EngineSession:
         return [Answer.of(result) for result in self.process.generate([prompt.wire() for prompt in prompts])]
 
     def check(self, *prompts: Prompt) -> list[Answer]:
-        """Runs prompts together; every answer must have exactly the reference's tokens."""
+        """Runs prompts together and asserts that every answer has exactly the reference's tokens."""
         answers = self.ask(*prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
             self.judge(prompt, answer)
@@ -135,12 +137,14 @@ class EngineSession:
         return self.process.call(operation, **arguments)
 
     def settle(self) -> None:
-        """Lets the engine finish the work that its requests left; nothing may remain."""
+        """Steps the engine until no work of earlier requests is left. Fails if the work does not end."""
         done = self.call("drain")
         assert done["drained"], f"the scheduler still has work long after the last request: {done}"
 
     def forget(self, seed: int = 1) -> None:
-        """Drops the engine's own prefix cache, spoils every free block, and shuffles the free block ids."""
+        """Drops the engine's own prefix cache, shuffles the free block ids, and overwrites every free block with
+        garbage.
+        """
         self.settle()
         assert self.call("reset")["done"], "no reset: blocks are still referenced"
         pool = self.call("pool")
@@ -150,7 +154,9 @@ class EngineSession:
         assert spoiled["blocks"] == spoiled["free"], f"not all free blocks were spoiled: {spoiled}"
 
     def abort_while_loading(self, stream: int) -> None:
-        """Aborts one of two requests during its async load; its blocks then serve another request at once."""
+        """Aborts one of two requests during its async load and adds another at once. Checks that the other answers are
+        right, and that no request and no block stays referenced.
+        """
         prompts = [Prompt.of(700, stream), Prompt.of(650, stream + 1)]
         later = Prompt.of(900, stream + 2)
         self.check(*prompts)
@@ -171,7 +177,9 @@ class EngineSession:
         self.check(*prompts)
 
     def metric(self, name: str) -> float:
-        """The sum of a counter or gauge over its labels, or one labelled series; 0 if it does not exist."""
+        """Returns the sum of a counter or gauge over its labels, or the value of one series if `name` has labels; 0 if
+        there is no such metric.
+        """
         family = name.partition("{")[0]
         values = self.process.metrics(family)
         return sum(value for key, value in values.items() if name in (key, key.partition("{")[0]))

@@ -21,7 +21,9 @@ PROMISED_TOKENS = 8 * BLOCK_TOKENS
 
 
 def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """A `kv_transfer_config` of several connectors: the first one that has tokens loads them, all of them store."""
+    """Makes a `kv_transfer_config` with several connectors. The first one that has tokens loads them; all of them
+    store.
+    """
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -31,8 +33,9 @@ def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute_after_anothers_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """The other connector promises the prompt's first blocks and does not deliver them; the same step computes the rest
-    from the garbage in these blocks. The engine then recomputes all blocks, and the answer is right.
+    """Runs a prompt whose first blocks the other connector promises but does not deliver. In the same step the engine
+    computes the rest of the prompt from the garbage in these blocks. It then recomputes all blocks, and the answer is
+    right.
     """
     prompt = Prompt.of(400, stream)
     session.forget()  # the promised blocks hold garbage
@@ -54,7 +57,7 @@ def test_what_another_connectors_failed_load_led_to_is_not_published(engines: En
 def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
     engines: Engines, stream: int
 ) -> None:
-    """What the test above would see if the computed blocks were not revoked."""
+    """Shows that the test above would fail if flexkv published the blocks that were computed from garbage."""
     session = engines.get(beside(PROMISING, connector(CARELESS)), {"FAULT_RULES": "[]"})
     prompt = compute_after_anothers_failed_load(session, stream)
     [answer] = session.ask(prompt)
@@ -65,8 +68,9 @@ def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
 def test_beside_vllms_example_connector_in_processes_of_their_own(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """As deployed: the scheduler in its own process, and every connector's statistics exported by its name. flexkv
-    serves first."""
+    """Runs as users do, with the scheduler in a process of its own. Every connector's statistics are exported with the
+    connector's name. flexkv comes first, so it serves the hits.
+    """
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -83,7 +87,7 @@ def test_beside_vllms_example_connector_in_processes_of_their_own(
 
 
 def hear(session: EngineSession, metric: str, at_least: float) -> None:
-    """Sends small prompts until the metric, which comes with a step's output, has reached a value."""
+    """Sends small prompts until the metric has reached a value. vLLM updates metrics only with the output of a step."""
     small = Prompt.of(5, 0, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
     for _ in range(200):
         session.ask(small)
@@ -98,8 +102,8 @@ def blending_beside(engines: Engines) -> EngineSession:
 
 
 def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: int) -> None:
-    """A ratio of 1 gives the bits of the full computation; the control, a smaller ratio, does not. flexkv stores
-    nothing of either, and neither affects an ordinary request.
+    """A ratio of 1 gives bit for bit the result of the full computation; a smaller ratio, the control, does not. flexkv
+    stores no block of a blended prompt, so a later ordinary request is not affected.
     """
     session = blending_beside(engines)
     documents = Documents.of(stream % 10_000_000)
@@ -117,8 +121,8 @@ def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: 
 def test_a_blended_prompt_whose_first_blocks_another_connector_fails_to_load(
     engines: Engines, stream: int
 ) -> None:
-    """The engine takes back what was computed from the blocks that never came, and blends the prompt again from its
-    start.
+    """The other connector's blocks never come. The engine discards what it computed from them, and blends the prompt
+    again from its start.
     """
     session = blending_beside(engines)
     documents = Documents.of(stream % 10_000_000)

@@ -1,4 +1,4 @@
-"""Blending inside the unpatched vLLM: what is computed, and that it never reaches other requests."""
+"""Blending inside unpatched vLLM: which rows are computed and reused, and that no other request gets their KV."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_a_ratio_of_one_is_the_full_computation_bit_for_bit(
 def test_without_a_plan_the_engine_computes_as_one_without_blending_bit_for_bit(
     session: EngineSession, documents: Documents
 ) -> None:
-    """The control is `test_some_rows_are_reused_and_the_others_computed`: a plan changes the log probabilities."""
+    """The control is `test_some_rows_are_reused_and_the_others_computed`, in which reused rows change the log
+    probabilities.
+    """
     [plain] = session.ask(documents.plain())
     assert plain.tokens == session.reference.tokens(documents.prompt)
     assert plain.log_probabilities == session.reference.log_probabilities(documents.prompt)
@@ -63,7 +65,7 @@ def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, do
 def test_a_segment_has_the_keys_and_values_that_were_computed(
     session: EngineSession, stream: int, size: int, chunk: int
 ) -> None:
-    """The distance is checked in each layer and row, for any chunks in which the engine computed the segment."""
+    """Compares every layer and row with a full computation, for different chunks in which the segment is computed."""
 
     def apart(number: int, wrong: str = "") -> dict[str, float]:
         ids = Prompt.of(size, stream % 10_000_000 + number).ids
@@ -90,7 +92,9 @@ def test_cached_keys_are_turned_to_where_they_stand(session: EngineSession, docu
 def test_kept_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, documents: Documents, chunk: int
 ) -> None:
-    """The oracle: the cached rows are those of the full computation, so every kept row must have its keys."""
+    """Blends with the rows of the prompt's own full computation. Every kept row must then get the keys of that
+    computation.
+    """
     with steps_of(session, chunk):
         found, control = (
             session.call(
@@ -114,8 +118,8 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
 def test_any_layer_but_the_last_may_be_the_check_layer(
     session: EngineSession, stream: int, check_layer: int
 ) -> None:
-    """The oracle, and a comparison of kept rows' attention with plain torch, which fails if rows attend one position
-    too far.
+    """Compares the kept rows with the full computation, and their attention with plain torch. The control shows that
+    the comparison fails if rows attend one position too far ahead.
     """
     documents = Documents.of(stream % 10_000_000)
     spans = [list(span) for span in documents.spans]
@@ -142,8 +146,9 @@ def test_any_layer_but_the_last_may_be_the_check_layer(
 def test_kept_rows_beside_loaded_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, stream: int, chunk: int
 ) -> None:
-    """The oracle through the load pipeline: segments that hold the full computation's rows. Its control: a pipeline
-    that gives later layers the rows of the layer before."""
+    """Blends with segments that have the rows of the full computation and come through the load pipeline. In the
+    control the pipeline gives each layer after the check layer the rows of the layer before.
+    """
     documents = Documents.of(stream % 10_000_000)
     spans = [list(span) for span in documents.spans]
     session.call("blend_store_true", full=documents.plain().wire(), spans=spans)
@@ -185,8 +190,8 @@ def test_earlier_rows_do_not_see_later_ones(session: EngineSession, documents: D
 
 
 def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, stream: int) -> None:
-    """Two blended prompts in chunks share their steps with each other, with a request that decodes, and with chunks of
-    ordinary prompts. The control puts cached rows one row too early, but only in shared steps.
+    """Two blended prompts are computed in chunks. They share steps with each other, with a request that decodes, and
+    with chunks of ordinary prompts. The control puts cached rows one row too early, only in shared steps.
     """
     several = [Documents.of(stream % 10_000_000 + 100 * number) for number in range(2)]
     for each in several:
@@ -197,7 +202,7 @@ def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, 
         return Prompt(ids, answer, f"plain-{salt()}", log_probabilities=True)
 
     def batch() -> list[Prompt]:
-        """The ordinary prompts run longer than the loads of the blended prompts, which then come first."""
+        """Blended prompts, and ordinary ones that still run when the loads of the blended prompts have finished."""
         blended = [each.blended(0.15, max_tokens=8) for each in several]
         return [*blended, ordinary(40, 1, 60), *(ordinary(200, number, 1) for number in range(2, 12))]
 
@@ -236,7 +241,7 @@ def test_no_other_request_gets_anything_of_a_blended_one(
     session.ask(blended)
     ordinary = session.check_one(documents.plain(salt=""))
     assert ordinary.cached == 0
-    # vLLM has blocks of the blended prompt under this salt.
+    # vLLM's own prefix cache may have blocks of the blended prompt under this salt.
     again = session.check_one(documents.plain(salt=blended.salt))
     assert again.cached == 0
     session.forget()
@@ -298,8 +303,8 @@ def test_a_damaged_segment_is_computed(session: EngineSession, documents: Docume
 def test_one_damaged_page_costs_its_own_segment(
     session: EngineSession, documents: Documents, damaged: int
 ) -> None:
-    """The other segments are reused, as if the request had named only these. The control: with the damaged segment the
-    answer would differ.
+    """The other segments are reused, and the answer is as if the request had listed only these. The control shows that
+    the answer with all segments differs.
     """
     rows = "vllm:flexkv_blend_rows_total{kind=reused}"
     good = [span for at, span in enumerate(documents.spans) if at != damaged]
@@ -334,7 +339,7 @@ def test_namespaces_share_no_segment(session: EngineSession, documents: Document
 def test_a_request_that_ends_in_the_middle_leaves_nothing(
     session: EngineSession, documents: Documents, stream: int
 ) -> None:
-    """Other requests get the blocks that it frees in the middle of their prompts."""
+    """The aborted request frees its blocks at once, and other requests get them in the middle of their prompts."""
     other, later = Prompt.of(300, stream, salt=salt()), Prompt.of(350, stream + 1, salt=salt())
     with steps_of(session, 64):
         reply = session.call(
@@ -357,7 +362,7 @@ def test_a_request_that_ends_in_the_middle_leaves_nothing(
 def test_blended_requests_that_are_preempted_get_their_full_answers(
     session: EngineSession, stream: int
 ) -> None:
-    """Three prompts fill the pool and run out of blocks while they generate."""
+    """Three blended prompts fill the engine's pool and run out of blocks while they generate."""
     several = [
         Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)
         for number in range(3)
@@ -374,8 +379,8 @@ def test_blended_requests_that_are_preempted_get_their_full_answers(
 def test_a_request_whose_blocks_were_taken_is_blended_with_the_same_rows_again(
     session: EngineSession, stream: int
 ) -> None:
-    """The engine takes all blocks and drops its prefix cache while two blended requests generate; their answers do not
-    change. The control then shifts each cached row by one.
+    """A reset preempts two blended requests while they generate, and drops the engine's prefix cache. Their answers do
+    not change. The control shifts the cached rows by one after the reset.
     """
     names = [f"vllm:flexkv_blend_rows_total{{kind={kind}}}" for kind in ("reused", "computed", "unplaced")]
     several = [

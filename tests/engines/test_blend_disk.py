@@ -1,4 +1,4 @@
-"""Blending inside vLLM with segments that come from disk."""
+"""Blending inside vLLM with segments that are read from disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDING = 1e-4
 READ = "vllm:flexkv_blend_disk_pages_total{direction=read}"
 MISSED = "vllm:flexkv_blend_missed_pages_total"
 PAGES = 19
-"""Pages of 16 tokens of the three documents: 6, 5 and 8."""
+"""Number of pages of 16 tokens in the three documents: 6, 5 and 8."""
 PAGE_BYTES = 2 * 16 * PRESETS["tiny"].layers * PRESETS["tiny"].kv_heads * PRESETS["tiny"].head_size * 4
 NOTHING_HELD = {"live": 0, "pages": 0, "loads": 0, "staged": 0}
 WAIT_S = 0.5
@@ -47,7 +47,7 @@ def session(engines: Engines, folder: Path) -> EngineSession:
 
 @pytest.fixture
 def documents(session: EngineSession, stream: int) -> Documents:
-    """Segments that are only on disk."""
+    """Documents whose segments are on disk and no longer in host memory."""
     made = Documents.of(stream % 10_000_000)
     made.store(session)
     drop_host(session)
@@ -89,8 +89,10 @@ def test_segments_from_disk_give_the_bits_of_those_from_host_memory(
 def test_kept_rows_beside_rows_from_disk_get_the_keys_of_the_full_computation(
     session: EngineSession, stream: int
 ) -> None:
-    """The oracle: the rows on disk are those of the full computation, so every kept row must have its keys. Controls:
-    kept rows as one causal sequence, and rows on disk that were computed without the text before them."""
+    """Blends with rows from disk that are those of the full computation, so every kept row must get the keys of that
+    computation. There are two controls: kept rows that attend as one causal sequence, and rows on disk that were
+    computed without the text before them.
+    """
     true, alone = (Documents.of(stream % 10_000_000 + number) for number in (0, 100))
     spans = [list(span) for span in true.spans]
     session.call("blend_store_true", full=true.plain().wire(), spans=spans)
@@ -121,8 +123,8 @@ def only_disk(session: EngineSession) -> None:
 def test_the_tiers_give_no_other_request_anything_of_a_blended_one(
     session: EngineSession, documents: Documents, stored: bool
 ) -> None:
-    """Pages of a blended prompt are stored neither in host memory nor on disk. The control stores a blended request as
-    an ordinary one: its pages then come from disk, with other rows than those of the full computation.
+    """flexkv stores pages of a blended prompt neither in host memory nor on disk. The control stores them like those of
+    an ordinary request; a later request then loads them from disk, and its answer differs from the full computation.
     """
     [full] = session.ask(documents.plain())
     only_disk(session)
@@ -168,7 +170,7 @@ def test_damaged_segments_on_disk_are_computed(
 
 
 def test_the_next_process_finds_them(engines: Engines, stream: int, tmp_path: Path) -> None:
-    """The first process is killed. What another process stored is used only for its rank and namespace."""
+    """The first process is killed. The next one uses the stored segments, but only for the same rank and namespace."""
     first = start_blending(engines, settings(tmp_path))
     documents = Documents.of(stream % 10_000_000)
     documents.store(first)
@@ -198,7 +200,7 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
     documents.store(session)
     drop_host(session)
     session.call("blend_hold_reads")
-    # It is aborted in the middle of its wait; the others are served meanwhile.
+    # The blended request is aborted while it waits for its segments; the other request is served meanwhile.
     reply = session.call(
         "abort",
         requests=[documents.blended(0.0).wire(), Prompt.of(77, stream, salt="other").wire()],
@@ -223,14 +225,14 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
 
 
 LAST_RANGE = 3
-"""The first layer of the last of the ranges in which the pages of 8 layers are read."""
+"""A page of 8 layers is read in several ranges; this is the first layer of the last range."""
 
 
 def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """Runs with `disk.stream`, then with a bit flipped in the last range: the forward pass begins again without that
-    segment, and the answer is as if the request had not named it.
+    """Runs with `disk.stream`, first as it should be, then with a bit flipped in the last range. In the second run the
+    forward pass begins again without that segment, and the answer is as if the request had not listed it.
     """
     folder = tmp_path / "segments"
     session = start_blending(
@@ -279,7 +281,7 @@ def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
 def test_preempted_requests_get_their_segments_from_disk_again(
     engines: Engines, folder: Path, stream: int
 ) -> None:
-    """Three prompts run out of blocks while they generate; host memory holds the segments of one of them."""
+    """Three blended prompts run out of blocks while they generate; host memory has slots for one prompt's segments."""
     session = start_blending(engines, settings(folder, **{"blend.bytes": 60 * PAGE_BYTES}))
     several = [
         Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)

@@ -1,4 +1,4 @@
-"""Blending on each family of models, and on two ranks."""
+"""Blending with a model of each supported family, and on two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_family(folder: Path, architecture: str) -> Path:
-    """Writes a random model of the family, with the biases and norms that its attention has."""
+    """Writes a model with random weights, with the biases and norms that attention has in its family."""
     from safetensors.numpy import save_file
 
     shape = PRESETS["tiny"]
@@ -63,7 +63,7 @@ def write_family(folder: Path, architecture: str) -> Path:
 
 
 def check_blends(session: EngineSession, stream: int) -> None:
-    """A ratio of 1 is the full computation, and a lower one reuses rows."""
+    """Checks that a ratio of 1 gives the full computation, and that a lower ratio reuses rows."""
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
     before = results(session)
@@ -100,7 +100,7 @@ def _stored(session: EngineSession, documents: Documents) -> Prompt:
     "changed", [{"enforce_eager": False}, {"dtype": "bfloat16"}], ids=["compiled", "bfloat16"]
 )
 def test_other_arithmetic_blends(engines: Engines, stream: int, changed: dict[str, Any]) -> None:
-    """In a compiled model, the layers of a blended step still run one by one; the results are equal up to rounding."""
+    """In a compiled model too, the layers of a blended step run one by one. The results are equal up to rounding."""
     session = start_blending(engines, **changed)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
@@ -139,7 +139,7 @@ def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
 
 
 def check_ranks(found: dict[str, Any]) -> None:
-    """Each rank computed the same rows, for its own heads."""
+    """Checks that both ranks computed the same rows, each for its own heads."""
     first, second = found["ranks"]
     assert first["kept"] == second["kept"]
     assert first["heads"] == second["heads"] == PRESETS["tiny"].kv_heads // 2
@@ -149,8 +149,8 @@ def check_ranks(found: dict[str, Any]) -> None:
 def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The oracle of each rank, over its own heads: with rows that it knows, and with rows that the next process of the
-    rank reads from disk. The control's mask fails on both ranks.
+    """Compares the kept rows on each rank, for its own heads, with the full computation: with rows in memory, and with
+    rows that the rank's next process reads from disk. The control breaks the mask, which shows on both ranks.
     """
     disk = {
         "disk.folders": str(tmp_path),
@@ -188,7 +188,9 @@ def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
 def test_a_rank_whose_folder_is_in_use_turns_blending_off_on_both(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The other rank runs its test together with this one, and would wait for it."""
+    """The ranks run blending's test at the start together, so both must know that one of them cannot blend. Otherwise
+    the other one would wait for it.
+    """
     disk = {
         "disk.folders": str(tmp_path),
         "disk.bytes_per_folder": 64 << 20,
@@ -224,8 +226,8 @@ def test_without_its_model_class_the_engine_computes_fully(engines: Engines, str
 
 
 def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream: int) -> None:
-    """Other requests take its blocks, which is when lazy stores are planned. The control is an ordinary request, whose
-    pages are stored then.
+    """Lazy stores are planned when other requests are about to take a request's blocks. Nothing is stored of a blended
+    request. The control is an ordinary request, whose pages are stored.
     """
     session = start_blending(engines, {"store.mode": "lazy"})
     documents = Documents.of(stream % 10_000_000)
@@ -233,8 +235,8 @@ def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream:
     others = iter(range(100))
 
     def stored_of(prompt: Prompt) -> float:
-        """The number of pages that are stored while other requests take the blocks of a prompt; no other request has
-        blocks that may be stored.
+        """Counts the pages that are stored while other requests take the blocks of a prompt. The blocks of those other
+        requests are not stored.
         """
         session.forget()
         before = session.metric(STORED)
@@ -271,9 +273,9 @@ def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> Non
 
 
 def test_a_text_separates(engines: Engines, stream: int) -> None:
-    """Also checks an engine that was started with another system's names for the settings."""
+    """Separators may be given as text. This engine also uses another system's names for some settings."""
     names = {"blend.enabled": "enable_blending", "blend.separators": "blend_special_str"}
-    # The tokenizer's word for token 5.
+    # "w5" is the text of token 5.
     session = start_blending(engines, {"blend.separators": "w5"}, names=names)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)

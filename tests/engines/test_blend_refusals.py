@@ -1,5 +1,6 @@
-"""Requests that cannot be blended, in the real engine: each gets the answer of an engine without blending, log
-probabilities included, and its reason is counted."""
+"""Requests that cannot be blended, in a real engine. Each gets the answer of an engine without blending, including log
+probabilities, and the reason is counted.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def check_full(session: EngineSession, prompt: Prompt, answer: Answer) -> None:
 def test_control_the_same_prompt_is_blended_where_nothing_is_wrong(
     session: EngineSession, documents: Documents
 ) -> None:
-    """A ratio of 0 must be explicit: without a ratio, the request gets the configured one."""
+    """A request without a ratio gets the configured one, so a ratio of 0 must be explicit."""
     before = results(session)
     none, asked, zero = (session.ask(documents.blended(ratio))[0] for ratio in (None, 0.15, 0.0))
     assert new_results(session, before) == {"blended": 3}

@@ -1,4 +1,4 @@
-"""Blending through vLLM's API server, in its own processes."""
+"""Blending through vLLM's API server, which runs in processes of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(model: Path, log: Path) -> HttpServer:
 
 
 def post(server: HttpServer, prompt: Prompt, **fields: Any) -> list[tuple[int, ...]]:
-    """The answers to a prompt; the fields are those of a request's body."""
+    """Returns the server's answers to a prompt. `fields` are added to the request's body."""
     body = {"cache_salt": prompt.salt, **(prompt.extra or {})} | fields
     return [tuple(tokens) for tokens in server.complete_with(prompt.ids, prompt.max_tokens, **body)]
 
@@ -45,8 +45,9 @@ def result(server: HttpServer, result: str) -> float:
 def test_a_server_blends_as_the_engine_in_this_process_does(
     engines: Engines, model: Path, tmp_path: Path, stream: int
 ) -> None:
-    """Documents that were stored one by one are reused in another order, with the tokens of an engine without a
-    server. At most the first of several answers to one request is blended; the others are computed in full."""
+    """Documents that were stored one by one are reused in a different order. The tokens are those of an engine without
+    a server. If a request asks for several answers, at most the first is blended; the others are computed in full.
+    """
     session = start_blending(engines)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
@@ -66,7 +67,7 @@ def test_a_server_blends_as_the_engine_in_this_process_does(
         rows = {
             kind: server.metric("vllm:flexkv_blend_rows_total", kind=kind) for kind in ("reused", "computed")
         }
-        # At a ratio of 0.15 three segments keep their shares.
+        # The three ratios are 1, 0.15 and 0: all rows, 15 % of them, and none are computed.
         assert sum(rows.values()) == len(RATIOS) * covered
         assert rows["computed"] == covered + round(0.15 * covered)
         assert post(server, documents.blended(0.0), cache_salt=None) == [full]

@@ -1,4 +1,4 @@
-"""Blended prompts whose segments repeat, touch, are short, end anywhere in a block or a chunk, or are many."""
+"""Blended prompts with segments that repeat, touch, are short or many, or end anywhere in a block or chunk."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Shape:
     """The shape of one blended prompt.
 
     Attributes:
-        sizes: tokens of each segment.
-        order: which segments the prompt contains, in order.
-        gaps: number of tokens before each of these segments.
-        tail: number of tokens after the last one.
+        sizes: number of tokens of each segment.
+        order: indexes of the segments that the prompt contains, in the prompt's order.
+        gaps: for each segment in the prompt, number of tokens between it and the segment before.
+        tail: number of tokens after the last segment.
     """
 
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Runs the whole `python -m demo` with the smallest model."""
+"""Runs `python -m demo` from start to end with the smallest model."""
 
 from __future__ import annotations
 

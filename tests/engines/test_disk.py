@@ -1,5 +1,5 @@
-"""The disk tier under the real engine: its process ends in order or by SIGKILL, and the next one serves what was
-stored. Host memory is too small, and slabs are damaged between and during engine runs.
+"""The disk tier under a real engine. The engine's process ends in order or by SIGKILL, and the next process serves what
+was stored. Host memory is too small, and slabs are damaged between and during engine runs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ STREAMED = "vllm:flexkv_disk_streamed_pages_total"
 SECRETIVE = FAULTY | {"kv_connector": "SecretiveConnector"}
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
-"""About 58 blocks of the tiny model: three prompts of 600 tokens."""
+"""Host memory for about 58 blocks of the tiny model: three prompts of 600 tokens."""
 FOUR_PROMPTS_HOST_BYTES = 10 << 20
-"""Four prompts of 600 tokens."""
+"""Host memory for four prompts of 600 tokens."""
 QUEUED = 16
 STREAMING: dict[str, Any] = {"disk__stream": True, "disk__prefetch_requests": 0}
-"""Without prefetches, which would bring pages to host memory while a request waits in the queue."""
+"""Settings for streaming without prefetches, which would bring pages to host memory while a request waits in the
+queue.
+"""
 DURABLE_WITHIN_S = 30.0
 DISK_WAIT_S = 600.0
-"""Longer than any queue of prompts here takes on a busy machine."""
+"""A wait for the disk that is longer than any queue of prompts in these tests takes, even on a busy machine."""
 OF_NO_KV: dict[str, Any] = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 768,
@@ -56,9 +58,11 @@ OF_NO_KV: dict[str, Any] = {
     "load_format": "safetensors",
     "seed": 5,
 }
-"""Arguments that do not affect KV: an engine started with all of them changed is served another one's pages."""
+"""Engine arguments that do not affect KV. An engine with all of these values gets hits on pages of an engine with other
+values.
+"""
 PROMPTS_OF_900 = 6
-"""Prompts of 28 blocks each; the engine's own cache holds 128 blocks, and host memory about 58."""
+"""Number of prompts of 28 blocks each. The engine's own cache has 128 blocks, and host memory about 58."""
 
 
 @pytest.fixture
@@ -75,18 +79,18 @@ def start(
     engine: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EngineSession:
-    """Starts a new engine process with a disk tier, after the end of the previous one.
+    """Closes all engines, then starts a new engine process with a disk tier.
 
     Args:
-        kind: the connector's kind; None for flexkv's own.
-        engine: additional engine arguments.
+        kind: base of the `kv_transfer_config`; None for flexkv's own connector.
+        engine: more engine arguments.
     """
     engines.close()
     engines.close_others()
     disk: dict[str, Any] = {
         "disk__folders": str(folder),
         "disk__bytes_per_folder": SLAB_BYTES,
-        # The model is tiny and the machine may be busy: these tests check what the disk serves, not how fast.
+        # The tests check what the disk serves, not how fast. To compute with the tiny model would often be faster.
         "disk__compute_if_faster": False,
     }
     connected = connector(kind, **disk | settings)
@@ -95,12 +99,12 @@ def start(
 
 
 def wait_written(session: EngineSession, pages: int) -> None:
-    """Waits until so many pages are on disk, durable or not."""
+    """Waits until `pages` pages have been written to disk, durable or not."""
     _wait(session, lambda: session.metric(DISK_WRITES) >= pages, f"{pages} pages did not come to disk")
 
 
 def wait_durable(session: EngineSession) -> None:
-    """Waits until everything written is reported as durable."""
+    """Waits until all written pages are reported as durable."""
 
     def is_durable() -> bool:
         session.settle()
@@ -114,19 +118,19 @@ def _wait(session: EngineSession, done: Callable[[], bool], late: str) -> None:
     while not done():
         assert time.monotonic() < ends_s, late
         time.sleep(0.1)
-        # The engine reports its metrics when it steps.
+        # The engine updates its metrics only when it steps.
         session.ask(Prompt.of(5, 7, max_tokens=1))
 
 
 def spoil(folder: Path) -> None:
-    """Flips a bit in every 4 KiB of all slabs except in their first 64 KiB, where the headers are."""
+    """Flips a bit in every 4 KiB of all slabs, except in the first 64 KiB of each, where the header is."""
     for slab in slabs_of(folder):
         flip(slab, range(64 << 10, slab.stat().st_size, SECTOR_BYTES))
 
 
 def spoil_last_layers(folder: Path) -> None:
-    """Flips bits in all layers of each page after the first two, so that a layerwise read finds the damage in its later
-    ranges.
+    """Flips bits in all layers of each page except the first two layers, so that a layerwise read finds the damage only
+    in its later ranges.
     """
     for slab in slabs_of(folder):
         header, group = read_group(str(slab))
@@ -151,8 +155,8 @@ def flip(slab: Path, offsets: Iterable[int]) -> None:
 
 
 def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int, folder: Path) -> None:
-    """Each process ends in another way, and the next one serves what it may serve. All in one test, because engines
-    start slowly.
+    """Five engine processes use one folder in turn. They end in different ways, and each serves what is still valid.
+    This is one test because engines start slowly.
     """
     first, second, third = Prompt.of(601, stream), Prompt.of(400, stream + 1), Prompt.of(500, stream + 2)
 
@@ -164,35 +168,35 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     wait_durable(session)
     session.process.kill()
 
-    # Killed: durable pages are still there.
+    # The process was killed, but durable pages are still there.
     session = start(engines, folder, disk__mode="evict")
     assert session.check_one(first).cached == first.whole_blocks
     assert session.metric(DISK_READS) >= first.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_HITS) == first.whole_blocks // BLOCK_TOKENS
     session.forget()
-    # Several prompts at once: some wait for the disk and some do not.
+    # Several prompts run at once. One waits for the disk, one is in host memory, and one is new.
     answers = session.check(second, first, third)
     assert [answer.cached for answer in answers] == [second.whole_blocks, first.whole_blocks, 0]
     session.settle()
     assert session.metric(DISK_WRITES) == 0, "it writes on eviction, and nothing was evicted"
 
-    # An orderly end also writes what was only in host memory. An engine with another setup is served it too.
+    # An orderly end writes the pages that were only in host memory. An engine with different arguments can use them.
     session = start(engines, folder, engine=OF_NO_KV, host__bytes=80 << 20)
     assert session.check_one(third).cached == third.whole_blocks
     assert session.metric(DISK_READS) >= third.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # Damage causes a recomputation and never a wrong token.
+    # Damaged pages are recomputed, and no token is wrong.
     spoil(folder)
     session = start(engines, folder, disk__wait_s=0.5)
     assert session.check_one(first).cached == 0
     session.settle()
     assert session.metric(FAILED_READS) > 0
-    # Blocks are still stored if the damage shows only after they were computed and offered for a store.
+    # Blocks are stored even if their damage on disk is found only after they were computed and offered for a store.
     assert cached_after_a_late_failure(session, second) == second.whole_blocks
     assert cached_after_a_late_failure(session, third, taken_for_stored=True) == 0, "the control"
 
-    # The recomputed blocks were stored again. An engine with new weights is not served them.
+    # The recomputed blocks were stored again. After a reset, which means new weights, they are not served.
     session = start(engines, folder)
     assert session.check_one(first).cached == first.whole_blocks
     session.settle()
@@ -204,7 +208,7 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
 def test_weights_changed_in_place_find_no_page_of_the_former_ones(
     engines: Engines, stream: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Changes eight rows of the embedding that the samples of the weights do not include."""
+    """Changes eight rows of the embedding that are not among the samples by which keys identify the weights."""
     model = tmp_path / "model"
     shutil.copytree(engines.model, model)
     prompt = Prompt.of(601, stream)
@@ -224,7 +228,7 @@ def test_weights_changed_in_place_find_no_page_of_the_former_ones(
     assert answer.tokens == cold.tokens != former.tokens
     session.settle()
     wait_durable(session)
-    # Pages of the new weights are served after a restart.
+    # After a restart, pages that were computed with the new weights are served.
     session = start(engines, folder, engine={"model": str(model)})
     [again] = session.ask(prompt)
     assert (again.cached, again.tokens) == (prompt.whole_blocks, cold.tokens)
@@ -233,11 +237,11 @@ def test_weights_changed_in_place_find_no_page_of_the_former_ones(
 def cached_after_a_late_failure(
     session: EngineSession, prompt: Prompt, taken_for_stored: bool = False
 ) -> int:
-    """Number of tokens that the second request of a prompt need not compute. The first request stops waiting for the
-    damaged disk after `disk.wait_s`, and the read of its blocks ends after they have been computed.
+    """Sends a prompt twice, and returns the number of tokens that are hits the second time. The first time, the wait
+    for the damaged disk ends after `disk.wait_s`, and the read of the blocks fails after they have been computed.
 
     Args:
-        taken_for_stored: the manager counts pages that are being read as stored.
+        taken_for_stored: for a control, whether stores skip pages that are being read, as if these were stored.
     """
     session.call("hold_reads", taken_for_stored=taken_for_stored)
     assert session.check_one(prompt).cached == 0
@@ -249,8 +253,8 @@ def cached_after_a_late_failure(
 def serve_two_prompts(
     engines: Engines, folder: Path, stream: int, settings: dict[str, Any]
 ) -> tuple[EngineSession, Prompt, int]:
-    """One engine computes two prompts, and the next one is served both completely. Returns the second engine's session,
-    the first prompt, and the number of pages of both.
+    """One engine computes two prompts, and the next one gets complete hits on both. Returns the second engine's
+    session, the first prompt, and the number of pages of both prompts.
     """
     first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
     session = start(engines, folder, **settings)
@@ -273,8 +277,8 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
     engines.close_others()
 
-    # The same promise from a damaged slab: the engine learns which blocks did not arrive, and computes them. In
-    # layerwise loads these blocks fail in the middle of the forward pass, which has already read earlier layers.
+    # The same promise with a damaged slab: flexkv tells the engine which blocks did not arrive, and the engine computes
+    # them. In layerwise loads they fail in the middle of the forward pass, which has already read earlier layers.
     spoil_last_layers(folder)
     session = start(engines, folder, **streaming)
     session.check_one(first)
@@ -289,14 +293,14 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
 def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
-    """The engine has fewer staging slots than a prompt has blocks."""
+    """Loads bypass host memory through fewer staging slots than a prompt has blocks."""
     straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4, "load__mode": load_mode}
     session, first, pages = serve_two_prompts(engines, folder, stream, straight)
     assert session.metric(STRAIGHT) == pages
     assert session.metric(DISK_READS) == 0, "nothing came up to host memory"
     engines.close_others()
 
-    # The control: the same slab and the same prompts through host memory.
+    # In the control, the first prompt comes from the same slab through host memory.
     session = start(engines, folder, disk__gds="off")
     assert session.check_one(first).cached == first.whole_blocks
     session.settle()
@@ -304,9 +308,8 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     assert session.metric(DISK_READS) == first.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # From a damaged slab: the engine learns which blocks did not arrive, and computes them with the same tokens as
-    # result. In layerwise loads it learns this in the middle of the forward pass, which has used the pages' first
-    # layers.
+    # With a damaged slab, flexkv tells the engine which blocks did not arrive. The engine computes them and gives the
+    # same answer. In layerwise loads they fail in the middle of the forward pass, which has used their first layers.
     (spoil_last_layers if load_mode == "layerwise" else spoil)(folder)
     session = start(engines, folder, **straight)
     session.check_one(first)
@@ -322,7 +325,7 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
 def test_stores_go_straight_from_the_engines_pool_to_disk(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """Neither loads nor stores use a page of host memory; durable pages outlive a process that is killed."""
+    """Neither loads nor stores use host memory. Durable pages are still there after the process was killed."""
     straight: dict[str, Any] = {"disk__gds": "on", "disk__gds_stores": True, "gds__max_staging_blocks": 4}
     prompt = Prompt.of(601, stream)
     pages = prompt.whole_blocks // BLOCK_TOKENS
@@ -338,7 +341,7 @@ def test_stores_go_straight_from_the_engines_pool_to_disk(
     assert session.metric(STRAIGHT) == pages
     session.process.kill()
 
-    # The manager's own lane can read these pages through host memory, like any others.
+    # Such pages can also be read through host memory, by the manager's own lane.
     session = start(engines, folder, disk__gds="off")
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.settle()
@@ -364,7 +367,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
     assert session.check_one(prompt).cached == 0
     session = start(engines, folder, **deployed)
     assert session.check_one(prompt).cached == prompt.whole_blocks
-    # The engine reports its metrics when it steps.
+    # The engine updates its metrics only when it steps.
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(STRAIGHT) == prompt.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_READS) == 0
@@ -373,7 +376,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
 def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """The same layers are lost in the middle of the forward pass, and the connector hides this from the engine."""
+    """Layers of a load fail in the middle of the forward pass, and the connector does not report it to the engine."""
     streaming = STREAMING | {"load__mode": "layerwise"}
     prompt = Prompt.of(601, stream)
     session = start(engines, folder, **streaming)
@@ -391,7 +394,7 @@ def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
 def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """As deployed: host memory is shared with the workers' processes, and the scheduler runs its own busy loop."""
+    """Runs as users do: the scheduler's process and the workers' processes are separate and share host memory."""
     session = start(
         engines,
         folder,
@@ -399,16 +402,16 @@ def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
         tensor_parallel_size=2,
         host__bytes=SMALL_HOST_BYTES,
     )
-    # More pages than the engine's own cache and host memory hold together.
+    # These prompts have more pages than fit in the engine's own cache and host memory together.
     prompts = [Prompt.of(900, stream + n, max_tokens=2) for n in range(PROMPTS_OF_900)]
     pages = 0
     for prompt in prompts:
         assert session.check_one(prompt).cached == 0
-        # A page that leaves host memory before a slow disk has written it is lost.
+        # A page would be lost if it were evicted from host memory before a slow disk has written it.
         pages += prompt.whole_blocks // BLOCK_TOKENS
         wait_written(session, pages)
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
-    # The engine reports its metrics when it steps.
+    # The engine updates its metrics only when it steps.
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(DISK_READS) > 0
 
@@ -442,12 +445,12 @@ def test_what_does_not_fit_host_memory_is_served_until_the_disk_fails(
         session.forget(number)
     assert session.metric("vllm:flexkv_evictions_total") > 0
     assert session.metric(DISK_READS) > 100
-    # All prompts at once compete for the few slots, and each gets its turn.
+    # Now all prompts run at once. They compete for the few slots of host memory, and each gets slots in turn.
     answers = session.check(*prompts)
     assert [answer.cached for answer in answers] == [prompt.whole_blocks for prompt in prompts]
     assert session.metric(NO_ROOM) == 0
     session.settle()
-    # The disk fails while the engine runs: the host tier continues.
+    # The disk fails while the engine runs. The host tier continues to serve.
     for slab in folder.rglob("*.slab"):
         os.truncate(slab, 4096)
     for number, prompt in enumerate(prompts):

@@ -1,6 +1,4 @@
-"""Loads and stores that fail in different ways. The output must be right every time, except in the control whose fault
-cannot be detected.
-"""
+"""Loads and stores that fail in different ways. The output must be right every time, except in the controls."""
 
 from __future__ import annotations
 
@@ -23,13 +21,15 @@ FAILED_LOADS = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 def faulty(
     engines: Engines, rules: list[dict[str, Any]], kind: dict[str, Any] = FAULTY, **settings: Any
 ) -> EngineSession:
-    """A new engine, because rules count operations from its start."""
+    """Starts a new engine, because fault rules count ops from the engine's start."""
     engines.close()
     return engines.get(connector(kind, **settings), {"FAULT_RULES": json.dumps(rules)})
 
 
 def failures_in_log(session: EngineSession) -> list[tuple[int, int, str]]:
-    """For each failed load in the engine's log at its default level: failed pages, all pages, and the reason."""
+    """Finds the failed loads in the engine's log, which has the default level. Returns, for each, the number of failed
+    pages, the number of all its pages, and the reason.
+    """
     found = FAILED_LINE.findall(session.process.log.read_text(errors="replace"))
     return [(int(failed), int(pages), reason) for failed, pages, reason in found]
 
@@ -74,8 +74,11 @@ PAGE_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "page": 3}]
 
 
 def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """A page of a load fails, and the step that contains it computes new blocks from it. Returns the prompt of all
-    these blocks, after the engine has recomputed them, given the right answer, and dropped them from its own cache."""
+    """Makes a page of a load fail, so that the engine computes new blocks from it.
+
+    Returns the prompt with all these blocks. By then the engine has recomputed them, given the right answer, and
+    dropped them from its own cache.
+    """
     prompt = Prompt.of(400, stream)
     longer = prompt.then(Prompt.of(500, stream + 1).ids)
     session.check_one(prompt)
@@ -96,7 +99,7 @@ def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: in
 
 
 def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: Engines, stream: int) -> None:
-    """What the test above would see if the computed blocks were not revoked."""
+    """Shows that the test above would fail if flexkv published the blocks that were computed from a failed load."""
     session = faulty(engines, PAGE_FAILS, CARELESS, load__mode="sync")
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
@@ -105,7 +108,7 @@ def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: 
 
 
 def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
-    """One page of a store fails, and so does one page of a load within a step."""
+    """In lazy mode, one page of a store fails, and one page of a load within a step."""
     rules = [
         {"action": "fail", "kind": "store", "nth_op": 0, "page": 1},
         {"action": "fail", "kind": "load", "nth_op": 0, "page": 2},
@@ -132,9 +135,7 @@ def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
 
 
 def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:
-    """Without digests nothing detects the damage: this is what the other tests would see if a wrong byte were
-    served.
-    """
+    """Without digests the damage is not found. So the other tests would fail if a wrong byte were served."""
     session = faulty(engines, [{"action": "corrupt", "kind": "store"}])
     prompt = Prompt.of(600, stream)
     session.check_one(prompt)
@@ -167,8 +168,8 @@ def test_failed_stores_are_misses(engines: Engines, stream: int) -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int, abort: bool) -> None:
-    """The load is reported only after the copy has ended; other requests run meanwhile, and the copy does not touch
-    their blocks.
+    """A load that is past its deadline is reported only after its copy has ended. Other requests run meanwhile and do
+    not get the blocks that the copy still writes.
     """
     rules = [{"action": "stall", "kind": "load", "nth_op": 0, "page": 1}]
     session = faulty(engines, rules, load__deadline_s=0.2, transfer__stuck_s=30)
@@ -187,7 +188,7 @@ def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int
         assert tuple(reply["requests"][0]["tokens"]) == session.reference.tokens(prompt)
     session.settle()
     assert session.call("requests_held")["held"] == 0
-    # Other requests reuse the blocks right away.
+    # Other requests can use the blocks at once.
     session.check(*others)
     session.forget()
     session.check(prompt, *others)
@@ -211,7 +212,9 @@ def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int
 def test_a_request_whose_loads_stay_too_slow_is_computed(
     engines: Engines, stream: int, load_mode: str
 ) -> None:
-    """No page is bad, so none is dropped, and the same promise would fail as long as copies stay slow."""
+    """No page is bad, so flexkv drops none. If it promised the same pages again, the load would fail again as long as
+    copies are slow.
+    """
     rules = [{"action": "delay", "kind": "load", "delay_s": 0.2}]
     session = faulty(
         engines, rules, load__mode=load_mode, load__deadline_s=0.1, transfer__stuck_s=30, host__verify=True

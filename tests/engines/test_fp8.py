@@ -1,5 +1,5 @@
-"""KV in eight bits: in all layers, and in all but one, so that the layers of a block differ in dtype. The bytes are
-moved unchanged, and no engine is served KV that another engine stored in a different type.
+"""KV in eight bits, either in all layers or in all but one, so that the layers of a block differ in dtype. flexkv moves
+the bytes unchanged, and no engine gets hits on KV that another engine stored in a different dtype.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_a_hit_equals_cold(engines: Engines, alone: Reference, kept: dict[str, A
 def test_no_engine_is_served_what_another_kept_in_another_type(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """Both engines use one folder on disk; pages of the two eight-bit types have the same size."""
+    """Three engines with different dtypes use one folder on disk in turn. Pages of two of them have the same size."""
     folder, prompt = tmp_path / "disk", Prompt.of(405, stream)
     for kind in (FP8, OTHER_FP8, BUT_ONE):
         session = start(engines, folder, engine=kind)

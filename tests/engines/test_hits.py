@@ -1,4 +1,4 @@
-"""Hits for every shape of lookup, loaded asynchronously and within the step."""
+"""Hits for prompts that match stored blocks in different ways, loaded between steps and within a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_longer_prompt_takes_the_prefix_that_is_known(session: EngineSession, 
     prompt = Prompt.of(901, stream)
     session.check_one(prompt.first(400))
     session.forget()
-    # The answer's tokens differ from those of the longer prompt, so only the common whole blocks can hit.
+    # The answer to the short prompt differs from the rest of the longer prompt, so only their common full blocks are
+    # hits.
     assert session.check_one(prompt).cached == 400 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -70,7 +71,7 @@ def test_the_next_turn_finds_what_was_generated(session: EngineSession, stream: 
     answer = session.check_one(turn)
     session.forget()
     following = turn.then(answer.tokens).then(Prompt.of(30, stream + 1).ids)
-    # The last generated token's KV was never computed.
+    # The KV of the last generated token was never computed.
     computed = (200 + 70 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert session.check_one(following).cached == computed
 

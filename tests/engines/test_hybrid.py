@@ -1,5 +1,6 @@
-"""A real model with several KV groups: a Gemma 3 with five sliding layers and a full one, which vLLM serves as six
-groups of one layer each. A hit needs all pages of the full group, and the last window's pages of the others."""
+"""A real model with several KV groups: a Gemma 3 with five sliding layers and one full layer, which vLLM serves as six
+groups of one layer each. A hit needs all pages of the full group, and of each sliding group the last window's pages.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_a_hit_equals_cold(hybrid: Any, stream: int) -> None:
 
 
 def test_a_hit_gives_the_log_probabilities_of_a_cold_answer(hybrid: Any, stream: int) -> None:
-    """The answers are equal in float32, whatever the size of the parts in which the prompt is computed."""
+    """In float32 the log probabilities are equal up to rounding, however the prompt is split for computation."""
     session = hybrid()
     prompt = Prompt.of(405, stream, log_probabilities=True)
     alone = session.reference.log_probabilities(prompt)
@@ -68,8 +69,8 @@ def test_bytes_stored_are_those_of_the_full_group_and_of_windows(hybrid: Any, st
 
 
 def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> None:
-    """Two prompts share a beginning that does not end at a boundary of either: the hit ends at the last checkpoint
-    before that.
+    """Two prompts share a beginning that does not end at a boundary. The hit ends at the last checkpoint before that
+    point.
     """
     session = hybrid(store__checkpoint_tokens=CHECKPOINT)
     prompt = Prompt.of(700, stream)
@@ -77,14 +78,16 @@ def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> 
     session.forget()
     sibling = prompt.first(500).then(Prompt.of(200, stream + 1).ids)
     assert session.check_one(sibling).cached == 500 // CHECKPOINT * CHECKPOINT
-    # A third prompt may branch off at the same point.
+    # A third prompt diverges at the same point. It gets a longer hit, because a boundary is now stored there.
     session.forget(seed=2)
     third = prompt.first(500).then(Prompt.of(150, stream + 2).ids)
     assert session.check_one(third).cached == 500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_control_every_group_is_needed(hybrid: Any, stream: int) -> None:
-    """Each load has the pages of another group damaged, and no digest is checked: the answers differ."""
+    """In each load the pages of a different group are damaged, and no digest is checked. Each time the answer changes,
+    so every group is needed.
+    """
     session = hybrid([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
     prompt = Prompt.of(405, stream, log_probabilities=True)
     cold = session.check_one(prompt)
@@ -130,7 +133,7 @@ def test_damaged_pages_of_any_group_are_found(hybrid: Any, stream: int) -> None:
 def test_pages_of_all_groups_on_disk_serve_the_next_engine(
     engines: Engines, gemma_3: Path, gemma_3_alone: Reference, tmp_path: Path, stream: int
 ) -> None:
-    """Two ranks, each with a stripe of every page."""
+    """Runs with two ranks, each of which has a stripe of every page."""
     more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
     prompt = Prompt.of(700, stream)
     for start in range(2):

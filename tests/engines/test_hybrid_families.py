@@ -1,4 +1,6 @@
-"""Models of several families with windows, chunks and states: each is served, and each of its KV groups is needed."""
+"""Models of several families with windows, chunks and states. Each model is served, and each of its KV groups is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ from .transformers_models import (
 
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 FAMILIES = [
-    # Only windows: no group holds all of a prompt.
+    # All layers have windows, so no group has all pages of a prompt.
     pytest.param(write_mistral, 0, 1, 0, 0, id="mistral"),
-    # Sinks are weights of the model, and not in the cache.
+    # This model has attention sinks, which are weights of the model and not part of the cache.
     pytest.param(write_gpt_oss, 1, 1, 0, 0, id="gpt-oss", marks=pytest.mark.long),
     pytest.param(write_llama_4, 1, 0, 3, 0, id="llama-4"),
     pytest.param(write_lfm_2, 1, 0, 0, STATE_LAYERS, id="lfm-2", marks=pytest.mark.long),
@@ -48,10 +50,11 @@ def test_a_family_is_served(
     chunks: int,
     states: int,
 ) -> None:
-    """Compares with the engine's first answer, when nothing is cached.
+    """Compares hits with the engine's first answer, which is computed while nothing is cached.
 
     Args:
-        full, windows, chunks, states: number of KV groups of each kind.
+        write: writes the model.
+        full, windows, chunks, states: number of the model's KV groups of each kind.
     """
     groups = full + windows + chunks + states
     rules = [{"action": "corrupt", "kind": "load", "nth_op": groups * g + g} for g in range(groups)]
@@ -62,7 +65,7 @@ def test_a_family_is_served(
     session = engines.another(
         connector(FAULTY, store__tokens="prompt"), {"FAULT_RULES": json.dumps(rules)}, **more
     )
-    # The text after a hit is short: a convolution forgets within a few tokens.
+    # Few tokens follow the hit, because a convolution's state affects only the next few tokens.
     prompt = Prompt.of(386, stream)
     [cold] = session.ask(prompt)
     session.settle()
@@ -74,7 +77,7 @@ def test_a_family_is_served(
         [answer] = session.ask(prompt)
         assert answer.cached == prompt.whole_blocks
         assert (answer.tokens != cold.tokens) == (group is not None), f"group {group} damaged"
-    # The hit ends with a chunk, so none of that chunk's pages is needed.
+    # The next token begins a new chunk, so no pages of chunked groups are needed for this hit.
     whole = Prompt.of(2 * CHUNK + 1, stream + 1)
     [cold] = session.ask(whole)
     session.forget()
@@ -83,7 +86,7 @@ def test_a_family_is_served(
 
 
 def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream: int) -> None:
-    """A Gemma 4. Compares with the engine's first answer, which is computed while nothing is cached."""
+    """Runs a Gemma 4, and compares hits with the engine's first answer, which is computed while nothing is cached."""
     more: dict[str, Any] = {
         "model": str(write_gemma_4(tmp_path / "model")),
         "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
@@ -105,7 +108,7 @@ def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream:
 def test_layers_that_share_kv_in_one_group_are_served(
     engines: Engines, tmp_path: Path, stream: int, base: dict[str, Any]
 ) -> None:
-    """A Gemma 3n. The control spoils what the engine's own prefix cache has."""
+    """Runs a Gemma 3n. The control overwrites the blocks in the engine's own prefix cache with garbage."""
     ours = engines.another(
         connector(base, load__mode="sync"),
         {"VLLM_USE_V2_MODEL_RUNNER": "0"},
@@ -124,7 +127,9 @@ def test_layers_that_share_kv_in_one_group_are_served(
 
 
 def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:
-    """Shows that vLLM's own prefix cache changes a Gemma 3n's answer."""
+    """flexkv refuses a Gemma 3n in such a pool, because there vLLM's own prefix cache changes the model's answer. The
+    test shows this too.
+    """
     more: dict[str, Any] = {
         "model": str(write_gemma_3n(tmp_path / "model")),
         "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,

@@ -1,5 +1,6 @@
-"""An engine with several KV groups is killed in the middle of its stores: some groups of a boundary are on disk, and
-others are still in the engine. The next engine serves the complete boundaries, and answers right."""
+"""An engine with several KV groups is killed in the middle of its stores, when some groups of a boundary are on disk
+and others are only in the engine. The next engine serves the complete boundaries, and its answers are right.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from .test_kill import DURABLE_WITHIN_S, wait_durable
 
 STORED_PROMPTS, STORES_A_PROMPT = 2, 3 * GROUPS
 STALLED = STORED_PROMPTS * STORES_A_PROMPT + GROUPS + 2
-"""The store that stalls: in a middle group, at the last prompt's second boundary."""
+"""Number of the store op that stalls. It stores a middle group at the second boundary of the last prompt."""
 
 
 def test_the_next_engine_takes_over_from_one_killed_between_groups(

@@ -1,5 +1,5 @@
-"""Many prompts of a model with several KV groups take turns, with room for the pages of only a few: in host memory, and
-with a disk behind it that is also too small. Which of a prompt's pages survive is left open.
+"""Many prompts of a model with several KV groups run in turn, and host memory has slots for the pages of only a few.
+Behind it there is no disk, or one that is also too small. The tests do not say which pages of a prompt stay cached.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ SMALL: dict[str, Any] = {
     "host__extent_bytes": 2 << 20,
     "store__checkpoint_tokens": CHECKPOINT,
 }
-"""A quarter of what the prompts store."""
+"""Settings of a host memory with a quarter of the size of all pages that the prompts store."""
 DISK_BYTES = 16 << 20
 EVICTIONS = "vllm:flexkv_evictions_total"
 DISK_EVICTIONS = "vllm:flexkv_disk_evictions_total"
 
 
 def play_in_turn(session: EngineSession, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[int]:
-    """Asks each pair of prompts together, so that two loads compete for slots; drops the engine's own cache before each
-    pair. Returns how many tokens of each prompt were served."""
+    """Sends the prompts of each pair together, so that two loads compete for slots. Before each pair, drops the
+    engine's own cache. Returns how many tokens of each prompt were hits.
+    """
     cached: list[int] = []
     for pair in pairs:
         session.forget(seed=len(cached))
@@ -51,8 +52,8 @@ def test_evicted_pages_are_missed_and_no_byte_is_wrong(
         prompt.first(CHECKPOINT + 40).then(Prompt.of(100, stream + 100 + n).ids)
         for n, prompt in enumerate(prompts)
     ]
-    # Each prompt runs beside the branch of the previous one; then in reverse order, because the last ones are still
-    # cached.
+    # Each prompt runs beside a prompt that diverges from the previous one. Then the pairs run in reverse order, because
+    # the pages of the last ones are still cached.
     pairs = [(prompt, branches[n - 1]) for n, prompt in enumerate(prompts)]
     first, again = play_in_turn(session, pairs), play_in_turn(session, reversed(pairs))
     session.settle()

@@ -1,4 +1,4 @@
-"""The cache of a model with several KV groups is reset: afterwards no group serves a page that was stored before."""
+"""Resets of the cache of a model with several KV groups: after a reset, no page that was stored before is served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .conftest import FAULTY, Engines
 from .session import EngineSession, Prompt
 
 SLOW_STORES = [{"action": "delay", "kind": "store", "delay_s": 0.01}]
-"""Slow enough to be under way when the reset comes."""
+"""Fault rules that make stores so slow that they are in flight when the reset comes."""
 FORGETFUL = FAULTY | {"kv_connector": "ForgetfulConnector"}
 
 
@@ -36,7 +36,9 @@ def test_a_reset_right_after_the_last_token(hybrid: Any, stream: int) -> None:
 
 
 def reset_on_new_weights(session: EngineSession, stream: int) -> tuple[Prompt, list[Prompt]]:
-    """A prompt that was stored before the reset, and prompts whose stores were under way."""
+    """Resets while stores are in flight, and changes the weights. Returns a prompt that was stored before the reset,
+    and the prompts whose stores were in flight.
+    """
     old = Prompt.of(700, stream)
     session.check_one(old)
     prompts = [Prompt.of(500 + 20 * n, stream + n + 1) for n in range(3)]
@@ -62,7 +64,7 @@ def test_new_weights_with_stores_in_flight(hybrid: Any, engines: Engines, stream
     session.forget()
     [hit] = session.ask(old)
     assert (hit.tokens, hit.cached) == (cold.tokens, old.whole_blocks)
-    # Prompts whose stores the reset interrupted were computed again, with the new weights alone.
+    # The prompts whose stores the reset interrupted were computed again, with the new weights only.
     asked = session.ask(*prompts)
     for prompt, answer in zip(prompts, asked, strict=True):
         salted = Prompt(prompt.ids, prompt.max_tokens, salt="nobody else's")

@@ -1,4 +1,4 @@
-"""Engines with equal keys give equal answers, and engines with different answers have different keys."""
+"""Engines that share keys give equal answers, and engines with different answers have different keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_NO_KV: dict[str, Any] = {
     "stream_interval": 3,
     "use_tqdm_on_load": False,
 }
-"""Arguments that look as if they affected KV, and do not; each with another value than elsewhere in these tests."""
+"""Arguments that seem to affect KV but do not. Each has a different value from the one in the other engine tests."""
 
 OF_KV: dict[str, Any] = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
 STORED = Prompt.of(601, 3131)
@@ -48,7 +48,7 @@ STORED = Prompt.of(601, 3131)
 
 @pytest.fixture(scope="module")
 def folder(all_engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A disk folder that has the whole blocks of STORED."""
+    """A disk folder in which an engine has stored the full blocks of the prompt STORED."""
     made = tmp_path_factory.mktemp("stored") / "disk"
     session = start(all_engines, made)
     assert session.check_one(STORED).cached == 0
@@ -57,8 +57,8 @@ def folder(all_engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def check_shares(session: EngineSession, stream: int) -> None:
-    """The engine is served what the first one stored, and what it computes itself equals the result of an engine
-    without its arguments.
+    """Checks that the engine gets hits on what the first engine stored, and that its own computation gives the same
+    answer as an engine without these arguments.
     """
     assert session.check_one(STORED).cached == STORED.whole_blocks
     assert session.check_one(Prompt.of(601, stream)).cached == 0
@@ -73,7 +73,7 @@ def test_an_argument_that_is_in_no_key_changes_no_answer(
 
 
 def test_a_scheduler_in_another_process_reads_the_same_configuration(engines: Engines, folder: Path) -> None:
-    """The copy that the model's loader returns may have been changed by it."""
+    """vLLM's model loader may change the copy of the configuration that it returns. Keys must not depend on that."""
     session = start(engines, folder, SEPARATE_CORE)
     assert session.check_one(STORED).cached == STORED.whole_blocks
 

@@ -1,4 +1,4 @@
-"""After the last request the remaining stores are made, and then nothing runs."""
+"""After the last request, the engine finishes the remaining stores and then idles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .session import Prompt
 
 
 def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: int) -> None:
-    """The engine's own loop, in its own process, must keep stepping while copies are under way, and then stop."""
+    """The loop of an engine in a process of its own must step while copies are in flight, and stop afterwards."""
     rules = [{"action": "delay", "kind": "store", "delay_s": 0.02}]
     session = engines.get(connector(FAULTY), {**SEPARATE_CORE, "FAULT_RULES": json.dumps(rules)})
     prompt = Prompt.of(900, stream, max_tokens=1)
     session.check_one(prompt)
-    # 28 pages at 20 ms each take much longer than the one token.
+    # The copies of 28 pages take 20 ms each, much longer than the computation of the one token.
     session.call("idle", seconds=3.0)
     assert session.call("reset")["done"]
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.call("idle", seconds=4.0)
     quiet = session.call("idle", seconds=3.0)["cpu_share"]
-    # Only a rough check (the benchmark measures this): an engine that spins would use a whole CPU.
+    # This is only a rough check, because a benchmark measures it: an engine that spins would use a full CPU.
     assert quiet < 0.3

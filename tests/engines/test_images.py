@@ -1,4 +1,4 @@
-"""Images under the real engine: the stored pages of a prompt with an image are served only for the same image."""
+"""Prompts with images in a real engine: the stored pages of such a prompt are served only for the same image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_disk import SLAB_BYTES, wait_durable
 from .transformers_models import IMAGE_TOKENS, write_idefics_3
 
 CAT, DOG = 1, 2
-"""Seeds of images."""
+"""Seeds of two different images."""
 BEFORE, AFTER = 70, 100
 PROMPT = BEFORE + IMAGE_TOKENS + 3 + AFTER
 WHOLE = (PROMPT - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -41,14 +41,14 @@ def engine_of(model: Path, log: Path, **engine: Any) -> EngineProcess:
 
 
 def ask(engine: EngineProcess, image: int, name: str = "") -> tuple[list[int], int]:
-    """The answer about an image, and the number of the prompt's tokens that were not computed."""
+    """Asks about an image. Returns the answer, and how many of the prompt's tokens were not computed."""
     reply = engine.call("ask_image", seed=image, before=BEFORE, after=AFTER, name=name)
     assert reply["prompt"] == PROMPT
     return reply["tokens"], reply["cached"]
 
 
 def answers_alone(model: Path, log: Path, **engine: Any) -> dict[int, list[int]]:
-    """Answers about each image from an engine without a connector and without a prefix cache."""
+    """Asks an engine without a connector and a prefix cache about each image, and returns its answers."""
     with engine_of(model, log, enable_prefix_caching=False, **engine) as alone:
         return {image: ask(alone, image)[0] for image in (CAT, DOG)}
 
@@ -62,7 +62,7 @@ def right(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
 
 @pytest.fixture
 def start(image_model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a new engine over one disk folder, after the end of the previous one."""
+    """Starts engines that use the same disk folder; each start first closes the engine before."""
     started: list[EngineProcess] = []
 
     def start_(
@@ -107,15 +107,16 @@ NAMES: list[tuple[str, dict[str, Any]]] = [
     ("", {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     ("mine", {}),
 ]
-"""The caller's name for an image, and the engine's arguments: in the first case vLLM numbers images from 0 in each
-run."""
+"""For each case, the caller's name for an image and the engine's arguments. With the arguments of the first case, vLLM
+numbers images from 0 in each run.
+"""
 
 
 def first_images_of_two_runs(
     start: Start, kind: Mapping[str, Any] | None, name: str, engine: dict[str, Any]
 ) -> tuple[list[int], int]:
-    """Two runs give different images the same name. Returns the second run's answer, and the number of tokens that it
-    did not compute.
+    """Runs two engines in turn that give the same name to different images. Returns the second engine's answer, and how
+    many tokens it did not compute.
     """
     session = start(kind, **engine)
     ask(session.process, CAT, name)
@@ -138,7 +139,7 @@ def test_control_a_name_taken_for_content_serves_another_image(
 
 
 def with_other_means(model: Path, folder: Path) -> Path:
-    """A copy of the model whose processor subtracts other means from an image's pixels."""
+    """Makes a copy of the model whose processor subtracts different means from an image's pixels."""
     shutil.copytree(model, folder)
     file = folder / "processor_config.json"
     settings = json.loads(file.read_text())

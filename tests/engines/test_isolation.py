@@ -1,4 +1,4 @@
-"""Requests with the same tokens and different KV: none may be served the blocks of another."""
+"""Requests with the same tokens but different KV: none may get hits on blocks of another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .session import EngineSession, Prompt
 
 
 def test_prompts_given_as_embeddings(engines: Engines) -> None:
-    """All prompts have the same token ids: zeros."""
+    """In vLLM all such prompts have the same token ids, namely zeros, so the ids do not tell them apart."""
     session = engines.get(connector(store__partial_blocks=True), enable_prompt_embeds=True)
     alone = engines.another(None, enable_prompt_embeds=True, enable_prefix_caching=False)
 
@@ -67,8 +67,8 @@ def test_lora_adapters_are_never_served_each_others_pages(
 def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new_one(
     engines: Engines, stream: int, tmp_path: Path, number: int, in_place: bool
 ) -> None:
-    """The engine computes with the former content until the adapter is loaded again, as another number or in place;
-    until then only the files have the new content.
+    """The adapter's files get new content, but the engine computes with the old content until the adapter is loaded
+    again, under another number or in place.
     """
     session = engines.get(connector(), enable_lora=True, max_lora_rank=8)
     alone = engines.another(None, enable_lora=True, max_lora_rank=8, enable_prefix_caching=False)
@@ -94,11 +94,11 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
     session.forget(1)
     wanted, _ = ask(other, 2, of=alone)
     assert wanted != former
-    # The engine does not say which content it computes with, so nothing is found, and nothing is stored.
+    # flexkv cannot know with which content the engine computes, so there are no hits, and nothing is stored.
     assert ask(other, number, in_place) == (wanted, 0)
     session.forget(2)
     assert ask(other, number) == (wanted, 0)
-    # The control: from a new path the same content is stored, and found.
+    # In the control, the same content is at a new path. It is stored, and the next request gets a hit.
     anew = shutil.copytree(folder, tmp_path / "anew")
     assert ask(other, 3, folder=anew) == (wanted, 0)
     session.forget(3)
@@ -108,8 +108,9 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
 def test_an_adapter_trained_anew_over_the_lives_of_three_processes(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """Name, number, path and vLLM's hashes stay the same; only the content shows that the pages on disk belong to the
-    former adapter."""
+    """The adapter's name, number and path and vLLM's hashes stay the same. Only its content shows that the pages on
+    disk belong to the old adapter.
+    """
     folder, disk = tmp_path / "adapter", tmp_path / "disk"
     prompt = Prompt.of(150, stream)
 
@@ -129,7 +130,7 @@ def test_an_adapter_trained_anew_over_the_lives_of_three_processes(
     write_lora(folder, 1)
     first, cached = life()
     assert cached == 0
-    # The control: what has not changed is served from disk.
+    # In the control, the adapter has not changed, and the next process gets a hit from disk.
     assert life() == (first, prompt.whole_blocks)
     shutil.rmtree(folder)
     write_lora(folder, 2)

@@ -1,5 +1,6 @@
-"""Processes of a running engine are killed in the middle of a load and of stores: the next engine takes over the
-folder, serves the durable pages, and answers right."""
+"""Single processes of a running engine are killed in the middle of a load or of stores. The next engine takes over the
+folder and serves the durable pages, and its answers are right.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from .test_parallel import TWO_RANKS
 
 DURABLE_WITHIN_S = 60.0
 GONE_WITHIN_S = 120.0
-"""A rank whose copy is delayed finishes the copy and closes its lanes before it exits."""
+"""Limit for the exit of the remaining processes. A rank first finishes a delayed copy and closes its lanes."""
 SLOW_S = 5.0
-"""How long one page of a load takes on one rank; the kill comes after the load has begun."""
+"""Time that one page of a load takes on one rank, so that the kill comes while the load is in flight."""
 
 
 def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> EngineSession:
-    """As deployed: the scheduler and both ranks run in their own processes. The processes of the previous engine may
-    still be exiting.
+    """Starts an engine whose scheduler and two ranks run in their own processes, as in deployment. Processes of the
+    previous engine may still be exiting.
     """
     settings: dict[str, Any] = {
         "disk__folders": str(folder),
@@ -38,14 +39,16 @@ def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> Engine
         **SEPARATE_CORE,
         **TWO_RANKS,
         "FAULT_RULES": json.dumps(rules),
-        # Functions reach the ranks through the scheduler's process.
+        # The test sends functions to the ranks through the scheduler's process; vLLM allows it only with this setting.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     return engines.another(connector(FAULTY, **settings), environment, tensor_parallel_size=2)
 
 
 def wait_durable(session: EngineSession, stream: int) -> None:
-    """Waits until everything written is reported as durable. The engine reports its metrics when it steps."""
+    """Waits until all written pages are reported as durable. It sends prompts, because the engine updates its metrics
+    only when it steps.
+    """
     ends_s = time.monotonic() + DURABLE_WITHIN_S
     while True:
         session.check_one(Prompt.of(5, stream, max_tokens=1))
@@ -57,7 +60,7 @@ def wait_durable(session: EngineSession, stream: int) -> None:
 
 
 def forget(session: EngineSession) -> None:
-    """Drops the engine's own cache as soon as no store holds its blocks any more."""
+    """Drops the engine's own cache. vLLM refuses while blocks are referenced, so this tries until the deadline."""
     ends_s = time.monotonic() + DURABLE_WITHIN_S
     while not session.call("reset")["done"]:
         assert time.monotonic() < ends_s, "blocks are still held"
@@ -65,7 +68,7 @@ def forget(session: EngineSession) -> None:
 
 
 def kill_while_loading(session: EngineSession, victim: str, *prompts: Prompt) -> None:
-    """Sends prompts, kills one process when a rank is copying, and waits until the others have released host memory."""
+    """Sends prompts, kills one process while a rank copies, and waits until no process maps flexkv's host memory."""
     asked = [prompt.wire() for prompt in prompts]
     reply = session.call("kill_while_copying", requests=asked, victim=victim)
     assert reply["acted"], "no copy had begun"
@@ -76,7 +79,7 @@ def kill_while_loading(session: EngineSession, victim: str, *prompts: Prompt) ->
 
 
 def maps_a_pool(pid: int) -> bool:
-    """Whether a process has flexkv's shared host memory mapped. It has no name in a file system."""
+    """Tells whether a process maps flexkv's shared host memory, which is not a file in a file system."""
     try:
         return "memfd:flexkv-pool" in Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -87,7 +90,7 @@ def maps_a_pool(pid: int) -> bool:
 def test_the_next_engine_takes_over_from_one_that_was_killed_in_part(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """One test, because engines start slowly."""
+    """This is one test for several kills, because engines start slowly."""
     known, fresh, later = Prompt.of(601, stream), Prompt.of(700, stream + 1), Prompt.of(650, stream + 2)
     folder = tmp_path / "disk"
 

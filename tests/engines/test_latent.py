@@ -1,5 +1,5 @@
-"""A real model with latent attention (MLA) on two ranks: both hold the same latent, and one stored stripe serves
-both.
+"""A real model with multi-head latent attention (MLA) on two ranks. Both ranks have the same latent, so flexkv stores
+one stripe for both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from .session import Prompt
 from .two_ranks import check_stored_once, start_two_ranks
 
 ROTARY_IN_TORCH = {"custom_ops": ["-rotary_embedding"]}
-"""vLLM 0.32's rotary kernel for CPUs treats MLA's slices as dense tensors and rotates the wrong numbers: K then depends
-on the rest of the batch, and no connector, vLLM's or flexkv's, can reproduce the answer."""
+"""Compilation settings that replace vLLM's rotary kernel with torch code. vLLM 0.32's kernel for CPUs treats MLA's
+slices as dense tensors and rotates the wrong numbers. K then depends on the rest of the batch, so no connector could
+reproduce an answer.
+"""
 
 
 @pytest.mark.timeout(600)  # it starts two engines, one of them with two workers

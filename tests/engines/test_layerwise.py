@@ -1,4 +1,4 @@
-"""Loads within the forward pass, layer by layer: the output is right, also if layers come late or fail."""
+"""Loads within the forward pass, layer by layer. The output is right even if layers come late or fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_hits_of_every_shape(engines: Engines, stream: int) -> None:
     for seed in (1, 2):
         session.forget(seed)
         assert session.check_one(prompt).cached == prompt.whole_blocks
-    # The engine still has a part of the prompt, and other prompts with the same beginning run beside it.
+    # The engine's own cache has the first blocks of the prompt, and two prompts with the same beginning run together.
     session.forget()
     session.check_one(prompt.first(4 * BLOCK_TOKENS))
     others = [prompt.then(Prompt.of(60 + n, stream + n).ids) for n in (1, 2)]
@@ -82,7 +82,7 @@ def test_what_a_failed_layer_led_to_is_not_published(
 
 
 def test_control_a_careless_connector_serves_it(engines: Engines, stream: int) -> None:
-    # Damages all pages, because a single page without two of its four layers might not change the output.
+    # All pages fail, because a single page without two of its four layers might not change the output.
     session = faulty(engines, [dict(ALL_PAGES)], CARELESS, **LAYERWISE)
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
@@ -101,7 +101,7 @@ def test_damaged_pages_are_found_layer_by_layer(engines: Engines, stream: int) -
 
 
 def test_two_ranks(engines: Engines, stream: int) -> None:
-    """Each rank runs in its own process, with stores by layer too."""
+    """Each rank runs in its own process, and stores are layerwise too."""
     session = engines.get(connector(store__mode="layerwise", **LAYERWISE), TWO_RANKS, tensor_parallel_size=2)
     prompt = Prompt.of(400, stream)
     session.check_one(prompt)

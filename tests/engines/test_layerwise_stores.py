@@ -1,5 +1,5 @@
-"""Stores within the forward pass, layer by layer: the pages equal those of whole-page stores, and none lacks a
-layer.
+"""Stores within the forward pass, layer by layer. The pages equal those of stores of complete pages, and no page lacks
+a layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ BY_LAYER: dict[str, Any] = {"store__mode": "layerwise"}
 
 
 def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stream: int) -> None:
-    """Several prompts at once, in chunks, and generated tokens: every page in host memory equals the engine's block."""
+    """Two prompts run together in chunks, and one of them generates more blocks. Every block in the engine's own cache
+    has an equal page in host memory.
+    """
     session = engines.get(connector(**BY_LAYER), max_num_batched_tokens=160, max_num_seqs=4)
     prompts = [Prompt.of(500, stream), Prompt.of(230, stream + 1, max_tokens=70)]
     session.check(*prompts)
@@ -30,7 +32,7 @@ def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stre
 
 
 def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
-    """Loads and stores by layer: pages that lack a layer, or were computed from such pages, are not published."""
+    """With layerwise loads and stores, pages that lack a layer, or were computed from such pages, are not published."""
     rules = [
         {"action": "fail", "kind": "store", "nth_op": 0, "layer": 2, "page": 4},
         {"action": "delay", "kind": "store", "layer": 1, "page": 0, "delay_s": 0.05},
@@ -45,7 +47,7 @@ def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks, "offered again, and stored"
     session.forget()
-    # The whole load fails, and layers computed from it are in host memory before the failure is reported.
+    # The complete load fails. Layers that were computed from it are in host memory before the failure is reported.
     session.check_one(longer)
     session.settle()
     assert session.metric(FAILED_LOADS) == prompt.whole_blocks // BLOCK_TOKENS

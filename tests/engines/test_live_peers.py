@@ -1,4 +1,4 @@
-"""Two engines that run at the same time serve each other's prompts, and survive each other's end."""
+"""Two engines that run at the same time serve each other's prompts. Each continues when the other one ends."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ LEFT_OUT = "vllm:flexkv_once_pages_total{outcome=left_out}"
 PROMOTED = "vllm:flexkv_once_pages_total{outcome=promoted}"
 WITHIN_S = 60.0
 ROUNDS = 8
-"""Prompts in which two ranks find each other: units are looked for twice a second, and a busy machine is slower."""
+"""Number of prompts within which two ranks find each other. A unit looks for peers twice a second, and less often on a
+busy machine.
+"""
 TOKENS = 581
 PAGES = (TOKENS - 1) // BLOCK_TOKENS
 
 
 def shared(tmp_path: Path, share: str = "host+disk", **more: Any) -> dict[str, Any]:
-    """The tiny model computes faster than anything is read."""
+    """Makes a configuration of an engine that shares pages. Reads are never skipped in favour of computation, which is
+    faster with the tiny model.
+    """
     return connector(
         peers__share=share,
         peers__folder=str(tmp_path / "run"),
@@ -73,8 +77,8 @@ def test_a_prompt_computed_in_one_engine_is_a_hit_in_the_other(
 def test_engines_of_six_kv_groups_serve_each_other(
     engines: Engines, gemma_3: Path, gemma_3_alone: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """Pages of each group come from the other engine's memory: all pages of the full group, the last window of the
-    others.
+    """Pages of each group come from the other engine's host memory: all pages of the full group, and the last window's
+    pages of the other groups.
     """
     more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
     one, other = (
@@ -109,7 +113,7 @@ def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int,
 def test_two_engines_keep_a_prompt_once_and_one_takes_it_over(
     engines: Engines, stream: int, tmp_path: Path, store: str
 ) -> None:
-    """The control is `own`: then both engines have the prompt."""
+    """With `peers.store: own`, the control, both engines keep the prompt."""
     told = shared(tmp_path, peers__store=store)
     one, other = engines.another(told), engines.another(told)
     prompt = Prompt.of(TOKENS, stream)
@@ -152,15 +156,17 @@ def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: 
 
 
 class Returned:
-    """Two engines: one stays and has stored a prompt, the other is killed and restarted.
+    """Two engines. One has stored a prompt and keeps running; the other is killed and restarted.
 
     Args:
-        retrained: weights that the restarted engine finds in place of the former ones.
+        told: the engines' `kv_transfer_config`.
+        retrained: folder with weights that replace the model's before the restart; None to keep them.
         environment: environment variables of the restarted engine.
 
     Attributes:
-        stays, back: the engines.
-        prompt: what `stays` has.
+        stays: the engine that keeps running.
+        back: the restarted engine.
+        prompt: the prompt that `stays` has stored.
     """
 
     def __init__(
@@ -188,7 +194,7 @@ class Returned:
 
 @pytest.fixture
 def own_model(model: Path, tmp_path: Path) -> Path:
-    """The model in a folder of the test's own."""
+    """A copy of the model in the test's own folder."""
     return Path(shutil.copytree(model, tmp_path / "model"))
 
 
@@ -238,8 +244,9 @@ def test_control_a_model_under_the_name_of_another_is_answered_for_it(
 def test_data_parallel_ranks_serve_each_other(
     model: Path, reference: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """With the default of `peers.share`, because the settings say that two units share the node. The second rank finds
-    the first while prompts are computed, so the ranks get several, one after the other."""
+    """`peers.share` is `auto`, which shares because the settings say that two units run on the node. The second rank
+    finds the first while prompts are computed, so the ranks get several prompts, one after the other.
+    """
     prompts = [Prompt.of(300, stream + number) for number in range(ROUNDS)]
     told = connector(
         host__bytes=24 << 20,

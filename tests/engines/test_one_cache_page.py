@@ -1,4 +1,6 @@
-"""Follows the steps of docs/one-cache.md, from its files and commands to its requests, with two real `vllm serve`."""
+"""Follows the steps of docs/one-cache.md with two real `vllm serve`: writes its files, and runs its commands and
+requests.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ ASK_DEADLINE_S = 120.0
 
 
 class Steps:
-    """The page's settings and commands, with this model, free ports, and pools that fit a test machine."""
+    """The settings and commands of the page, changed to use the test's model, free ports, and small pools."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         settings = re.search(r"```yaml\n(.*?)```", STEPS, re.DOTALL)
@@ -52,15 +54,15 @@ class Steps:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `vllm` and `flexkv` are those of this test, and units find each other in a folder of
-    their own.
+    """An environment in which the commands `vllm` and `flexkv` are those of the test's Python, and in which units find
+    each other in a folder that no other test uses.
     """
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     more = {"PATH": path, "XDG_RUNTIME_DIR": str(runtime), "COLUMNS": "200"}
     return {
-        # Other tests run without sharing; a reader has only the settings of the page.
+        # Other tests set variables that turn sharing off. Here only the page's settings must apply.
         **{name: value for name, value in os.environ.items() if not name.startswith("FLEXKV_")},
         **QUIET_ENVIRONMENT,
         **UNPINNED,
@@ -70,8 +72,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def named_vllm(folder: Path) -> Path:
-    """A folder that gives the installed vLLM the package name under which its command looks up its version: the wheel
-    for CPUs has another name.
+    """Makes a folder with metadata of a package named "vllm". The command `vllm` looks up its version under that name,
+    but the wheel for CPUs has a different name.
     """
     with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
@@ -85,7 +87,7 @@ def named_vllm(folder: Path) -> Path:
 
 @pytest.fixture
 def steps(model: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[Steps]:
-    """The state after the page's first step: both engines answer."""
+    """Runs the page's first step, until both engines answer."""
     steps, log = Steps(model, tmp_path), tmp_path / "engines.log"
     with log.open("wb") as out:
         shell = subprocess.Popen(
@@ -96,7 +98,8 @@ def steps(model: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[
             stdout=out,
             stderr=out,
             start_new_session=True,
-            # The engine ends even if the test is killed.
+            # When this process ends, even if it is killed, the kernel sends SIGTERM to the shell, which ends the
+            # engines.
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
     try:
@@ -143,7 +146,8 @@ def test_the_pages_steps_lead_to_two_engines_that_share(
     (hits,) = re.findall(r'flexkv_hit_blocks_total\{.*tier="peer-host"\} (\S+)', rest)
     (copied,) = re.findall(r'flexkv_peer_pages_total\{.*outcome="copied"\} (\S+)', rest)
     assert float(hits) == float(copied) > 2
-    # Who, model, what it shares, whose pages, in host memory, on disk, copied, missed.
+    # The columns of a row are: unit, model, what it shares, peer, the peer's pages in host memory and on disk, copied
+    # pages, missed pages.
     rows = [re.split(r"\s*│\s*", line)[1:-1] for line in rest.splitlines() if line.startswith("│")]
     assert {row[0] for row in rows} == {row[3] for row in rows}
     assert len(rows) == 2

@@ -1,4 +1,4 @@
-"""Reads from disk begin while a request waits in the real engine's queue."""
+"""Prefetches in a real engine: reads from disk begin while a request waits in the engine's queue."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PREFETCHED = "vllm:flexkv_disk_prefetched_pages_total"
 def read_at_first_asks(
     session: EngineSession, busy: Prompt, queued: Prompt, without_hook: bool = False
 ) -> list[int]:
-    """Sends two prompts at once to an engine that runs one at a time. Returns for each prompt the number of pages whose
-    read had begun when the scheduler first asked about the prompt. Only the second prompt is on disk.
+    """Sends two prompts at once to an engine that runs one at a time. Only `queued` is on disk. Returns, for each
+    prompt, the number of pages whose read had begun when the scheduler first asked about the prompt.
     """
     session.forget()
     session.call("drop_host")
@@ -34,7 +34,8 @@ def test_reads_begin_before_the_scheduler_first_asks(engines: Engines, stream: i
     pages = queued.whole_blocks // BLOCK_TOKENS
     assert session.check_one(queued).cached == 0
     busy = [Prompt.of(300, stream + n, max_tokens=8) for n in (1, 2)]
-    # Both are in the queue before the engine's first step, so the second's read has begun by the first ask.
+    # Both prompts are in the queue before the engine's first step, so the read for the second one has begun even before
+    # the scheduler asks about the first.
     assert read_at_first_asks(session, busy[0], queued) == [pages, pages]
     assert session.metric(PREFETCHED) == pages
     assert session.metric(DISK_HITS) == pages, "what was prefetched is the disk's"

@@ -1,4 +1,6 @@
-"""Too little room in the engine's pool, so that the engine preempts and evicts, and in the host tier, which evicts."""
+"""Too few blocks in the engine's pool, so that the engine preempts and evicts, and too few slots in the host tier, so
+that it evicts.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def test_preempted_requests_resume_right(
 
 
 def _conversations(session: EngineSession, stream: int, count: int, turns: int) -> list[int]:
-    """Runs conversations in rotation, turn by turn. Returns how many tokens of each turn after the first were
-    cached.
+    """Runs several conversations, one turn of each at a time. Returns, for each turn after a conversation's first, how
+    many tokens were cached.
     """
     talks = [Prompt.of(330 + 10 * n, stream + n) for n in range(count)]
     cached = []

@@ -1,4 +1,6 @@
-"""Engines that flexkv refuses at their start: each would crash, answer wrongly, or never be served."""
+"""Engine configurations that flexkv refuses at the start, because the engine would crash, give wrong answers, or never
+get a hit.
+"""
 
 from __future__ import annotations
 
@@ -84,15 +86,15 @@ def test_the_built_in_class_in_a_multi_connector_is_refused(engines: Engines) ->
 
 
 RANK_MEMORY = [Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
-"""Memory that vLLM's two CPU ranks share: under an external launcher every engine uses the same name."""
+"""Shared memory of vLLM's two CPU ranks. With an external launcher its names are the same for every engine."""
 
 
 @contextmanager
 def names_free(paths: Sequence[Path]) -> Iterator[None]:
-    """Moves another engine's files with these names aside, and puts them back at the end; a process that maps one is
-    not disturbed.
+    """Makes the names free within the `with` block: renames another engine's files, and renames them back at the end.
+    The processes that map the files do not notice.
 
-    A rank that ends during its start leaves its shared memory behind, which is removed unless a process still maps it.
+    A rank that ends during its start leaves its shared memory behind. This removes it, unless a process still maps it.
     """
     aside = {path: path.with_name(f"{path.name}.{uuid4().hex}") for path in paths if path.exists()}
     for path, other in aside.items():
@@ -110,13 +112,13 @@ def names_free(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def mapped_files() -> set[str]:
-    """Paths that processes of this machine map, as far as this user may read them."""
+    """Returns the paths of all files that processes on this machine map, as far as this user may read the maps."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text().splitlines()
         except OSError:
-            continue  # the process has ended, or belongs to another user, whose files this user cannot remove anyway
+            continue  # it has ended, or is another user's, whose files this user cannot remove anyway
         found |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return found
 
@@ -146,7 +148,7 @@ def no_leftovers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_leftovers")
 def test_ranks_of_an_external_launcher_are_refused(model: Path, tmp_path: Path) -> None:
-    """Each rank in its own process, as torchrun starts them."""
+    """Runs each rank in its own process, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

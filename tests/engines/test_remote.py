@@ -1,6 +1,7 @@
-"""A store that machines share, behind the real engine: one engine's computation serves the next, which starts empty.
-Values are damaged and forged, and processes are killed. Every answer is right, except that forged values visibly change
-it."""
+"""A store that machines share, behind a real engine. What one engine computes serves the next engine, which starts
+empty. Values are damaged or forged, and processes are killed. Every answer is right, except that a forged value changes
+it.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +50,10 @@ WITHIN_S = 60.0
 STORE_CALL_S = 10.0
 CHILD_S = 280.0
 TOKENS, HALF = 581, 321
-"""Lengths of a prompt that is stored in parts; its answer completes no further block."""
+"""Lengths in tokens of a prompt that is stored in parts, chosen so that the answer fills no further block."""
 
 TICK = Prompt.of(5, 7, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
-"""A prompt for one more step: in each step the engine reports its metrics and drives the tier."""
+"""A prompt that makes the engine step once more. In each step the engine updates its metrics and polls the tier."""
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +64,22 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def client(redis: RedisServer) -> Iterator[Store]:
-    """Another client of the store."""
+    """A client of the store that belongs to the test, not to an engine."""
     store = open_store(StoreOptions((redis.url,)))
     yield store
     store.close()
 
 
 def settings(redis: RedisServer, **more: Any) -> dict[str, Any]:
-    """Settings with generous limits for busy machines: the tests check what the store serves, not how soon."""
+    """Makes settings with generous time limits, because the tests check what the store serves, not how fast."""
     patient: dict[str, Any] = {"remote__probe_s": 10.0, "remote__wait_s": 30.0, "remote__get_s": 4.0}
-    # The tiny model computes faster than any store reads.
+    # To compute with the tiny model is faster than to read from any store, so the choice must be off.
     return {"remote__urls": redis.url, "disk__compute_if_faster": False} | patient | more
 
 
 @pytest.fixture
 def session(engines: Engines, redis: RedisServer) -> EngineSession:
-    """The engine that the tests with Redis share."""
+    """The engine that several tests with Redis share."""
     return engines.get(connector(**settings(redis)))
 
 
@@ -91,7 +92,7 @@ def until(session: EngineSession, done: Callable[[], bool], late: str) -> None:
 
 
 def wait_written(session: EngineSession) -> None:
-    """Waits until all pending values are in the store."""
+    """Waits until the engine writes no more values to the store."""
     session.settle()
 
     def is_still() -> bool:
@@ -105,13 +106,13 @@ def wait_written(session: EngineSession) -> None:
 
 
 def lose_host(session: EngineSession, seed: int = 1) -> None:
-    """Empties both the engine's cache and host memory."""
+    """Drops the engine's own cache and all pages in host memory."""
     session.forget(seed)
     assert session.call("drop_host")["left"] == 0
 
 
 class Grown:
-    """Increases of some metrics of an engine."""
+    """Measures by how much some metrics of an engine have increased."""
 
     def __init__(self, session: EngineSession, *names: str) -> None:
         self._session, self._names = session, names
@@ -126,7 +127,7 @@ class Grown:
 
 
 def names_in(redis: RedisServer) -> set[str]:
-    """Names of all values."""
+    """Returns the names of all values in the store."""
     with (
         socket.create_connection(("127.0.0.1", redis.port), STORE_CALL_S) as other,
         other.makefile("rb") as said,
@@ -152,7 +153,9 @@ def write(client: Store, name: str, value: np.ndarray) -> None:
 
 
 def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
-    """Writes the value of another page, sealed under this name, as anybody with write access to the store can do."""
+    """Writes the page of the value `other` under `name`, with a valid digest. Anybody who may write to the store can do
+    this.
+    """
     value = read(client, other, form.value_bytes)
     slot, trailer = np.zeros(4 * form.value_bytes, np.uint8), np.zeros(form.trailer_bytes, np.uint8)
     first = 0
@@ -168,7 +171,7 @@ def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
 def test_what_an_engine_computed_serves_the_next_one(
     engines: Engines, redis: RedisServer, client: Store, stream: int
 ) -> None:
-    """One test, because engines start slowly: the second engine also meets a damaged value, and a forged one."""
+    """The second engine also reads a damaged value and a forged one. This is one test because engines start slowly."""
     prompt, other = Prompt.of(TOKENS, stream), Prompt.of(500, stream + 1)
     pages = prompt.whole_blocks // BLOCK_TOKENS
     assert redis.ask("FLUSHALL") == b"+OK\r\n"
@@ -192,12 +195,12 @@ def test_what_an_engine_computed_serves_the_next_one(
     grown = Grown(session, HITS, HOST_HITS, READ, MISSED)
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert grown.by() == (pages, 0, pages, 0)
-    # The same again, from host memory.
+    # The second time the pages come from host memory.
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert grown.by() == (pages, pages, pages, 0)
 
-    # One bit flipped in one value: one page is missed, then recomputed with the pages after it, and written again.
+    # A bit is flipped in one value. Its page is missed, recomputed together with the pages after it, and written again.
     form = value_format(session)
     value = read(client, page_10, form.value_bytes)
     damaged = value.copy()
@@ -208,14 +211,14 @@ def test_what_an_engine_computed_serves_the_next_one(
     assert session.check_one(prompt).cached == HALF - 1
     wait_written(session)
     assert grown.by() == (HALF // BLOCK_TOKENS, 1, 1)
-    # A number that is computed again beside other tokens may differ in its last bits.
+    # Numbers that are recomputed in a different batch may differ in their last bits.
     again = read(client, page_10, form.value_bytes)
     assert not np.array_equal(again, damaged)
     kv, kv_again = (one[: -form.trailer_bytes].view(np.float32) for one in (value, again))
     assert np.allclose(kv_again, kv, atol=1e-4)
     lose_host(session)
 
-    # The control: nothing detects a wrong value with a valid digest, but the answer shows it.
+    # In the control, a wrong value has a valid digest. flexkv does not detect it, but the answer changes.
     forge(form, client, page_10, min(half))
     [answer] = session.ask(prompt)
     assert answer.cached == prompt.whole_blocks
@@ -227,7 +230,7 @@ def test_what_an_engine_computed_serves_the_next_one(
 
 
 def in_the_store_alone(session: EngineSession, stream: int) -> list[Prompt]:
-    """Two prompts whose pages are only in the store."""
+    """Makes two prompts whose pages are in the store and nowhere else."""
     prompts = [Prompt.of(601, stream), Prompt.of(500, stream + 1)]
     session.check(*prompts)
     wait_written(session)
@@ -303,7 +306,7 @@ def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
     right(session, prompts, reply)
     session.settle()
     lose_host(session)
-    # The store has no values for the new weights: all values belong to the old ones.
+    # After the reset the engine's weights count as new, and all values in the store belong to the old ones.
     assert [answer.cached for answer in session.check(*prompts)] == [0, 0]
     session.forget()
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
@@ -315,8 +318,8 @@ def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
 def test_a_disk_has_the_beginning_and_the_store_the_rest(
     engines: Engines, redis: RedisServer, tmp_path: Path, stream: int
 ) -> None:
-    """The first engine belongs to another tenant and finds nothing in the store: the control for all engines that are
-    served.
+    """The engine that fills the disk belongs to another tenant, so it finds nothing in the store. It is the control for
+    the tests in which an engine gets hits from the store.
     """
     prompt = Prompt.of(TOKENS, stream)
     on_disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": SLAB_BYTES}
@@ -372,7 +375,7 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
     grown = Grown(session, READ, MISSED)
     assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     assert grown.by() == (values, 0)
-    # The same prompt is served except for the last token, which is computed to sample from.
+    # The same prompt is a hit except for its last token, which the engine computes to sample the next one.
     lose_host(session)
     assert session.check_one(prompt).cached == 169
 
@@ -381,7 +384,7 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
 def test_two_ranks_read_what_two_ranks_have_written(
     engines: Engines, redis: RedisServer, stream: int
 ) -> None:
-    """As deployed: the scheduler in its own process, whose child reads into memory that both ranks share."""
+    """Runs as users do: the scheduler is in its own process, and its helper reads into memory that both ranks share."""
     assert redis.ask("FLUSHALL") == b"+OK\r\n"
     prompt = Prompt.of(TOKENS, stream)
     pages = prompt.whole_blocks // BLOCK_TOKENS

@@ -1,6 +1,4 @@
-"""Settings of requests (docs/requests.md), one after the other, on one running engine with a small host memory and a
-disk.
-"""
+"""Tries each setting of a request (docs/requests.md) on a running engine with a small host memory and a disk."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ WITHIN_S = 60.0
 TOKENS = 300
 WHOLE = (TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 SMALL_HOST_BYTES = 8 << 20
-"""About 58 blocks of the tiny model."""
+"""Host memory for about 58 blocks of the tiny model."""
 TRIED: set[str] = set()
 Ask = Callable[..., int]
 
@@ -42,7 +40,7 @@ def session(engines: Engines, folder: Path) -> EngineSession:
 
 @pytest.fixture
 def ask(session: EngineSession, stream: int) -> Ask:
-    """Sends the test's prompt with settings while the engine itself has none of it cached; returns the cached
+    """Sends the test's prompt with settings, after the engine's own cache was dropped. Returns the number of cached
     tokens.
     """
     prompt = Prompt.of(TOKENS, stream)
@@ -99,7 +97,7 @@ def test_only_named_tiers_are_read(
 ) -> None:
     ask()
     for number in range(1, 4):
-        # Other prompts displace it from host memory.
+        # These prompts evict the test's prompt from host memory.
         session.check_one(Prompt.of(900, stream + number))
     assert ask(name, without_disk, **{"flexkv.skip_save": True}) == 0
     assert ask(name, with_disk) == WHOLE
@@ -124,7 +122,7 @@ def test_namespaces_share_nothing(ask: Ask) -> None:
 
 
 def test_every_name_was_tried(request: pytest.FixtureRequest) -> None:
-    """Runs after the others, which need the names."""
+    """Runs after the other tests, which record the names that they try."""
     tests = [item for item in request.session.items if item.path == request.path]
     if len(tests) > 10:
         assert NAMES.keys() - TRIED == {"flexkv.blend"}, "test_blend.py tries it"
@@ -156,14 +154,15 @@ def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) ->
 def test_a_session_changes_its_settings(
     session: EngineSession, stream: int, first: dict[str, Any], second: dict[str, Any], blocks: int
 ) -> None:
-    """Two pieces of about four and a half blocks each; the first row is the control."""
+    """Runs a session of two pieces of four and a half blocks each. The first row of parameters is the control."""
     tokens = run_pieces(session, stream, first, second)
     assert session.check_one(Prompt((*tokens, 1))).cached == blocks * BLOCK_TOKENS
 
 
 def run_pieces(session: EngineSession, stream: int, *extras: dict[str, Any]) -> list[int]:
-    """Runs a session of pieces with these settings; returns the tokens of its whole blocks. The engine itself has none
-    of them afterwards."""
+    """Runs a streaming session with one piece per element of `extras`, then drops the engine's own cache. Returns the
+    tokens of the session's full blocks.
+    """
     session.forget()
     pieces = [Prompt.of(4 * BLOCK_TOKENS + 16, stream + n, max_tokens=1) for n in range(len(extras))]
     asked = [{**piece.wire(), "extra": extra} for piece, extra in zip(pieces, extras, strict=True)]

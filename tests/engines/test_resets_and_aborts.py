@@ -1,4 +1,4 @@
-"""Early ends: resets of caches and aborts of requests while copies are under way."""
+"""Resets of caches, and aborts of requests, while copies are in flight."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> 
 def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
     engines: Engines, stream: int, steps: int
 ) -> None:
-    """A reset of the engine's own cache preempts running requests: the next step looks them up again and finds their
-    pages.
+    """A reset of the engine's own cache preempts running requests. The next step looks them up again, and gets hits on
+    their pages.
     """
     session = engines.get(connector())
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
@@ -56,11 +56,11 @@ def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
 
 
 SLOW_STORES = {"FAULT_RULES": json.dumps([{"action": "delay", "kind": "store", "delay_s": 0.01}])}
-"""Slow enough to be under way when the reset comes."""
+"""Makes stores so slow that they are in flight when the reset comes."""
 
 
 def reset_during_stores(session: EngineSession, stream: int, steps: int, **how: Any) -> list[Prompt]:
-    """Resets while the prompts' blocks are being stored; when this returns, all prompts have been answered."""
+    """Resets while the prompts' blocks are being stored. Returns the prompts when all of them have been answered."""
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     reply = session.call(
         "reset_while_running",
@@ -86,14 +86,14 @@ def test_a_reset_with_stores_in_flight(engines: Engines, stream: int, steps: int
 
 @pytest.fixture
 def retrained(engines: Engines) -> Reference:
-    """An engine without a connector that also has the new weights."""
+    """An engine without a connector and with the new weights."""
     session = engines.another(None, enable_prefix_caching=False)
     session.call("load_new_weights")
     return Reference(session.process)
 
 
 def test_new_weights_with_stores_in_flight(engines: Engines, stream: int, retrained: Reference) -> None:
-    """No block computed with the old weights is served, even if its store was under way at the change."""
+    """A block that was computed with the old weights is not served, even if its store was in flight at the change."""
     engines.close()
     session = engines.get(connector(FAULTY), SLOW_STORES)
     old = Prompt.of(700, stream + 7)
@@ -103,11 +103,11 @@ def test_new_weights_with_stores_in_flight(engines: Engines, stream: int, retrai
     assert session.check_one(old).cached == 0
     session.check(*prompts)
     session.forget()
-    # Blocks of the new weights are stored and served, as those of the old weights were.
+    # Blocks that were computed with the new weights are stored and served.
     assert [answer.cached for answer in session.check(old, *prompts)] == [
         prompt.whole_blocks for prompt in (old, *prompts)
     ]
-    # The next test's reference has the old weights.
+    # Closes the engine, because the next test needs one with the old weights, like its reference.
     engines.close()
 
 
@@ -138,7 +138,7 @@ def test_a_reset_right_after_the_last_token(engines: Engines, stream: int) -> No
 @pytest.mark.parametrize(
     "steps", [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(6, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("load_mode", ["async", "sync"])  # first: consecutive cases share an engine
+@pytest.mark.parametrize("load_mode", ["async", "sync"])  # outer loop: consecutive cases share an engine
 def test_aborts_at_any_step_leave_nothing_behind(
     engines: Engines, stream: int, load_mode: str, steps: int
 ) -> None:
@@ -161,7 +161,7 @@ def test_aborts_at_any_step_leave_nothing_behind(
 
 
 def not_loaded(session: EngineSession) -> tuple[float, float]:
-    """The number of pages of failed loads, and of cancelled loads."""
+    """Returns the number of pages whose load failed, and of those whose load was cancelled."""
     session.settle()
     failed = session.metric("vllm:flexkv_failed_pages_total")
     return failed, session.metric("vllm:flexkv_cancelled_pages_total{direction=load}")

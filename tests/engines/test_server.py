@@ -1,4 +1,4 @@
-"""A real API server: SIGTERM keeps host memory's pages on disk, a reset drops both."""
+"""A real API server. After SIGTERM, the pages of host memory are kept on disk. A reset drops the pages of both."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PROMPT, MAX_TOKENS = 20 * BLOCK_TOKENS + 5, 8
 PAGES = "vllm:flexkv_disk_pages_total"
 HITS = "vllm:flexkv_hit_tokens_total"
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Without it the server has no route that resets or pauses."""
+"""Environment variables without which the server has no routes for resets and pauses."""
 RESET_DEADLINE_S = 60.0
 
 
 @pytest.fixture
 def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
-    """Starts a server over one disk folder, to which pages are written only when host memory evicts them, or at an
-    orderly end.
+    """Starts servers that use the same disk folder. Pages are written to it only when host memory evicts them, or when
+    the server ends in order.
     """
     started = 0
 
@@ -56,7 +56,9 @@ def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
 
 
 def check_series_before_the_first_request(server: HttpServer) -> None:
-    """If a counter appeared only with its first increment, a rate over it would miss that increment."""
+    """Checks that every metric is exported before the first request. If a counter appeared only with its first
+    increment, a rate over it would miss that increment.
+    """
     for metric in METRICS.values():
         name = f"vllm:{metric.name}" + ("_count" if metric.kind is MetricKind.HISTOGRAM else "")
         names = [label for label, _ in metric.labels]
@@ -69,14 +71,14 @@ def check_series_before_the_first_request(server: HttpServer) -> None:
 
 
 def reset(server: HttpServer, path: str) -> None:
-    """Repeats a reset that fails because a copy is under way, as the docs advise."""
+    """Resets. While a copy is in flight a reset fails, so this repeats it, as the docs advise."""
     ends_s = time.monotonic() + RESET_DEADLINE_S
     while not server.post(path)["success"]:
         assert time.monotonic() < ends_s, server.log_tail()
 
 
 def hits_after(server: HttpServer, path: str, ids: list[int], expected: list[int]) -> float:
-    """The number of a prompt's tokens that flexkv serves after a call of a route; the answer must be right."""
+    """Calls a route, then sends a prompt and checks the answer. Returns how many of the prompt's tokens were hits."""
     before = server.metric(HITS)
     if "reset" in path:
         reset(server, path)
@@ -95,17 +97,17 @@ def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServ
         expected = server.complete(ids, MAX_TOKENS)
         assert (
             server.metric(PAGES, direction="write") == 0
-        )  # what is served next can only have been written at the orderly end
+        )  # so what the next server finds on disk was written at the orderly end
         server.terminate()
     with serve() as server:
         assert server.complete(ids, MAX_TOKENS) == expected
         assert server.metric(PAGES, direction="read") == PROMPT // BLOCK_TOKENS
         whole = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
         for path, tokens in [
-            ("/reset_prefix_cache", whole),  # only the engine's own cache
+            ("/reset_prefix_cache", whole),  # drops only the engine's own cache
             ("/pause?clear_cache=false", whole),
             ("/reset_prefix_cache?reset_external=true", 0),
-            ("/reset_prefix_cache", whole),  # stored again since
+            ("/reset_prefix_cache", whole),  # the prompt was stored again after the previous reset
             ("/pause", 0),
         ]:
             assert hits_after(server, path, ids, expected) == tokens, path

@@ -1,4 +1,4 @@
-"""A real model with fewer KV heads than ranks: both ranks hold the same head, and one stored stripe serves both."""
+"""A real model with fewer KV heads than ranks. Both ranks have the same head, so flexkv stores one stripe for both."""
 
 from __future__ import annotations
 

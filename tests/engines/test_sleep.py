@@ -1,4 +1,6 @@
-"""vLLM's sleep on the real engine: vLLM 0.32 calls no hook of its workers' connectors, so the reset ends the copies."""
+"""Sleep mode in a real engine. vLLM 0.32 calls no hook of the workers' connectors before it sleeps, so flexkv ends all
+copies in the reset that precedes the sleep.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SLOW = {
         [{"action": "delay", "kind": kind, "delay_s": 0.01} for kind in ("store", "load")]
     )
 }
-"""Slow enough to be under way when the engine is sent to sleep."""
+"""Makes stores so slow that they are in flight when the engine is sent to sleep."""
 
 
 @pytest.fixture
@@ -92,8 +94,9 @@ def test_what_the_docs_say_is_left_after_a_call(
 
 
 def test_an_engine_in_processes_of_its_own_steps_until_nothing_moves(engines: Engines, stream: int) -> None:
-    """The test cannot reach the workers from the scheduler: if a copy were left at the reset, vLLM's sleep would
-    raise."""
+    """The scheduler cannot end copies of workers in other processes. If a copy were in flight at the reset, vLLM's
+    sleep would raise.
+    """
     session = engines.get(connector(SLEEPY), SLOW | SEPARATE_CORE)
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     session.check(*prompts)

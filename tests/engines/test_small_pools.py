@@ -1,4 +1,4 @@
-"""An engine's pool that is little larger than one prompt: a prompt that fits host memory is stored whole."""
+"""An engine whose pool is little larger than one prompt. A prompt that fits host memory is stored completely."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .session import BLOCK_TOKENS, EngineSession, Prompt
 
 PAGES = 34
 POOL_BLOCKS = int(1.2 * PAGES) + 2
-"""1.2 times the prompt's blocks, the block of its answer, and the null block."""
+"""Blocks in the engine's pool: 1.2 times those of a large prompt, one for the answer, and the null block."""
 OTHERS = 7
 PAGE_BYTES = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
 ENGINE: dict[str, Any] = {
@@ -26,17 +26,17 @@ DROPPED = "vllm:flexkv_dropped_store_pages_total"
 
 
 def large(stream: int, max_tokens: int = 2) -> Prompt:
-    """A prompt of `PAGES` whole blocks, and one token for the engine to compute."""
+    """Makes a prompt of `PAGES` full blocks and one more token, which the engine computes."""
     return Prompt.of(PAGES * BLOCK_TOKENS + 1, stream, max_tokens=max_tokens)
 
 
 def small(stream: int) -> list[Prompt]:
-    """Seven requests that each hold one block and fill none."""
+    """Makes seven prompts that each use one block and do not fill it."""
     return [Prompt.of(20 + n, stream + 1 + n, max_tokens=5) for n in range(OTHERS)]
 
 
 def start(engines: Engines, **settings: Any) -> EngineSession:
-    """An engine whose host memory has room for one or two large prompts, and little more."""
+    """Starts an engine whose host memory has slots for two large prompts and little more."""
     return engines.get(connector(host__bytes=(2 * PAGES + 8) * PAGE_BYTES, **settings), **ENGINE)
 
 
@@ -46,8 +46,8 @@ def check_stored_whole(session: EngineSession, prompt: Prompt) -> None:
 
 
 def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
-    """The prompt runs alone and beside others, with few pages in flight, so that most pages are stored after the
-    prompt's end.
+    """The prompt runs alone, then beside others. Few pages may be in flight, so most pages are stored after the request
+    has ended.
     """
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     alone, beside = large(stream), large(stream + 100)
@@ -60,8 +60,8 @@ def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
 
 
 def test_what_the_next_prompt_needs_is_not_waited_for(engines: Engines, stream: int) -> None:
-    """Consecutive large prompts take each other's blocks; each answer is right, and pages that were not stored are
-    counted.
+    """Each large prompt takes the blocks of the previous one before all of them are stored. Every answer is right, and
+    the pages that were not stored are counted.
     """
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     before = session.metric(DROPPED)
@@ -90,8 +90,8 @@ def test_an_aborted_request_and_a_reset_leave_nothing_held(engines: Engines, str
 
 
 def test_lazy_stores_lose_nothing(engines: Engines, stream: int) -> None:
-    """Large prompts run at once, and each gets the blocks of the previous one: every page is either in the engine's own
-    prefix cache or stored.
+    """Several large prompts are sent at once, and each gets the blocks of the previous one. Afterwards every page is in
+    the engine's own prefix cache or stored.
     """
     session = engines.get(
         connector(host__bytes=4 * PAGES * PAGE_BYTES, store__mode="lazy"),
@@ -109,7 +109,7 @@ MODES = [(store, load) for store in ("eager", "layerwise") for load in ("async",
 
 
 def check_alone_and_beside(session: EngineSession, stream: int) -> None:
-    """A prompt is stored whole, alone and beside seven others."""
+    """Checks that a prompt is stored completely if it runs alone, and if it runs beside seven others."""
     alone, beside = large(stream), large(stream + 100)
     session.check_one(alone)
     check_stored_whole(session, alone)
@@ -131,7 +131,7 @@ def test_every_mode_stores_a_prompt_whole(
 
 @pytest.mark.long
 def test_every_mode_is_right_with_async_scheduling(engines: Engines, stream: int) -> None:
-    """Two batches are in flight: a request ends one step after its last forward pass was planned."""
+    """With async scheduling two batches are in flight, so vLLM finds the end of a request one step late."""
     session = engines.get(
         connector(host__bytes=(2 * PAGES + 8) * PAGE_BYTES, store__inflight_pages=FEW_IN_FLIGHT),
         async_scheduling=True,

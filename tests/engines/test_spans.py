@@ -1,4 +1,4 @@
-"""An engine that traces: spans of flexkv's ops reach the engine's collector, with the ids of the engine's requests."""
+"""Tracing in a real engine: spans of flexkv's ops reach the engine's collector and have the engine's request ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spans = dict[str, list[dict[str, str | int]]]
 
 
 class Collector(ThreadingHTTPServer):
-    """Receives spans by OTLP over HTTP."""
+    """A server that receives spans over OTLP/HTTP."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Export)
@@ -32,7 +32,7 @@ class Collector(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1/traces"
 
     def spans(self) -> Spans:
-        """Attributes of the spans so far, by name."""
+        """Returns the attributes of all spans received so far, by the span's name."""
         found: Spans = {}
         for request in list(self.requests):
             for resource in ExportTraceServiceRequest.FromString(request).resource_spans:
@@ -101,5 +101,5 @@ def test_ops_are_spans_beside_the_engines_own(
         (load,) = arrived(collector, "flexkv load from host memory")
         assert (load["flexkv.pages"], load["flexkv.failed_pages"]) == (pages, 0)
         own = [str(span["gen_ai.request.id"]) for span in arrived(collector, "llm_request", count=2)]
-        # Within the engine, a request's id is that of the front end with a suffix.
+        # The engine's id of a request is the front end's id with a suffix.
         assert any(str(load["gen_ai.request.id"]).startswith(name) for name in own), (load, own)

@@ -1,6 +1,7 @@
-"""A real model with recurrent states: a Qwen3-Next with three layers of states per layer of attention, which vLLM
-serves as four KV groups. A hit needs all pages of the attention group and, from each other group, the state at the
-hit's end. A state is kept wherever a step of the engine ended at a block boundary."""
+"""A real model with recurrent states: a Qwen3-Next with three layers of states and one of attention, which vLLM serves
+as four KV groups. A hit needs all pages of the attention group and, of each other group, the state at the end of the
+hit. The engine keeps a state wherever one of its steps ends at a block boundary.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from .transformers_models import STATE_LAYERS, write_qwen_3_next
 
 GROUPS = STATE_LAYERS + 1
 BLOCK_TOKENS = 288
-"""vLLM makes a block of attention as large as a state."""
+"""Tokens per block. vLLM chooses the number so that a block of attention is as large as a state."""
 PART_TOKENS, PART_BLOCKS = 640, 2
-"""The most that vLLM computes of a prompt in one step: in tokens, and in whole blocks."""
+"""The largest part of a prompt that vLLM computes in one step, in tokens and in full blocks."""
 MOST_ASKED = 10
-"""How often a prompt is asked for its states to be stored."""
+"""How many times a prompt is sent at most until all its states are stored."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
-    # On a CPU with AVX512-BF16 vLLM chooses this type by itself; on others it would choose bfloat16 and smaller blocks.
+    # vLLM chooses float32 only on a CPU with AVX512-BF16. On other CPUs it would choose bfloat16 and smaller blocks.
     "mamba_ssm_cache_dtype": "float32",
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
@@ -38,7 +39,7 @@ DAMAGED_LOADS = [
     *({"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)),
     {"action": "delay", "kind": "store", "delay_s": 0.01},
 ]
-"""Damages each group in turn, and keeps stores under way for a while."""
+"""Fault rules that damage the pages of a different group in each load, and make stores slow."""
 LATE = FAULTY | {"kv_connector": "LateConnector"}
 TALKATIVE = FAULTY | {"kv_connector": "TalkativeConnector"}
 CHECKPOINT = {"store__checkpoint_tokens": PART_BLOCKS * BLOCK_TOKENS}
@@ -54,18 +55,18 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Alone:
-    """An engine with vLLM's own prefix cache and nothing else, whose answers must be matched token for token.
+    """The reference: an engine with vLLM's own prefix cache and no connector. Answers must equal its answers.
 
     In bfloat16 the last bits of a state depend on the parts in which a prompt was computed, and an answer may depend on
     these bits. So a hit is compared with a hit of the same length in vLLM's own cache. If the answers differ, it is
-    compared with an answer that was computed in one part, as the session's was.
+    compared with the reference's answer to the prompt alone, without a hit.
     """
 
     def __init__(self, process: EngineProcess) -> None:
         self._session = EngineSession(process, Reference(process))
 
     def answer(self, prompt: Prompt, *before: Prompt) -> Answer:
-        """The answer to a prompt after other prompts, which are all still cached."""
+        """Sends `before` to the empty engine, then the prompt. Returns the answer to the prompt."""
         self._session.forget()
         *_, answer = [self._session.ask(one)[0] for one in (*before, prompt)]
         return answer
@@ -74,7 +75,8 @@ class Alone:
         """Sends the prompt to `session`, compares the answers, and returns the length of the hit.
 
         Args:
-            before: earlier prompts for the reference to hit; by default the hit part of the same prompt.
+            before: prompts that the reference computes first, so that it gets a hit; by default the part of `prompt`
+                that was a hit in `session`.
         """
         [ours] = session.ask(prompt)
         if not before and ours.cached:
@@ -102,7 +104,7 @@ def alone(qwen: Path) -> Iterator[Alone]:
 
 @pytest.fixture
 def states(engines: Engines, qwen: Path) -> Callable[..., EngineSession]:
-    """Starts an engine with states."""
+    """Starts engines with a model that has states."""
 
     def start(
         rules: Sequence[Any] | None = None,
@@ -119,15 +121,15 @@ def states(engines: Engines, qwen: Path) -> Callable[..., EngineSession]:
 
 
 def whole(prompt: Prompt) -> int:
-    """Tokens of the longest hit that a prompt can have."""
+    """Returns the length of the longest hit that a prompt can have, in tokens."""
     return (len(prompt.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def store_whole(session: EngineSession, alone: Alone, prompt: Prompt) -> int:
-    """Sends a new prompt repeatedly until all its pages are stored; returns their number.
+    """Sends a new prompt repeatedly until all its pages are stored. Returns their number.
 
     While a prompt is computed, the engine reuses the block of an earlier state of the prompt. If the copy of that state
-    has not ended by then, as on a busy machine, the state is lost.
+    has not ended by then, which happens on a busy machine, the state is not stored.
     """
     for _ in range(MOST_ASKED):
         stored, cancelled = session.metric(STORED), session.metric(CANCELLED)
@@ -148,7 +150,8 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
     session.forget()
     [hit] = session.ask(prompt)
     assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
-    # The last state is within the prompt. It also serves the prompt's next turn, and prompts that branch off after it.
+    # The last stored state lies before the end of the prompt. It also serves the next turn of the conversation, and
+    # prompts that diverge after it.
     session.forget(seed=2)
     turn = prompt.then((*cold.tokens, *Prompt.of(400, stream + 1).ids))
     assert alone.check(session, turn, prompt) == whole(prompt)
@@ -159,7 +162,9 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
 
 
 def test_a_state_whose_copy_outlasts_its_block_is_lost(states: Any, alone: Alone, stream: int) -> None:
-    """All copies stall while the prompt is computed; the prompt's last boundary is served."""
+    """All copies stall while the prompt is computed. The states of the first part are not stored; those at the last
+    boundary are.
+    """
     session = states([{"action": "stall", "kind": "store"}], **CHECKPOINT)
     stored, cancelled = session.metric(STORED), session.metric(CANCELLED)
     prompt = Prompt.of(1000, stream)
@@ -196,7 +201,9 @@ def test_a_state_within_a_prompt_serves_those_who_share_its_beginning(
 def test_states_that_end_within_blocks_are_not_taken_for_others(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """If vLLM hashes parts of blocks, it also keeps states at other lengths, and names the block of each."""
+    """If vLLM hashes parts of blocks, it also keeps states at lengths that are not block boundaries. flexkv must not
+    take their blocks for states at a boundary.
+    """
     session = states(engine={"prefix_match_unit": 32})
     prompt = Prompt.of(1000, stream)
     [cold] = session.ask(prompt)
@@ -209,9 +216,11 @@ def test_states_that_end_within_blocks_are_not_taken_for_others(
 
 
 def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -> None:
-    """Each load has the pages of another group damaged, and no digest is checked: the answers differ."""
+    """In each load the pages of a different group are damaged, and no digest is checked. Each time the answer changes,
+    so every group is needed.
+    """
     session = states(DAMAGED_LOADS)
-    # A state forgets, so the answer must come soon after it.
+    # Few tokens follow the hit, because the effect of a state fades.
     prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
     [cold] = session.ask(prompt)
     for group in range(GROUPS):
@@ -238,10 +247,11 @@ def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
 def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """A state is needed only for hits that end at its own boundary; the attention group's first page is needed for
-    every hit.
+    """A state is needed only for hits that end at its own boundary, so if it fails, a shorter hit is possible. The
+    attention group's first page is needed for every hit.
     """
-    failing = (GROUPS - 1, 3 * GROUPS)  # after a failing load come a shorter load and a complete one
+    # The first prompt has three loads of GROUPS ops each: one that fails, a shorter one, and a complete one.
+    failing = (GROUPS - 1, 3 * GROUPS)
     rules = [{"action": "fail", "kind": "load", "nth_op": op, "page": 0} for op in failing]
     session = states(rules, **CHECKPOINT)
     for number, served in enumerate((PART_BLOCKS * BLOCK_TOKENS, 0)):
@@ -298,7 +308,7 @@ def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alon
 def test_two_ranks_serve_states_from_disk_after_a_restart(
     engines: Engines, qwen: Path, tmp_path: Path, stream: int
 ) -> None:
-    """The first engine is killed; each of its ranks holds a stripe of every state."""
+    """The first engine is killed. Each of its two ranks had stored a stripe of every state."""
     prompt = Prompt.of(1000, stream)
     answers = []
     for _ in range(2):

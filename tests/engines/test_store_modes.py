@@ -1,4 +1,4 @@
-"""What is stored, and through which of vLLM's interfaces."""
+"""Store modes: which blocks are stored and when, also through vLLM's built-in FlexKV connector."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_without_the_engines_prefix_caching_lazy_stores_are_eager(engines: Engin
 
 
 def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
-    # Lazy stores look two steps ahead: with short steps, the pool's unused blocks are given out first.
+    # Lazy stores look two steps ahead. Steps are short here, so that the engine hands out the pool's unused blocks
+    # first.
     session = engines.get(
         connector(store__mode="lazy"),
         num_gpu_blocks_override=41,
@@ -61,13 +62,13 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
     session = engines.get(connector(BUILT_IN))
     prompt = Prompt.of(700, stream, max_tokens=40)
     answer = session.check_one(prompt)
-    # No step follows the last one: its stores were made within it, before the blocks are spoiled.
+    # No step follows the last one, so its stores must have ended within it, before the blocks are overwritten.
     assert session.call("reset")["done"]
     spoiled = session.call("scribble")
     assert spoiled["blocks"] == spoiled["free"]
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.forget()
-    # The reduced mode stores prompt blocks only.
+    # This mode stores only blocks of prompts.
     assert session.check_one(prompt.then(answer.tokens)).cached == 700 // BLOCK_TOKENS * BLOCK_TOKENS
     warnings = session.process.log.read_text()
     assert "reset" in warnings
@@ -75,7 +76,9 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
 
 
 def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> None:
-    """Two prompts of 3 and 7 tokens: the second gets 3 tokens from the first one's tail; 48 of 50 slots stay free."""
+    """The second of two prompts, of 3 and 7 tokens, gets a hit on the first one's partial tail of 3 tokens. 48 of 50
+    slots stay free.
+    """
     page_bytes = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
     session = engines.get(
         connector(
@@ -87,7 +90,7 @@ def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> No
     session.forget()
     assert session.check_one(longer).cached == 3
     session.settle()
-    # Gauges are reported in steps, so this runs one more step that stores nothing.
+    # Gauges are updated only in steps, so this runs a step that stores nothing.
     session.check_one(
         Prompt.of(5, stream + 1, max_tokens=2, extra={"kv_transfer_params": {"skip_save": True}})
     )
@@ -103,7 +106,7 @@ def test_partial_tails_extend_a_hit_to_the_last_token(engines: Engines, stream: 
     session.forget()
     assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     session.forget()
-    # The same prompt again is served except for the last token, which is computed to sample from.
+    # The same prompt is a hit except for its last token, which the engine computes to sample the next one.
     assert session.check_one(prompt).cached == 169
 
 
@@ -113,7 +116,7 @@ def test_partial_tails_hold_what_was_generated(engines: Engines, stream: int) ->
     answer = session.check_one(prompt)
     session.forget()
     following = prompt.then(answer.tokens).then(Prompt.of(40, stream + 1).ids)
-    # The last generated token's KV was never computed.
+    # The KV of the last generated token was never computed.
     assert session.check_one(following).cached == 170 + len(answer.tokens) - 1
 
 

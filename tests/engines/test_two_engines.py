@@ -1,6 +1,6 @@
-"""Several `vllm.LLM` in one process with VLLM_ENABLE_V1_MULTIPROCESSING=0, where vLLM keeps one worker's connector.
-
-Engines work one after the other. A second engine beside a live one is refused at its start, and the first continues.
+"""Several `vllm.LLM` in one process, with VLLM_ENABLE_V1_MULTIPROCESSING=0. vLLM then keeps one worker's connector for
+the whole process, so engines can only run one after the other. A second engine beside a running one is refused at its
+start, and the first continues.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) -> dict
 
 
 def make(session: EngineSession, name: str, engine: Mapping[str, Any]) -> str:
-    """The error of an engine that did not start; empty if it started."""
+    """Starts an engine. Returns its error if it does not start, otherwise an empty string."""
     reply = session.call("make_other", name=name, engine=dict(engine), deadline_s=START_DEADLINE_S)
     return str(reply["refused"])
 
 
 def check(session: EngineSession, name: str, *prompts: Prompt) -> int:
-    """Tokens that the engine did not compute; its output must be the reference's."""
+    """Sends prompts and checks that the answers are the reference's. Returns the number of tokens that were hits."""
     reply = session.call("ask_other", name=name, requests=[prompt.wire() for prompt in prompts])
     answers = [Answer.of(result) for result in reply["requests"]]
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -56,7 +56,7 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
     told = arguments(model, connector(base, **settings)) | {"async_scheduling": False}
     session = engines.another(None)
     mine, yours = [[Prompt.of(290 + 10 * n, stream + 4 * k + n) for n in range(3)] for k in range(2)]
-    # A start that fails leaves no connector in the process.
+    # After a start that fails, no connector is left in the process.
     too_small = arguments(model, connector(base, host__bytes=64, **settings)) | {"async_scheduling": False}
     assert make(session, "failed", too_small).startswith("CapacityError")
     assert make(session, "first", told) == ""
@@ -79,7 +79,7 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
 def test_an_engine_beside_one_with_another_connector_is_refused(
     engines: Engines, model: Path, stream: int, tmp_path: Path
 ) -> None:
-    """vLLM would pass its loads and stores to a connector of another engine."""
+    """vLLM would pass the second engine's loads and stores to the connector of the first."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

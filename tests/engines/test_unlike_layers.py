@@ -1,5 +1,6 @@
-"""Real models whose layers differ: the last layers of a Gemma 3n attend to the KV of earlier ones, and vLLM calls the
-hooks of all layers; a Gemma 4 has heads of two sizes. Here vLLM keeps all layers in one KV group.
+"""Real models whose layers differ. The last layers of a Gemma 3n attend to the KV of earlier layers, although vLLM
+calls the connector's hooks for all layers. A Gemma 4 has heads of two sizes. In these tests vLLM keeps all layers in
+one KV group.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .transformers_models import (
 
 DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 TOKEN_BYTES_OF_ONE = KV_HEADS * 2 * 4
-"""Bytes of K and V in float32, per element of a head in each layer."""
+"""Bytes of K and V in float32 per token and layer, for each element of a head."""
 MOVED, STORE = "vllm:flexkv_moved", "{direction=store}"
 ASYNC: dict[str, str] = {}
 LAYERWISE = {"load__mode": "layerwise", "store__mode": "layerwise"}
@@ -36,7 +37,12 @@ LAYERWISE = {"load__mode": "layerwise", "store__mode": "layerwise"}
 
 @dataclass(frozen=True)
 class Model:
-    """One family of models; `heads` is the set of head sizes over all layers that have KV."""
+    """One family of models.
+
+    Attributes:
+        write: writes the model into a folder, and returns the folder.
+        heads: sum of the head sizes of all layers that have KV.
+    """
 
     write: Callable[[Path], Path]
     heads: int
@@ -59,7 +65,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model on disk, and an engine without a connector that runs it."""
+    """A model of the family on disk, and the answers of an engine without a connector that runs it."""
 
     model: Model
     folder: Path
@@ -69,7 +75,7 @@ class Family:
 @pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     folder = request.param.write(tmp_path_factory.mktemp("family") / "model")
-    # Without a connector vLLM gives sliding layers their own blocks.
+    # Without a connector vLLM gives sliding layers blocks of their own, so this engine needs a larger pool.
     log = folder.parent / "engine.log"
     with engine_alone(folder, log, num_gpu_blocks_override=4 * POOL_BLOCKS) as alone:
         yield Family(request.param, folder, alone)
@@ -79,7 +85,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_layers_that_differ_are_stored_once_and_served(
     engines: Engines, family: Family, settings: dict[str, Any], stream: int
 ) -> None:
-    """The engine's first store is damaged in transit: only the output shows it."""
+    """The engine's first store is damaged in transit, as a control: the output of a hit on it must change."""
     ours = engines.another(
         connector(FAULTY, **settings),
         {"FAULT_RULES": json.dumps(DAMAGED_STORE)},

@@ -1,5 +1,5 @@
-"""Plugins beside the real engine: its tokens are those of an engine alone, plugins can ask what it has cached, and no
-plugin outlives it.
+"""Plugins beside a real engine. The engine's tokens are those of an engine without plugins, plugins can ask what it has
+cached, and no plugin runs after the engine has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ASK_S = 60.0
 
 
 def cached_alone(session: EngineSession, prompt: Prompt) -> int:
-    """The number of cached tokens of a prompt that the engine itself does not have."""
+    """Drops the engine's own cache, then sends the prompt. Returns how many of its tokens flexkv had cached."""
     session.forget()
     return session.check_one(prompt).cached
 
@@ -65,7 +65,7 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     session.forget()
     session.call("drop_host")
 
-    # The example, as a process with the plugin's environment, while the engine serves another prompt.
+    # The published example runs as a process with a plugin's environment, while the engine serves another prompt.
     shutil.copy(EXAMPLE, tmp_path)
     (tmp_path / "prompts.jsonl").write_text(f"{list(prompt.ids)}\n")
     name = (folder / "socket.scheduler").read_text().strip()
@@ -90,7 +90,7 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert session.metric("vllm:flexkv_hit_blocks_total{tier=host}") == before + pages, "host memory had them"
 
-    # A namespace is erased, in host memory and on disk.
+    # A plugin erases a namespace, in host memory and on disk.
     tenants = replace(other, extra={"kv_transfer_params": {"flexkv.namespace": "tenant"}})
     assert cached_alone(session, tenants) == 0
     assert cached_alone(session, tenants) == tenants.whole_blocks, "the control: it is there before"
@@ -102,11 +102,12 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     assert cached_alone(session, tenants) == 0
     assert cached_alone(session, prompt) == prompt.whole_blocks
 
-    # Every running plugin is killed while the engine steps; then the engine ends, and no process is left.
+    # All plugins and keepers are killed while the engine runs. The engine continues, and a keeper is started again.
+    # When the engine ends, no process is left.
     running = processes_of(folder)
     assert running
-    # Stopped first: a shell whose child was killed would start another child, which nothing kills once the keeper is
-    # gone.
+    # All of them are stopped before any is killed. Otherwise a shell whose child was killed would start another child,
+    # which nothing would kill after the keeper has ended.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in running:
             with contextlib.suppress(ProcessLookupError):

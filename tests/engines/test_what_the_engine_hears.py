@@ -1,4 +1,4 @@
-"""The connector's reports to the engine's scheduler: the work that is left, and blocks that were added and removed."""
+"""The connector's reports to the engine's scheduler: whether work is left, and which blocks were stored and removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_store_in_flight_is_work_and_holds_no_block(session: EngineSession, st
     session.check_one(prompt)
     assert [rank["stalled"] for rank in session.call("faults")["ranks"]] == [1]
     in_flight = session.call("connector_says")
-    # The cache may lose a store, so preempted output counts as work; and no block has to wait for the copy.
+    # The engine must keep stepping until the store has ended. But a store may be lost, so vLLM need not recompute a
+    # preempted request for it, and no block has to wait for the copy.
     assert in_flight == {
         "requires_kv_delivery": False,
         "pending_block_frees": False,
@@ -70,12 +71,12 @@ def test_events_name_blocks_as_the_engine_does(session: EngineSession, stream: i
 EVENTS = {"enable_kv_cache_events": True, "publisher": "null"}
 
 Announced = list[tuple[Any, ...]]
-"""Hashes, parent and tokens of each block."""
+"""For each event, the block's hashes, its parent's hash, and its tokens."""
 
 
 def on_disk(engines: Engines, folder: Path, **environment: str) -> EngineSession:
-    """A new engine over the folder, after the end of the previous one; its announcements are recorded from its first
-    step on.
+    """Starts an engine that uses the folder, after the previous engine has ended. Its events are recorded from its
+    first step on.
     """
     session = engines.get(
         connector(disk__folders=str(folder), disk__bytes_per_folder="64MiB"),
@@ -95,7 +96,7 @@ def announced(session: EngineSession, medium: str) -> Announced:
 
 
 def stored_on_disk(session: EngineSession, stream: int, blocks: int = 3) -> Announced:
-    """Stores blocks and waits until they are announced on disk; returns what was announced."""
+    """Stores blocks and waits for the events that announce them on disk. Returns what these events announced."""
     session.check_one(Prompt.of(blocks * BLOCK_TOKENS + 10, stream, max_tokens=2))
     session.settle()
     ends_s = time.monotonic() + WITHIN_S

@@ -1,5 +1,6 @@
-"""Writes small models of families that Hugging Face transformers knows, with random float32 weights, the same on each
-run."""
+"""Writes small models of families that Hugging Face transformers supports. Their weights are random, and the same in
+each run.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ LLAMA_LAYERS = 2
 KV_HEADS, HEAD = 2, 32
 SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
-"""Tokens that a sliding layer sees; shorter than the tests' prompts."""
+"""Number of tokens that a sliding layer attends to; less than the length of the tests' prompts."""
 STATE_LAYERS, STATE_HEAD = 3, 128
 IMAGE_EDGE, PATCH, SCALE = 112, 14, 2
 IMAGE_TOKENS = (IMAGE_EDGE // PATCH // SCALE) ** 2
-"""Tokens of an image, without the three around them."""
+"""Number of tokens of an image, without the three special tokens around them."""
 IMAGE_TOKEN = "<image>"
 IMAGE_WEIGHT_STD = 0.3
 CHUNK = 256
-"""Tokens of a chunk; a layer of chunked attention sees only the tokens of one chunk."""
+"""Number of tokens of a chunk. In a layer with chunked attention, a token attends only to tokens of its own chunk."""
 COMMON: dict[str, Any] = {
     "vocab_size": PRESETS["tiny"].vocabulary,
     "hidden_size": 128,
@@ -37,7 +38,7 @@ COMMON: dict[str, Any] = {
 
 
 def write_gemma_3n(folder: Path) -> Path:
-    """A Gemma 3n: its last layers compute no KV and attend to the KV of earlier layers."""
+    """Writes a Gemma 3n. Its last layers compute no KV and attend to the KV of earlier layers."""
     from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
     config = Gemma3nTextConfig(
@@ -56,7 +57,7 @@ def write_gemma_3n(folder: Path) -> Path:
 
 
 def write_gemma_4(folder: Path) -> Path:
-    """A Gemma 4: its full layers have heads of another size than its sliding ones."""
+    """Writes a Gemma 4. The heads of its full layers have a different size from those of its sliding layers."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
@@ -74,7 +75,7 @@ def write_gemma_4(folder: Path) -> Path:
 
 
 def write_mistral(folder: Path) -> Path:
-    """A Mistral 7B 0.1: every layer attends to a window, and none to the whole prompt."""
+    """Writes a small model like Mistral 7B 0.1: every layer attends to a window, and none to the complete prompt."""
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
@@ -88,7 +89,7 @@ def write_mistral(folder: Path) -> Path:
 
 
 def write_gpt_oss(folder: Path) -> Path:
-    """A GPT-OSS: every other layer attends to a window, and each head has a sink in addition to the tokens."""
+    """Writes a GPT-OSS. Every other layer attends to a window, and each head has an attention sink."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -105,7 +106,7 @@ def write_gpt_oss(folder: Path) -> Path:
 
 
 def write_llama_4(folder: Path) -> Path:
-    """A Llama 4: three layers of four attend within a chunk of the text."""
+    """Writes a Llama 4. Three of its four layers have chunked attention."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     config = Llama4TextConfig(
@@ -123,8 +124,10 @@ def write_llama_4(folder: Path) -> Path:
 
 
 def write_lfm_2(folder: Path) -> Path:
-    """An LFM2: three layers of four are short convolutions, whose states are their last inputs. vLLM also needs the
-    names of the published models, besides those of transformers."""
+    """Writes an LFM2. Three of its four layers are short convolutions, whose states are their last inputs. The written
+    configuration has some settings twice: vLLM reads them under the names of the published models, transformers under
+    its own.
+    """
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(
@@ -145,7 +148,7 @@ def write_lfm_2(folder: Path) -> Path:
 
 
 def write_llama_with_one_kv_head(folder: Path) -> Path:
-    """A Llama whose queries share one head of K and V."""
+    """Writes a Llama with a single KV head, which all query heads share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -155,8 +158,9 @@ def write_llama_with_one_kv_head(folder: Path) -> Path:
 
 
 def write_qwen_3_next(folder: Path) -> Path:
-    """A Qwen3-Next: three layers of four keep a recurrent state instead of K and V. It uses bfloat16 and heads of 128,
-    because vLLM's kernels for CPUs support nothing else."""
+    """Writes a Qwen3-Next. Three of its four layers keep a recurrent state instead of K and V. It has bfloat16 weights
+    and state heads of 128, because vLLM's kernels for CPUs support nothing else.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -179,7 +183,7 @@ def write_qwen_3_next(folder: Path) -> Path:
 
 
 def write_hrm_text(folder: Path) -> Path:
-    """An HRM-Text, a prefix LM: every token of a prompt attends to all of it."""
+    """Writes an HRM-Text. It is a prefix LM: every token of a prompt attends to all tokens of the prompt."""
     from transformers import HrmTextConfig, HrmTextForCausalLM
 
     config = HrmTextConfig(**COMMON, num_hidden_layers=2, num_layers_per_stack=1, H_cycles=1, L_cycles=1)
@@ -187,8 +191,9 @@ def write_hrm_text(folder: Path) -> Path:
 
 
 def write_idefics_3(folder: Path) -> Path:
-    """An Idefics 3, which takes images: among the image models that vLLM runs on a CPU, its processor needs neither
-    torchvision nor any file from a hub. An image is one part of the prompt, whatever its size."""
+    """Writes an Idefics 3, which takes images. Among the image models that vLLM runs on a CPU, it is used because its
+    processor needs neither torchvision nor any file from a hub. An image of any size is one part of the prompt.
+    """
     from transformers import (
         Idefics3Config,
         Idefics3ForConditionalGeneration,
@@ -233,7 +238,7 @@ def write_idefics_3(folder: Path) -> Path:
         scale_factor=SCALE,
         tie_word_embeddings=False,
     )
-    # A wide distribution, so that the image affects the answer.
+    # The weights are large enough that the image affects the answer.
     return _write_weights(Idefics3ForConditionalGeneration, config, folder, IMAGE_WEIGHT_STD)
 
 
@@ -248,7 +253,7 @@ def _write_weights(kind: Any, config: Any, folder: Path, std: float) -> Path:
 
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(), torch.no_grad():
-        # Tensors of one dimension keep the model's initial values.
+        # Only tensors of two or more dimensions are replaced below; others, such as norms, keep their initial values.
         torch.manual_seed(0)
         model = kind(config)
         for weight in model.parameters():

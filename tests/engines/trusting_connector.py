@@ -1,4 +1,4 @@
-"""A connector for a control: it identifies an image by its name, which flexkv's own connector does not do."""
+"""A connector for a control: it always identifies an image by its name, which flexkv's own connector does not do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexkv.adapters.vllm.input_names import InputNames
 
 
 class TrustingConnector(FlexKVConnector):
-    """Runs in the engine's own process, so that the replaced functions affect no other engine."""
+    """Replaces a method of flexkv for its process. The engine runs in a process of its own, so no other is affected."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         InputNames.first_of_run = lambda self, request: None  # type: ignore[method-assign]

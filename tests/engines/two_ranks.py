@@ -1,4 +1,4 @@
-"""Two ranks that hold the same KV: one stored stripe serves both."""
+"""Helpers for tests in which two ranks have the same KV, so that flexkv stores one stripe for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 
 
 def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
-    """Also starts an engine without a connector for comparison. The first store is damaged in transit."""
+    """Starts an engine with two ranks, whose first store is damaged in transit, and an engine without a connector to
+    compare with.
+    """
     alone = engines.another(None, **engine)
     environment = {**TWO_RANKS, "FAULT_RULES": json.dumps(DAMAGED_STORE)}
     ours = engines.another(connector(FAULTY), environment, tensor_parallel_size=2, **engine)
@@ -21,17 +23,18 @@ def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
 
 
 def check_stored_once(session: EngineSession, stream: int, block_tokens: int, token_bytes: int) -> Prompt:
-    """Checks that pages are stored once for both ranks and serve both. Returns a stored prompt.
+    """Checks that pages are stored once and serve both ranks. Returns a stored prompt.
 
     Args:
-        token_bytes: bytes per token, for both ranks together.
+        token_bytes: bytes that are stored per token, for both ranks together.
     """
 
     def served(prompt: Prompt) -> int:
-        # The engine computes at least the last token itself.
+        # The engine always computes the last token itself.
         return (len(prompt.ids) - 1) // block_tokens * block_tokens
 
-    # Comes first, because the engine's first store is damaged. Without digests only the output shows a wrong byte.
+    # The engine's first store is damaged, so this prompt is the control. No digest is checked, and the output must
+    # change.
     damaged = Prompt.of(300, stream + 1)
     session.check_one(damaged)
     session.forget()
