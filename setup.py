@@ -1,8 +1,8 @@
-"""setuptools front end of the native core: our own ninja file, no torch, no CUDA needed.
+"""Builds the native core for setuptools with a ninja file that build_support writes. Needs neither torch nor CUDA.
 
-FLEXKV_CUDA=auto|1|0 (default auto; in place on a machine without a GPU 0), FLEXKV_CUDA_ARCHS='80;90;100+PTX',
-FLEXKV_SANITIZE=address|thread|undefined,
-FLEXKV_WERROR=1 (warnings are errors), CXX=compiler, MAX_JOBS=n.
+Environment variables: FLEXKV_CUDA=auto|1|0 (default auto; for a build in place on a machine without a GPU, 0),
+FLEXKV_CUDA_ARCHS='80;90;100+PTX', FLEXKV_SANITIZE=address|thread|undefined, FLEXKV_WERROR=1 (warnings are errors),
+CXX=compiler, MAX_JOBS=n.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ TESTS = Path(__file__).resolve().parent / "tests"
 
 
 class FreshModules(build_py):
-    """Collects the package's modules anew: setuptools adds to what an earlier build has left under build/, so a module
-    that was renamed since would be in the wheel by its former name too."""
+    """Removes what an earlier build left under build/ before it collects the package's modules. setuptools would
+    only add to that, so that a module that was renamed since would also be in the wheel under its former name.
+    """
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -34,14 +35,15 @@ class FreshModules(build_py):
 
 
 class NinjaBuild(build_ext):
-    """Builds `flexkv.c_ext` under build/ and copies it to where setuptools wants it; what is to be installed elsewhere
-    without symbols for debuggers, which are four fifths of its bytes. In place, where there are tests, also the module
-    that is theirs alone."""
+    """Builds `flexkv.c_ext` under build/ and copies it to where setuptools expects it. If the build is not in
+    place, the copy has no symbols for debuggers, which are four fifths of its bytes. If the build is in place and
+    the tree has tests, this also builds the tests' own extension.
+    """
 
     in_place = False
 
     def run(self) -> None:
-        self.in_place = bool(self.inplace)  # setuptools builds elsewhere first, and forgets it meanwhile
+        self.in_place = bool(self.inplace)  # saved, because setuptools clears `inplace` during the build
         super().run()
 
     def build_extension(self, ext: Extension) -> None:
@@ -58,8 +60,8 @@ class NinjaBuild(build_ext):
             built[TESTS / name] = ninja.add_testing_extension(name)
         ninja.run()
         for place, library in built.items():
-            # copy (not copy2): a fresh mtime keeps setuptools from preferring the other variant's older file. Put in
-            # place by its name alone: a process that has the former one mapped keeps it whole.
+            # copy (not copy2) gives the file a new modification time; otherwise setuptools might prefer an older file
+            # of a different variant. The rename leaves the former file intact for processes that have it mapped.
             beside = place.with_name(f"new-{place.name}")
             shutil.copy(library, beside)
             beside.replace(place)

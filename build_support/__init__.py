@@ -1,1 +1,3 @@
-"""Build tools of setup.py, the Makefile and the tests: preflight, environments, toolchains, ninja files."""
+"""Tools with which setup.py, the Makefile and the tests check the machine, make environments and build the native
+core.
+"""

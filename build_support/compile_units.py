@@ -2,7 +2,7 @@
 
 The compiler spends much of its time on headers that most files of a folder include. So in variants with a sanitizer,
 which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit. A unit is a generated file that
-includes these files. Compiler messages name the included file. Any two files of a folder can be in one unit, so
+includes these files. Compiler messages still show the included file. Any two files of a folder can be in one unit, so
 declarations in their anonymous namespaces need different names; otherwise the compiler reports a redefinition and names
 both files.
 
@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOGETHER = 12
-"""Most files per unit. More files save little compile time, and a change in one file would recompile more."""
+"""The most files per unit. Larger units would save little compile time, and a change in one file would recompile
+more.
+"""
 
 BINDINGS_TOGETHER = 4
 """Most files per unit of bindings, in variants that users run. Compiling bindings together takes two thirds of the time
@@ -36,7 +38,7 @@ ALONE = {
     "tests/native/test_emulated_copies.cpp": EMULATES_CUDA,
     "tests/native/test_emulated_transform.cpp": EMULATES_CUDA,
 }
-"""The reason why a file must not share a unit with others, by file."""
+"""Files that must not share a unit with other files, each with the reason."""
 
 BEGINNING = """\
 // Written by build_support/compile_units.py.
@@ -73,7 +75,7 @@ def units(
     sources: Iterable[Path], root: Path, flags: Callable[[Path], str], most: int = TOGETHER
 ) -> list[Unit]:
     """Divides `sources`, which are below `root`, into units of at most `most` files. The files of a unit are in one
-    folder and have equal `flags`. Each file in `ALONE`, and each that is not C++, is a unit of its own.
+    folder and have equal `flags`. Each file in `ALONE`, and each that is not C++, is a separate unit.
     """
     found, together = [], defaultdict(list)
     for source in sources:

@@ -11,17 +11,18 @@ import os
 from pathlib import Path
 
 FATAL = {"FATAL_CXX": "-Werror", "FATAL_NVCC": "-Werror all-warnings"}
-"""The flag, by the environment variable that carries it to the compiler."""
+"""The flag of each compiler, by the environment variable through which the compiler gets it."""
 
 NOTE = ".warned"
 """Suffix of the marker file beside an object; the file holds the compiler's output."""
 
 
 def warnings_are_errors() -> bool:
-    """Whether FLEXKV_WERROR is set. Off by default: a newer compiler's new warnings must not break an install.
+    """Whether FLEXKV_WERROR is `1`. The default is `0`, so that the new warnings of a newer compiler do not break an
+    install.
 
     Raises:
-        ValueError: its value is neither `1` nor `0`.
+        ValueError: FLEXKV_WERROR is neither `1` nor `0`.
     """
     value = os.environ.get("FLEXKV_WERROR", "0")
     if value not in ("0", "1"):
@@ -30,8 +31,8 @@ def warnings_are_errors() -> bool:
 
 
 def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
-    """Returns a ninja command that runs a compiler's `command` with the flag in `variable`, and makes or removes the
-    marker file.
+    """Returns a ninja command that runs a compiler's `command` with the flag in the environment variable
+    `variable`, and makes or removes the marker file.
     """
     note = f"$out{NOTE}"
     return (
@@ -41,7 +42,8 @@ def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
 
 
 def flags_for_warnings(folder: Path) -> dict[str, str]:
-    """Removes the objects in `folder` that ninja must make again, and returns variables for ninja's environment.
+    """Returns the variables for ninja's environment. If warnings are errors, also removes the objects in `folder` that
+    compiled with a warning, so that ninja makes them again.
 
     Raises:
         ValueError: FLEXKV_WERROR is neither `1` nor `0`.

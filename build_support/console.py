@@ -1,4 +1,4 @@
-"""Output of the build tools: one line per step, and errors that say what to do."""
+"""Prints the output of the build tools: one line per step, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def say(text: str) -> None:
 
 
 def fail(text: str) -> NoReturn:
-    """Ends the program with exit code 1 and the reason on stderr."""
+    """Prints the reason to stderr, and ends the program with exit code 1."""
     print(f"flexkv: error: {text}", file=sys.stderr, flush=True)
     raise SystemExit(1)

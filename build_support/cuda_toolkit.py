@@ -1,4 +1,4 @@
-"""Finds a CUDA toolkit, and checks that it can compile and link before anything relies on it."""
+"""Finds a CUDA toolkit, and checks that it can compile and link before a build uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class CudaToolkit:
 
 
 def find_nvcc() -> str | None:
-    """The first executable nvcc among FLEXKV_NVCC, CUDA_HOME, CUDA_PATH, PATH and the usual folders."""
+    """Returns the first executable nvcc from FLEXKV_NVCC, CUDA_HOME, CUDA_PATH, PATH and the usual folders, in this
+    order; None if there is none.
+    """
     candidates: list[str | None] = [os.environ.get("FLEXKV_NVCC")]
     candidates += [
         os.path.join(os.environ[name], "bin", "nvcc")
@@ -43,7 +45,7 @@ def find_nvcc() -> str | None:
 
 
 def probe(nvcc: str) -> CudaToolkit | str:
-    """The toolkit of `nvcc`, or the reason why it does not work."""
+    """Tries the toolkit of `nvcc`. Returns the toolkit if it works, otherwise a text that says why it does not."""
     version_text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", version_text)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -63,10 +65,10 @@ def probe(nvcc: str) -> CudaToolkit | str:
 
 
 def select_toolkit(mode: str) -> CudaToolkit | None:
-    """The toolkit for FLEXKV_CUDA=`mode`: `auto` (if one works), `1` (required) or `0` (none).
+    """Returns the toolkit for FLEXKV_CUDA=`mode`. `auto` uses one if it works, `1` requires one, and `0` uses none.
 
     Raises:
-        ValueError: `mode` is none of these.
+        ValueError: `mode` is none of these three.
         RuntimeError: `mode` is `1` and no toolkit works.
     """
     if mode not in ("auto", "0", "1"):

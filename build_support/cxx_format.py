@@ -19,7 +19,7 @@ SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 
 def find_program() -> str:
-    """The path of clang-format 19: this environment's or, if it has none, the system's.
+    """Returns the path of clang-format 19: this environment's, or one on PATH if the environment has none.
 
     Raises:
         SystemExit: neither has clang-format 19.
@@ -38,7 +38,7 @@ def find_program() -> str:
 
 
 def sources() -> list[Path]:
-    """Every C++ and CUDA file of the core and of its tests."""
+    """Returns every C++ and CUDA file of the native core, its tests and the benchmarks."""
     return sorted(
         path
         for folder in ("csrc", "tests", "benchmarks")

@@ -1,4 +1,4 @@
-"""Writes the tables of the docs that are made from the code: everything below a page's marker."""
+"""Writes those tables of the docs that are made from the code. On each page they replace everything below a marker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexkv.observe.page_losses import markdown_table as losses_table
 
 
 def markdown_identity() -> str:
-    """For every engine, the configuration fields that are in keys."""
+    """The tables of docs/identity.md: the fields of every engine's configuration, and how each enters a key."""
     parts = {
         "vLLM": vllm_fields(),
         "SGLang": SGLANG_ARGUMENTS.markdown(),
@@ -28,7 +28,9 @@ def markdown_identity() -> str:
 
 
 def markdown_metrics() -> str:
-    """Every metric, and every reason why pages are lost and lookups miss."""
+    """The tables of docs/metrics.md: the metrics, the reasons why pages are lost and why lookups miss, and the
+    results of blending.
+    """
     losses = f"## Pages that are not stored or not served\n\n{losses_table()}"
     misses = f"## Blocks that a lookup does not promise\n\n{misses_table()}"
     return (
@@ -48,10 +50,10 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_table(page: str, table: str) -> str:
-    """The text of a page with `table` in place of everything below its marker.
+    """Returns the text of a page with everything below its marker replaced by `table`.
 
     Raises:
-        ValueError: the page has no marker, or several.
+        ValueError: the page has no marker or several.
     """
     above, _ = page.split(MARKER)
     return f"{above}{MARKER}{table}\n"

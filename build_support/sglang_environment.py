@@ -1,4 +1,4 @@
-"""Makes the second environment, in which the tests run the real SGLang on a CPU.
+"""Makes the environment in which the tests run the real SGLang on a CPU.
 
 `python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) must be run by the Python that built the
 native core, because the environment does not install flexkv again but finds it in the working tree. SGLang and vLLM pin
@@ -32,7 +32,7 @@ make test-unit test-native test-engines."""
 
 
 def plan() -> list[Step]:
-    """The steps, in order. SGLang itself is installed without its dependencies, which are for a GPU."""
+    """Returns the steps, in order. SGLang itself is installed without its dependencies, which need a GPU."""
     return [
         requirements("sglang-torch", hint=HINT),
         requirements("sglang-minimal", hint=HINT),
@@ -42,7 +42,9 @@ def plan() -> list[Step]:
 
 
 def make(folder: Path) -> None:
-    """Brings the environment up to date; if nothing changed, it returns at once. A failure ends the program."""
+    """Makes the environment in `folder`, or brings it up to date. Returns at once if nothing changed, and ends the
+    program after a failure.
+    """
     parent = folder.parent
     if not folder.exists() and shutil.disk_usage(parent).free < ROOM_BYTES:
         free = shutil.disk_usage(parent).free >> 20
@@ -53,7 +55,9 @@ def make(folder: Path) -> None:
 
 
 def _link_working_tree(folder: Path) -> None:
-    """Lets the environment's Python find this working tree, the stand-ins for a CPU, and flexkv's entry points."""
+    """Lets the environment's Python find this working tree, the replacements of GPU code for a CPU, and flexkv's
+    entry points.
+    """
     python = folder / "bin" / "python"
     program = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)

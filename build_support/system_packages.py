@@ -1,4 +1,4 @@
-"""System packages by distribution: finds the command that installs them, and runs it if that is allowed."""
+"""Finds the command that installs system packages on this distribution, and runs it if that is allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass(frozen=True)
 class PackageManager:
-    """How one family of distributions names and installs system packages.
+    """How one family of Linux distributions names and installs system packages.
 
     Attributes:
         names: the packages of each need, by the need's name; a need that is not listed comes with the compiler's
@@ -68,12 +68,12 @@ MANAGERS = (
 
 
 def manager() -> PackageManager | None:
-    """The package manager of this machine; None if it is not in the table."""
+    """Returns the package manager of this machine; None if it is not one of MANAGERS."""
     return next((m for m in MANAGERS if shutil.which(m.program)), None)
 
 
 def install_command(needs: list[str]) -> str | None:
-    """The command that installs `needs`, or None if it is not known."""
+    """Returns the command that installs `needs`; None if this machine has no known package manager."""
     found = manager()
     if found is None:
         return None
@@ -104,10 +104,10 @@ def install(needs: list[str]) -> bool:
     found = manager()
     assert found is not None
     say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {install_command(needs)}")
-    # `env`, because sudo does not pass variables on.
+    # `env` sets the variable, because sudo does not pass variables on.
     as_root = [*_without_password(), "env", "DEBIAN_FRONTEND=noninteractive"]
     if found.program == "apt-get":
-        # A new container image has no package lists.
+        # Fetches the package lists, which a new container image lacks.
         subprocess.run([*as_root, "apt-get", "update"], stdout=subprocess.DEVNULL)
     wanted = _install_arguments(found, needs)
     return subprocess.run([*as_root, *wanted], stdout=subprocess.DEVNULL).returncode == 0

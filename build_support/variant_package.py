@@ -1,7 +1,8 @@
-"""A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
+"""Makes a copy of the working tree that imports a different build variant of the native core, for tests under a
+sanitizer.
 
-The copy is in the variant's build folder and consists of links, except that its `flexkv` and `tests` have that
-variant's extensions. The extensions in the working tree are not changed.
+The copy is in the variant's build folder. It consists of links, but its folders `flexkv` and `tests` have the
+variant's extensions in place of those of the working tree, which are not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 
 
 def make_tree(variant: Variant) -> Path:
-    """Builds the extension of `variant` and returns the folder of the copy, which can then be a working directory.
+    """Builds the extensions of `variant` and makes the copy. Returns its folder, which can be a working directory.
 
     Raises:
         subprocess.CalledProcessError: the build failed.
@@ -47,7 +48,9 @@ def make_tree(variant: Variant) -> Path:
 
 
 def sanitizer_environment(sanitizer: str) -> dict[str, str]:
-    """The environment in which an uninstrumented Python loads an extension built with `sanitizer`."""
+    """Returns the environment in which a Python that is not instrumented can load an extension built with
+    `sanitizer`.
+    """
     # The sanitizer's runtime must be loaded before everything else, and libstdc++ with it, because the runtime
     # intercepts __cxa_throw.
     program = (compiler() or "g++").split()
@@ -60,10 +63,11 @@ def sanitizer_environment(sanitizer: str) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "LD_PRELOAD": " ".join(libraries),
-        # Python itself leaks at exit; its own allocator would hide overruns from the sanitizer.
+        # Leaks are not reported, because Python itself leaks at exit.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        # Some tests end while a thread is inside a stuck copy, which the transfer engine leaves alone on purpose.
+        # Leaked threads are not reported, because some tests end while a thread is in a stuck copy, which the transfer
+        # engine leaves behind on purpose.
         "TSAN_OPTIONS": "exitcode=66 halt_on_error=1 report_thread_leaks=0"
         f" suppressions={ROOT / 'tests' / 'sanitizers' / 'thread.supp'}",
         "PYTHONMALLOC": "malloc",

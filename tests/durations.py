@@ -1,8 +1,8 @@
-"""Shows where a run spent its time: `make test` with PYTEST_ADDOPTS=--junitxml=FILE, then `python -m tests.durations
-FILE`.
+"""Shows where a run of the tests spent its time. Run `make test` with PYTEST_ADDOPTS=--junitxml=FILE, then `python -m
+tests.durations FILE`.
 
-Writes `tests/durations.md`: seconds per folder, per slow file and per slow test, each with set-up and tear-down.
-Starting an engine that several tests share counts for the first of them.
+It writes `tests/durations.md`: seconds per folder, per slow file and per slow test, including set-up and tear-down. The
+start of an engine that several tests share counts for the first of these tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = 40
 
 
 def read(report: Path) -> dict[str, float]:
-    """Seconds per test, `folder/file.py::test`, from the JUnit XML that pytest writes."""
+    """Reads the JUnit XML that pytest writes. Returns the seconds of each test, by `folder/file.py::test`."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
@@ -30,7 +30,7 @@ def read(report: Path) -> dict[str, float]:
 
 
 def page(seconds: Mapping[str, float]) -> str:
-    """The Markdown page."""
+    """Returns the Markdown page for these seconds per test."""
     folders: dict[str, float] = defaultdict(float)
     files: dict[str, float] = defaultdict(float)
     for test, took in seconds.items():
@@ -52,7 +52,7 @@ def page(seconds: Mapping[str, float]) -> str:
 
 
 def _table(what: str, seconds: Mapping[str, float], rows: int = ROWS) -> str:
-    """The rows with the longest times."""
+    """Returns a Markdown table of the `rows` entries with the longest times, longest first."""
     longest = sorted(seconds.items(), key=lambda row: -row[1])[:rows]
     lines = [f"| {what} | seconds |", "|---|---:|"]
     names = [(name.replace("|", "/"), took) for name, took in longest]

@@ -1,4 +1,4 @@
-"""Reads docs/identity.md for tests: the settings of an engine that must not change a key."""
+"""Reads docs/identity.md for tests, which check that certain settings of an engine do not change a key."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "identity.md"
 
 
 def left_out(table: FieldTable, reason: str = "") -> list[str]:
-    """The fields of the table's object that the page says must not change a key, for this reason or any."""
+    """Returns the fields of the table's configuration class that must not change a key according to the page. If
+    `reason` is given, only those with this reason.
+    """
     rows = re.findall(rf"^\| {table.config} \| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     return [name for names, why in rows if reason in ("", why) for name in re.findall(r"`(\w+)`", names)]

@@ -1,4 +1,6 @@
-"""The tree that this process runs from, for tests that start another Python: under a sanitizer it is a copy."""
+"""The tree from which this process runs, for tests that start another Python. Under a sanitizer it is a copy of the
+working tree.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +8,5 @@ from pathlib import Path
 
 import flexkv
 
-# Links are kept: the copy's links lead to the working tree, and no sanitizer instruments the native core there.
+# Links are not resolved: the copy's links lead to the working tree, whose native core is built without a sanitizer.
 OWN_TREE = Path(flexkv.__file__).parent.parent

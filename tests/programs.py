@@ -1,4 +1,4 @@
-"""Runs `python -m MODULE` of this tree, and returns its exit code and output."""
+"""Runs a module of this tree as a program, and returns its exit code and output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from build_support.ninja_file import ROOT
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m` with these arguments from the root; `stdout` has all that it printed. The test's own time limit
-    applies, and also ends the processes that the program has started.
+    """Runs `python -m` with these arguments in the tree's root. `stdout` of the result has all output, including
+    stderr. The program has no time limit except that of the test. When it ends, or the test does, the processes that it
+    started are killed.
 
-    Under `make test` compilers use one core, because another worker has the other.
+    Under `make test` compilers use one core, because other tests run at the same time.
     """
-    # The user's pytest options apply to the session that runs this test, not to a session inside it.
+    # The user's pytest options are for the session that runs this test, not for a pytest that the program runs.
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     if "PYTEST_XDIST_WORKER" in environ:
         environ.setdefault("MAX_JOBS", "1")

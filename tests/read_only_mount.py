@@ -1,4 +1,4 @@
-"""A folder as a machine sees it that mounts it read-only."""
+"""Mounts a folder read-only for tests, as another machine might do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 @contextmanager
 def read_only_mount(folder: Path, at: Path) -> Iterator[Path]:
-    """Mounts `folder` a second time, read-only, at the new folder `at`, for as long as the context lasts."""
+    """Mounts `folder` a second time, read-only, at the new folder `at`, until the context ends. Skips the test if
+    this user may not mount.
+    """
     at.mkdir()
     done = subprocess.run(["mount", "--bind", str(folder), str(at)], capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,6 @@
-"""How much longer the long-running tests run: FLEXKV_SOAK, 1 unless `make soak` says more."""
+"""Lets tests marked `soak` run longer: FLEXKV_SOAK is the factor, which is 1 by default and larger under `make
+soak`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ SOAK_VARIABLE = "FLEXKV_SOAK"
 
 
 def soak_factor() -> int:
-    """How many times longer than usual a test marked `soak` runs.
+    """Returns how many times as long as usual a test marked `soak` runs.
 
     Raises:
         ValueError: FLEXKV_SOAK is not a whole number of at least 1.
@@ -22,8 +24,9 @@ def soak_factor() -> int:
 
 
 def soak_rounds(usual: int = 1) -> pytest.MarkDecorator:
-    """Runs a test for each `soak_round` from 0: `usual` rounds, times the factor. Goes with `pytest.mark.soak`.
+    """Parametrises a test with `soak_round`, which counts from 0: `usual` rounds, times the factor. Use it with
+    `pytest.mark.soak`.
 
-    Place it above other parametrisations: the rounds of one case then run in a row and share an engine.
+    Place it above other parametrisations, so that the rounds of one case run in a row and share an engine.
     """
     return pytest.mark.parametrize("soak_round", range(usual * soak_factor()))

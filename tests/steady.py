@@ -1,10 +1,10 @@
-"""Repeats test files beside busy loops and stops at the first one that fails a round.
+"""Runs test files repeatedly while busy loops load the machine, and stops at the first failure.
 
-`python -m tests.steady [--budget-s S] [--load N] [--rounds N] [FILE or FOLDER ...]` runs all test files if none is
-named; `make steady` calls it. A file with threads, clocks or processes runs 20 times, and 5 more times under
-ThreadSanitizer if it is among the tests that run there; any other file runs 3 times. Passed rounds are kept in
-build/steady.json until a file of the tree changes, so that the next call continues where this one stopped. The exit
-code is 0 once every round has passed, 1 at the first failure, and 3 when the time is over.
+`python -m tests.steady [--budget-s S] [--load N] [--rounds N] [FILE or FOLDER ...]` runs the given test files, or all
+if none is given; `make steady` calls it. A file that uses threads, clocks or processes runs 20 times, and 5 more times
+under ThreadSanitizer if it is one of the tests that run there. Any other file runs 3 times. Passed rounds are recorded
+in build/steady.json until a file of the tree changes, so that the next call continues where this one stopped. The exit
+code is 0 if every round has passed, 1 after a failure, and 3 if the time is over.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ OTHER_ROUNDS = 3
 
 BUDGET_S = 3600.0
 ROUND_S = 1800.0
-"""A round that takes longer is ended and counts as failed."""
+"""Seconds after which a round is ended and counts as failed."""
 SHOWN_BYTES = 8000
-"""Number of characters shown from the end of a failed round's output."""
+"""Number of bytes shown from the end of a failed round's output."""
 
 TIMED_MODULES = frozenset(
     [
@@ -54,7 +54,7 @@ TIMED_MODULES = frozenset(
         "time",
     ]
 )
-"""A file that imports one of these can be disturbed by another process's load."""
+"""Modules of the standard library. A test that imports one of them can be disturbed by the load of other processes."""
 
 STILL_TO_RUN = 3
 
@@ -63,14 +63,16 @@ BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a test file runs: normally, and under ThreadSanitizer."""
+    """How many times a test file runs: as usual, and under ThreadSanitizer."""
 
     path: str
     usual: int
     under_thread_sanitizer: int
 
     def rounds(self, most: int) -> Iterator[tuple[str, bool]]:
-        """(name of the round, whether it is under ThreadSanitizer), for the first `most` rounds of each kind."""
+        """Yields the name of each round, and whether it runs under ThreadSanitizer, for at most `most` rounds of
+        each kind.
+        """
         for number in range(min(self.usual, most)):
             yield f"{self.path} {number + 1}/{self.usual}", False
         for number in range(min(self.under_thread_sanitizer, most)):
@@ -78,7 +80,7 @@ class Plan:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Names of the modules that a Python file imports, dotted."""
+    """Returns the dotted names of the modules that a Python file imports, and of what it imports from them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -89,7 +91,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def is_timed(path: Path, root: Path = ROOT) -> bool:
-    """Whether a test file, or what it imports from `tests`, uses threads, clocks or processes."""
+    """Whether a test file, or a module of `tests` that it imports, uses threads, clocks or processes."""
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
@@ -107,7 +109,7 @@ def is_timed(path: Path, root: Path = ROOT) -> bool:
 
 
 def plan(path: Path) -> Plan:
-    """How often `path`, a file under the root, runs."""
+    """Returns how many times the test file `path` runs. It must be below ROOT."""
     name = path.relative_to(ROOT).as_posix()
     timed = is_timed(path)
     sanitized = timed and any(Path(name).is_relative_to(folder) for folder in FOLDERS["thread"])
@@ -115,7 +117,7 @@ def plan(path: Path) -> Plan:
 
 
 def tree_digest() -> str:
-    """A digest that changes with every file of the tree that git tracks or would add."""
+    """Returns a digest that changes with the name or content of any file of the tree that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -130,7 +132,7 @@ def tree_digest() -> str:
 
 
 class Progress:
-    """Rounds that have passed in exactly this tree, saved in a file."""
+    """The rounds that have passed in exactly this tree. They are saved in a file."""
 
     def __init__(self, path: Path, tree: str) -> None:
         self._path = path
@@ -145,7 +147,7 @@ class Progress:
         return name in self._passed
 
     def add(self, name: str) -> None:
-        """Records that the round has passed."""
+        """Records that the round has passed, and saves the file."""
         self._passed.add(name)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
@@ -155,7 +157,7 @@ class Progress:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Runs `count` processes that only compute, until the block ends."""
+    """Runs `count` processes that only compute, until the context ends."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(count)]
     try:
         yield
@@ -166,7 +168,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
-    """Runs the file's tests. Returns None if they have passed, else the end of pytest's output."""
+    """Runs the file's tests once. Returns None if they have passed, otherwise the end of pytest's output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
     try:
         done = subprocess.run(
@@ -180,7 +182,9 @@ def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
 
 
 def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds: int = TIMED_ROUNDS) -> int:
-    """Runs the rounds that have not passed yet, file by file. Returns the program's exit code."""
+    """Runs the rounds that have not passed yet, file by file, and begins none after `budget_s` seconds. Returns the
+    program's exit code.
+    """
     ends_s = time.monotonic() + budget_s
     waiting = [
         (each, name, sanitized)
@@ -212,7 +216,9 @@ def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds:
 
 
 def find_files(named: Sequence[str]) -> list[Path]:
-    """The named test files and those of the named folders, or all test files; ends the program if there are none."""
+    """Returns the given test files and those in the given folders, or all test files if nothing is given. Ends the
+    program if one of them is neither a test file nor a folder with test files.
+    """
     files: list[Path] = []
     for path in [Path(name).resolve() for name in named] or [ROOT / "tests"]:
         found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path] if path.is_file() else []

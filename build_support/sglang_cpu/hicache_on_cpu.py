@@ -62,7 +62,7 @@ def _copy_layer_from_pages(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """Copies one layer of pages [pages, layers, page_size, ...] to token slots."""
+    """Copies one layer of pages [pages, layers, page_size, ...] to token slots of layer buffers."""
     pages = src_indices[::page_size] // page_size
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[dst_indices] = source[pages, layer_id].reshape(-1, *target.shape[1:])
@@ -76,8 +76,8 @@ def _copy_layers_to_pages(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Copies token slots of all layers to pages; `src_ptrs` has the layers of the first pool, then those of the next
-    pool.
+    """Copies token slots of all layers to pages [pages, layers, page_size, ...]. `src_ptrs` has all layers of the
+    first pool, then those of the next.
     """
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
@@ -88,7 +88,7 @@ def _copy_layers_to_pages(
 
 
 def activate() -> None:
-    """Puts the stand-ins where SGLang looks for them; does nothing if there is a GPU."""
+    """Puts the replacements where SGLang looks for the originals. Does nothing if there is a GPU."""
     if torch.cuda.is_available():
         return
     cpu: Any = torch.cpu

@@ -1,6 +1,6 @@
 """Adds operators that SGLang's wheel expects and that torch for a CPU lacks. A line of the environment's .pth file
-imports this module when Python starts, in child processes too. A `sitecustomize` would not do, because Debian's Python
-has one that comes first.
+imports this module when Python starts, in child processes too. A module `sitecustomize` would not work, because
+Debian's Python has one that is found first.
 
 torchvision from PyPI is linked to CUDA: its native part does not load with a torch for CPUs, and then its own import
 fails because of undeclared operators. Declared operators need no code, because they are never called.
@@ -16,8 +16,8 @@ VISION_OPERATORS = (
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """An import finder that finds nothing: it declares torchvision's operators when its import begins, and removes
-    itself.
+    """An import finder that finds no module. When the import of torchvision begins, it declares torchvision's
+    operators, and removes itself from the finders.
     """
 
     library = None
@@ -32,7 +32,7 @@ class _BeforeTorchvision(MetaPathFinder):
             library = torch.library.Library("torchvision", "DEF")
             for operator in VISION_OPERATORS:
                 library.define(operator)
-            # The declarations end with the object.
+            # Kept, because the declarations end when this object is freed.
             _BeforeTorchvision.library = library
         return None
 

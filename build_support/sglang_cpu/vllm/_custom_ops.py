@@ -1,4 +1,4 @@
-"""Names that SGLang imports on a CPU but does not call, because it uses its own torch layers there."""
+"""Functions that SGLang imports on a CPU but does not call, because it uses its own torch layers there."""
 
 from typing import NoReturn
 
@@ -8,15 +8,15 @@ def _absent(name: str) -> NoReturn:
 
 
 def rotary_embedding(*_arguments: object) -> NoReturn:
-    """Never called: SGLang's CPU forward of rotary embeddings is plain torch."""
+    """Never called, because SGLang computes rotary embeddings on a CPU in plain torch."""
     _absent("rotary_embedding")
 
 
 def rms_norm(*_arguments: object) -> NoReturn:
-    """Never called, as above."""
+    """Never called, because SGLang computes RMS norms on a CPU in plain torch."""
     _absent("rms_norm")
 
 
 def fused_add_rms_norm(*_arguments: object) -> NoReturn:
-    """Never called, as above."""
+    """Never called, because SGLang computes RMS norms on a CPU in plain torch."""
     _absent("fused_add_rms_norm")
