@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
@@ -22,6 +21,7 @@ from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.adapters.sglang.request_settings import RequestBook
+from flexkv.adapters.torch_tensors.device import torch_stream
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import get_logger
 from flexkv.transfer.stream import stream_address
@@ -73,7 +73,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
             config,
             pool,
             owner,
-            stream_of=_current_stream,
+            stream_of=torch_stream,
             mover=self.make_mover(),
             prompt_limit=prompt_limit(server_args),
             rank=place.rank,
@@ -275,7 +275,3 @@ def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
     [transfer] = transfers
     assert transfer.name == PoolName.KV, f"a transfer of pool {transfer.name}, which was never offered"
     return transfer
-
-
-def _current_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)

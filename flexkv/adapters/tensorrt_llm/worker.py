@@ -14,6 +14,7 @@ from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, RankJoin, SaveOrder, StepMetadata
+from flexkv.adapters.torch_tensors.device import torch_stream
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.facts.ranks import PoolGrant
@@ -51,7 +52,7 @@ class WorkerSide(RankWorker):
     """The worker's side of one rank. The engine's executor thread calls all methods."""
 
     def __init__(self, config: FlexKVConfig, rank: int) -> None:
-        super().__init__(config, rank, _current_stream)
+        super().__init__(config, rank, torch_stream)
         self.address = ""
         self._block_tokens = 0
         self._step = 0
@@ -339,10 +340,3 @@ class WorkerSide(RankWorker):
             self._metrics.close()
         if self._wire is not None:
             self._wire.close()
-
-
-def _current_stream(device: int) -> int:
-    """The stream on which this thread enqueues the engine's work, as an integer."""
-    import torch
-
-    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -17,6 +17,11 @@ LOOK_EVERY_S = 0.0005
 deadline."""
 
 
+def torch_stream(device: int) -> int:
+    """Returns the stream on which torch enqueues this thread's work on a CUDA device, as a `cudaStream_t`."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 class TorchEvent(Event):
     """A recorded event. Its `error` is the error of earlier work on the stream that could not be enqueued or, after a
     wait, the error that the device reported.

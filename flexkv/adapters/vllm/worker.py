@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from flexkv.adapters.common.layerwise import LayerStores
 from flexkv.adapters.common.rank_worker import RankWorker
+from flexkv.adapters.torch_tensors.device import torch_stream
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.geometry import build_views, layer_numbers, replicas
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, StepReport, WorkerMetadata
@@ -65,7 +66,7 @@ class WorkerSide(RankWorker):
             ranks: number of tensor-parallel ranks.
             head_replicas: how many consecutive ranks have the same KV head.
         """
-        super().__init__(config, rank, _current_stream)
+        super().__init__(config, rank, torch_stream)
         self._ranks = ranks
         self._head_replicas = head_replicas
         self.kv_config: KVCacheConfig | None = None
@@ -317,8 +318,3 @@ class WorkerSide(RankWorker):
 def current_device_is_host() -> bool:
     """Whether the engine runs on CPUs, so that its pool is plain memory."""
     return bool(current_platform.is_cpu())
-
-
-def _current_stream(device: int) -> int:
-    """Returns the stream on which this thread enqueues the engine's work, as a `cudaStream_t`."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
