@@ -119,7 +119,9 @@ def resident_bytes() -> int:
 
 
 def new_manager() -> LocalCacheManager:
-    """A manager with slots for CACHED_BLOCKS blocks, and for the reserve of slots that a manager keeps free."""
+    """Returns a manager with slots for CACHED_BLOCKS blocks, and with the reserve of slots that a manager keeps
+    free.
+    """
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
     manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
     manager.grow(0, slots)

@@ -37,8 +37,8 @@ class Shape:
     """The layers of a model: how many there are of each kind, and their sizes.
 
     Attributes:
-        full, others: number of layers with full attention, and of layers of the model's other kind. Their order is
-            mixed.
+        full, others: number of layers with full attention, and of layers of the model's other kind. Those with full
+            attention are spread evenly over the model.
         window, chunk: number of tokens that each of the `others` attends to; 0 if they are of another kind.
         states: shapes and data types of the states of each of the `others`; empty if they have none.
     """

@@ -33,7 +33,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The time between two successive tokens of the running request.
+    """The time between two successive tokens of the running request, which decodes while other requests come and go.
 
     Attributes:
         begin_s, end_s: when the engine had the first of these tokens, and when it had the second.

@@ -130,7 +130,7 @@ else together.
 """
 
 QUICKLY_SANITIZED = {"address": "-O0", "thread": "-O1", "undefined": "-O0"}
-"""Optimisation of tests and bindings by sanitizer; reports from them need line numbers."""
+"""Optimisation flags of tests and bindings, by sanitizer. Reports about this code must have correct line numbers."""
 
 TESTS_SANITIZED = {"address": "-fno-sanitize=undefined"}
 """Further flags for tests, by sanitizer. Checks of undefined behaviour in a test itself would take a quarter of its

@@ -81,7 +81,9 @@ class Script:
     _prompts: list[list[int]] = field(default_factory=list)
 
     def play(self) -> None:
-        """Fills `turns` (with flexkv) and `reference` (without), in the same order."""
+        """Plays all phases, and adds their turns to `turns` (with flexkv) and `reference` (without), in the same
+        order.
+        """
         self._warm_up(self.engine, self.alone)
         for phase in PHASES:
             phase.play(self)

@@ -61,8 +61,8 @@ if current_platform.is_cpu():
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
     configure_logging_if_needed(LoggingConfig())
 
-# flexkv uses this once per process to warn if another package has its name. The cached result saves that
-# time.
+# Each process of flexkv calls packages_distributions() once, to warn if another package has its name. It takes long, so
+# the result is cached before the fork.
 importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 importlib.metadata.packages_distributions()
 

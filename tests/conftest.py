@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the million objects that the imports of the tests made from all later garbage collections."""
+    """Excludes from later garbage collections the million objects that the import of the test modules has made."""
     gc.collect()
     gc.freeze()
 
