@@ -1,5 +1,5 @@
-"""A disk tier with a host pool and a transfer engine, but without an engine's pool: pages are generated in host
-slots.
+"""A disk tier with a host pool and a transfer engine, but without an inference engine's pool: the test writes pages
+directly into host slots.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ BLOCK_TOKENS = 16
 def make_group(
     layers: int = 4, run_bytes: int = 4096, kv: int = 2, ranks: int = 1, host_digests: bool = False
 ) -> DiskGroup:
-    """`layers` layers of `kv` runs each, layer-major, the same on every rank."""
+    """A KV group of `layers` layers with `kv` runs each. Runs are in the order of the layers, and every rank has the
+    same ones.
+    """
     count = layers * kv
     runs = np.array([(i * run_bytes, run_bytes, i // kv) for i in range(count)], np.int64)
     return DiskGroup(
@@ -54,8 +56,8 @@ def make_group(
 
 
 def sharing_groups() -> list[DiskGroup]:
-    """A full group, and two groups that share its slabs: a window with images of the same size, and a state with
-    smaller images.
+    """A full group, and two groups that share its slabs: a window group with slot images of the same size, and a state
+    group with smaller ones.
     """
     full = make_group(layers=3, run_bytes=4608, kv=1)
     state = make_group(layers=2, run_bytes=2560, kv=2)
@@ -103,10 +105,12 @@ def run_op(engine: TransferEngine, op: TransferOp) -> OpResult:
 
 
 class DiskWorld:
-    """Blocks are numbers: block n has key n, and bytes derived from its number and its group.
+    """A disk tier whose blocks are identified by numbers: block n has key n, and bytes derived from n and its group.
+
+    The argument `of` of a method is the number of a KV group; the default, 0, is the first group.
 
     Args:
-        more: groups besides the first. A method's `of` is a group's number; the default is the first.
+        more: KV groups besides the first.
     """
 
     def __init__(
@@ -152,12 +156,12 @@ class DiskWorld:
         return unit_folder(self.folders[0], self.identity, self.groups)
 
     def stripes(self, of: int = 0) -> list[tuple[int, int]]:
-        """Offset and bytes of each rank's stripe."""
+        """Returns the offset and the size of each rank's stripe, in bytes."""
         codec = self.codecs[of]
         return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.groups[of].stripe_bytes)]
 
     def payload(self, number: int, epoch: int = 0, of: int = 0) -> NDArray[np.uint8]:
-        """The stripes of block `number` with these weights: all bytes of its image before the trailer."""
+        """Returns the stripes of block `number` in `epoch`: all bytes of its slot image before the trailer."""
         size = self.codecs[of].trailer_offset
         words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         words += np.uint64(number + (epoch << 32) + (of << 56))
@@ -195,7 +199,7 @@ class DiskWorld:
     def store(
         self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8], of: int = 0
     ) -> OpResult:
-        """Writes the pages of host slots to places of the disks."""
+        """Writes the pages in host slots `slots` to the disk slots `places`."""
         return self.run(OpKind.DISK_WRITE, slots, places, tags, of=of)
 
     def write(
@@ -207,7 +211,8 @@ class DiskWorld:
         generations: NDArray[np.uint64] | None = None,
         of: int = 0,
     ) -> tuple[OpResult, NDArray[np.uint64]]:
-        """Writes blocks to places; publishes those that ended OK."""
+        """Writes blocks `numbers` to the disk slots `places`. Unless `publish` is False, publishes the blocks whose
+        write succeeded."""
         slots = list(range(len(numbers)))
         at = self.unit.epoch if epoch is None else epoch
         for slot, number in zip(slots, numbers, strict=True):
@@ -237,7 +242,7 @@ class DiskWorld:
         tokens: int = BLOCK_TOKENS,
         of: int = 0,
     ) -> OpResult:
-        """Reads blocks to the pool's upper slots; checks the bytes of those that ended OK."""
+        """Reads blocks into the upper half of the host pool. Checks the bytes of the blocks whose read succeeded."""
         pool = self.pools[of]
         slots = [pool.slots // 2 + i for i in range(len(numbers))]
         for slot in slots:
@@ -273,7 +278,8 @@ class DiskWorld:
         self.until(lambda: wanted <= self.durable, f"{wanted - self.durable} did not become durable")
 
     def read_rows(self, rows: IndexRows) -> dict[int, str]:
-        """Reads every row as its group's. Returns block -> reason for those that failed."""
+        """Reads the page of every row, as a page of the row's group. Returns a dict from the number of each block whose
+        read failed to the reason."""
         failed = {}
         step = self.pool.slots // 2
         groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups

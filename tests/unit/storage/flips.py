@@ -1,4 +1,4 @@
-"""Folders of a disk tier with one flipped bit in one file, opened repeatedly as the product opens them."""
+"""Copies of a disk tier's folder, each with one flipped bit in one file, that are opened as the product opens them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ GROUP = make_group(layers=1, run_bytes=RUN_BYTES, kv=1)
 IMAGE_BYTES = codec_of(GROUP).image_bytes
 SLOTS = 200
 PAGES = 90
-"""Number of pages; their rows fill a chunk of the index and begin another."""
+"""Number of pages in the folder. Their rows in the index fill one chunk and begin a second one."""
 EVICTED = (7, 85)
-"""Blocks that the index has dropped; their pages may come back if a damaged index is made anew."""
+"""Blocks that were evicted. Their pages may come back if flexkv rebuilds a damaged index."""
 KEPT = set(range(PAGES)) - set(EVICTED)
 
 
 def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
-    """An open tier on `root`, with block n at place n, in several commits; some blocks are evicted."""
+    """Returns an open tier on `root`. Several commits have published its pages, block n at place n, and the blocks
+    EVICTED have been evicted."""
     world = DiskWorld([root], GROUP, SLOTS, host_slots=2 * PAGES, preallocate=False)
     if epoch:
         world.unit.reset(epoch)
@@ -47,12 +48,12 @@ def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
 
 
 class Copies:
-    """Makes copies of a folder, each damaged in a different way, one at a time.
+    """Makes copies of a folder, one at a time, each damaged in a different way.
 
     Args:
-        original: a root that `make_folder` filled.
-        work: folder for the copies.
-        world: the world that filled it.
+        original: a root that `make_folder` has filled.
+        work: root of the copies.
+        world: the world that `make_folder` returned for `original`.
     """
 
     def __init__(self, original: Path, work: Path, world: DiskWorld) -> None:
@@ -63,11 +64,12 @@ class Copies:
 
     @property
     def folder(self) -> Path:
-        """The unit's folder in the present copy."""
+        """The unit's folder in the current copy."""
         return unit_folder(self._work, IDENTITY, [GROUP])
 
     def fresh(self, slab: bool = False) -> Path:
-        """Restores the unit's folder in the copy, and returns it. `slab`: also restores its slab, which is large."""
+        """Restores the unit's folder in the copy, and returns its path. An existing slab, which is large, is restored
+        only if `slab` is True."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in folder.iterdir()}
@@ -80,11 +82,12 @@ class Copies:
         return folder
 
     def served(self) -> set[int]:
-        """The blocks that an engine is served when it opens the copy; it then makes a page durable, and closes.
+        """Opens the copy as a unit does, and returns the blocks whose pages the unit would serve. Before that, it
+        publishes block 0 again if the block is there, and closes the unit, which makes the record durable.
 
         Raises:
-            AssertionError: a page does not have its block's bytes, a generation was given before, or the disk is
-                unusable.
+            AssertionError: a page does not have its block's bytes, a generation was given twice, or the disk was taken
+                out of service.
         """
         unit = StripedSlabs.open(
             [self._work], IDENTITY, [GROUP], DiskOptions(SLOTS * IMAGE_BYTES, preallocate=False)
@@ -117,7 +120,7 @@ class Copies:
         return found
 
     def check_twice(self, what: str) -> None:
-        """Checks that an engine, and then the next one, is served every page that was kept."""
+        """Checks that two units, started one after the other, serve every page that was not evicted."""
         for opened in ("first", "second"):
             try:
                 found = self.served()
@@ -130,11 +133,12 @@ class Copies:
     def flips(
         self, name: str, offsets: Callable[[int], Iterable[int]], seed: int, bits: int = 1
     ) -> Iterator[str]:
-        """Flips bits of the file `name`, one at a time, each in a fresh copy. Yields a description of the flip.
+        """Flips bits of the file `name`, one at a time, each in a fresh copy. Yields a description of each flip.
 
         Args:
-            offsets: given the file's size, the offsets to flip.
-            bits: see `drawn_bits`.
+            offsets: called with the file's size, returns the offsets of the bytes in which bits are flipped.
+            seed: seed of the random choice of bits.
+            bits: number of bits to flip per byte.
         """
         for offset, bit in drawn_bits(offsets((self._original / name).stat().st_size), seed, bits):
             flip_bit(self.fresh() / name, offset, bit)
@@ -142,7 +146,7 @@ class Copies:
 
 
 def drawn_bits(offsets: Iterable[int], seed: int, bits: int = 1) -> Iterator[tuple[int, int]]:
-    """Each offset with so many bits of its byte; a seed always gives the same bits."""
+    """Yields (offset, bit) pairs: `bits` random bits of each byte. The same seed always gives the same bits."""
     drawn = random.Random(seed)
     for offset in offsets:
         for bit in drawn.sample(range(8), bits):

@@ -21,7 +21,7 @@ READ = OpId(900)
 def begin_read(
     world: DiskWorld, slots: Sequence[int], generations: NDArray[np.uint64], layerwise: bool = True
 ) -> Ticket:
-    """Reads blocks 0 to PAGES - 1, each at the place of its number, as op READ."""
+    """Submits op READ, which reads blocks 0 to PAGES - 1 into `slots`. Block n is in disk slot n."""
     tags = make_tags(keys_of(range(PAGES)), 0, generations, BLOCK_TOKENS)
     places = ids(range(PAGES))
     op = TransferOp(READ, OpKind.DISK_READ, 0, Priority.LOAD, ids([]), ids(slots), layerwise, places, tags)

@@ -1,7 +1,8 @@
 """Runs a disk tier in a process for which the kernel refuses a system call, as a container's seccomp filter does.
 
-Arguments: folder, `io` of the tier, number of the call, its errno, and the call's second argument if only calls with
-that one are refused, or -1. Prints, as JSON, the disk's state and the log; or the error that ended it.
+Arguments: the folder; the tier's setting `io`; the number of the system call; the errno that the call returns; and the
+second argument of the calls to refuse, or -1 to refuse all. Prints, as JSON, the disk's state and the log, or the error
+with which the tier failed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Program(ctypes.Structure):
 
 
 def refuse(call: int, error: int, second: int) -> None:
-    """From now on this process, and every thread that it starts, gets `error` for system call `call`."""
+    """Makes the system call `call` fail with errno `error` in this process and in every thread that it starts later.
+
+    If `second` is not negative, only calls with this second argument fail.
+    """
     lines = [(LOAD, 0, 0, NUMBER), (JUMP_IF_EQUAL, 0, 1 if second < 0 else 3, call)]
     if second >= 0:
         lines += [(LOAD, 0, 0, SECOND_ARGUMENT), (JUMP_IF_EQUAL, 0, 1, second)]
@@ -68,7 +72,7 @@ def main() -> None:
     assert world.unit._lane is not None
     (_, _, backend, note), *_ = world.unit._lane.states()
     rings = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
-    # One line per entry of the table, with address and length if memory is registered in it.
+    # fdinfo has one line per entry of the ring's buffer table. An entry in use shows an address and a length.
     pinned = sum(
         len(PLACE.findall(text.partition("UserBufs:")[2].partition("PollList:")[0])) for text in rings
     )

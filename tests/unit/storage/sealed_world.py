@@ -1,4 +1,4 @@
-"""A disk tier whose pages go directly to disk: a rank writes its stripe, then the manager's lane writes the trailer."""
+"""A disk tier whose pages bypass host memory: the rank writes its stripe, then the manager's lane the trailer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.unit.storage.disk_world import GENEROUS_S, DiskWorld, ids, run_op
 
 
 class SealedWorld(DiskWorld):
-    """One rank, in plain memory: when host slot n is stored, block n of the rank's pool has its bytes."""
+    """A DiskWorld with one rank, whose pool is in plain memory. To store host slot n, the world copies its bytes to
+    block n of the rank's pool.
+    """
 
     def __init__(self, folders: Sequence[Path], group: DiskGroup, slots: int, **options: object) -> None:
         super().__init__(folders, group, slots, sealed_apart=True, **options)  # type: ignore[arg-type]
@@ -27,7 +29,7 @@ class SealedWorld(DiskWorld):
         self.blocks = [self._attach(number) for number in range(len(self.groups))]
 
     def _attach(self, number: int) -> NDArray[np.uint8]:
-        """The group's part of the rank's pool, uint8 [blocks, stripe]."""
+        """Attaches memory for the group's blocks to the rank, and returns it: uint8 [blocks, stripe bytes]."""
         (stripe,), (runs,) = self.groups[number].stripe_bytes, self.groups[number].runs
         blocks = self.pool.slots
         raw = np.zeros(blocks * stripe + 4096, np.uint8)

@@ -1,6 +1,4 @@
-"""The tier works without features that the kernel refuses, and says so: io_uring, and buffers that stay registered with
-it.
-"""
+"""The tier works, and reports the reason, if the kernel refuses io_uring or the registration of buffers with it."""
 
 from __future__ import annotations
 
@@ -24,7 +22,8 @@ with_uring = pytest.mark.skipif(bool(REFUSAL), reason=f"io_uring is refused here
 
 
 def used(folder: Path, io: str, call: int = 0, error: int = 0, second: int = -1) -> Any:
-    """Output of a child that used a tier with registered buffers, without system call `call`."""
+    """Runs a child that uses a tier with registered buffers while the kernel refuses system call `call`. Returns the
+    child's output."""
     command = [sys.executable, "-m", "tests.unit.storage.refused_child", str(folder), io]
     command += map(str, (call, error, second))
     done = subprocess.run(command, cwd=OWN_TREE, capture_output=True, text=True, timeout=CHILD_S)

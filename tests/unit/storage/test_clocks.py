@@ -1,4 +1,4 @@
-"""Whatever time the clock shows, no page and no disk is lost."""
+"""A wrong or changing system clock costs no page and no disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_TIMES = [1e300, float("inf"), float("nan")]
 
 
 class SetClock:
-    """Replaces `time.time`, with a time that a test sets."""
+    """Replaces `time.time`: the test sets the time."""
 
     def __init__(self) -> None:
         self.now_s = time.time()

@@ -71,7 +71,7 @@ def test_a_pipe_in_place_of_a_small_file_keeps_nobody_waiting(
 def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     world = make_disks()
-    given = world.unit.next_generations(3)  # a power cut may lose everything written with these settings
+    given = world.unit.next_generations(3)  # a power cut may lose all pages written with these generations
     assert world.close()
     (slab.parent / "index.sqlite").write_bytes(b"no database at all" * 300)
     assert make_disks().unit.next_generations(1)[0] > given.max()
@@ -101,13 +101,13 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     next_given = world.unit.next_generations(1)
     assert next_given[0] > given.max()
     assert len(world.unit.rows(0)) == 6
-    # The count jumps only if `opens` is lost, because the index may have an older one.
+    # The count of openings jumps only if the file `opens` is lost, because the count in the index may be older.
     jumped = opens_of(next_given) > opens_of(given) + 1
     assert jumped == (lost != "index")
 
 
 def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) -> None:
-    """So a folder can lose its index any number of times."""
+    """A jump uses up numbers, so a folder that jumped with every lost index would run out of them."""
     slab, _ = filled(make_disks)
     for _ in range(3):
         (slab.parent / "index.sqlite").unlink()
@@ -121,7 +121,8 @@ def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) ->
 def test_no_generation_is_given_twice_where_a_crash_has_lost_the_log(
     make_disks: MakeDisks, tmp_path: Path, opens: str, repair: bool
 ) -> None:
-    """The files after a crash, without the database's log: the index then has an older count of opens."""
+    """The copied files are as after a crash that lost the database's log, so that the index has an older count of
+    openings."""
     filled(make_disks)
     world = make_disks()
     _, written = world.write(range(6, 12), range(6, 12))
@@ -242,7 +243,7 @@ def test_nothing_is_called_durable_in_an_index_that_has_no_name(
     assert (2, int(late[0])) not in world.durable
     (lost,) = [lost for events in world.events for lost in events.lost]
     assert "deleted or replaced" in lost.reason
-    _, more = world.write([4], [3])  # the other disk goes on
+    _, more = world.write([4], [3])  # the other disk is still in use
     world.wait_durable([3], more)
 
 
@@ -290,7 +291,8 @@ def test_an_index_without_a_version_is_a_damaged_one(make_disks: MakeDisks) -> N
 def test_what_the_file_system_refuses_is_no_damage(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """SQLite reports a flipped bit and a read-only file system in the same words."""
+    """SQLite reports a flipped bit and a read-only file system with the same message, so flexkv must find out which of
+    the two it is before it discards the index."""
     slab, _ = filled(make_disks)
     flip(slab.parent / "index.sqlite", 47)
     allocate = os.posix_fallocate

@@ -36,7 +36,7 @@ TRAILER_FIELDS = {
 
 @pytest.fixture
 def one_page(make_disks: MakeDisks) -> tuple[DiskWorld, bytearray, bytes]:
-    """A world with a page in slot 0, the page's image, and its tag."""
+    """Makes a world with a page in disk slot 0. Returns the world, the page's slot image, and its tag."""
     world = make_disks()
     image = bytearray(world.codec.image_bytes)
     image[: world.codec.trailer_offset] = world.payload(1).tobytes()
@@ -88,7 +88,7 @@ def test_a_flipped_bit_on_the_disk_is_a_miss_and_fsck_names_it(make_disks: MakeD
     failed = world.read_rows(world.unit.rows(0))
     assert list(failed) == [2]
     assert "disk miss (data)" in failed[2]
-    world.write([2], [2])  # the slot is usable as before
+    world.write([2], [2])  # the slot can still be used
     assert world.unit.stats().misses["data"] == 1
 
 
@@ -125,7 +125,7 @@ def test_sixty_four_bytes_of_something_else_are_a_miss(make_disks: MakeDisks) ->
 
 
 def test_a_place_whose_write_failed_can_be_written_again(make_disks: MakeDisks) -> None:
-    """Nothing stays counted or locked for the page, the place or the host slot."""
+    """A failed write must leave no lock or count behind for its page, its disk slot or its host slot."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=0)])
     world = make_disks(faults=faults)
     result, _ = world.write([1], [0])

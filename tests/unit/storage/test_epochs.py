@@ -1,4 +1,4 @@
-"""After a reset no page of the former weights is served, whichever disk or index was missing during the reset."""
+"""After a reset no page of the previous weights is served, even if a disk or an index was missing during the reset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, ke
 
 
 class TwoDisks:
-    """A unit on two disks, one of which may be missing: then a file is in place of its folder."""
+    """A unit on two disks. To simulate a missing disk, a file replaces the disk's folder."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.disks = [tmp_path / "disk0", tmp_path / "disk1"]
@@ -69,7 +69,8 @@ def test_a_disk_that_was_away_in_a_reset_comes_back_empty(two: TwoDisks) -> None
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -> None:
-    """Once opened with the others it knows the epoch itself, even without its index."""
+    """When both disks are opened together, the epoch is written to the disk that missed the reset. It is kept in a
+    separate file, so losing the index does not lose it."""
     assert two.open().close()
     two.remove(0)
     if index == "lost":
@@ -82,7 +83,8 @@ def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -
 
 
 def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) -> None:
-    """The disk missed the second reset, and no other disk has recorded it: pages of an odd epoch are dropped anyway."""
+    """The disk missed the second reset, and the disk that recorded that reset is gone. Still, its pages are dropped:
+    their epoch is odd, so only the process that wrote them knew their weights."""
     two = TwoDisks(tmp_path)
     world = two.open()
     world.unit.reset(1)
@@ -107,7 +109,8 @@ def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) 
 
 @pytest.fixture
 def beside_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A disk with eight pages, and one whose very first opening ended before it wrote the epoch."""
+    """Returns the folders of two disks: one with eight pages, and one whose very first opening crashed before it wrote
+    the epoch."""
     folders = [tmp_path / "disk0", tmp_path / "disk1"]
     world = DiskWorld(folders[:1])
     _, generations = world.write(range(8), range(8))
@@ -221,9 +224,7 @@ def test_an_epoch_that_is_none_is_named_and_the_index_decides(make_disks: MakeDi
 def test_an_epoch_that_is_written_in_part_leaves_the_former_one(tmp_path: Path) -> None:
     write_epoch(tmp_path, 7)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (4, before[1])
-    )  # a longer write is cut there, and the next one refused
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))  # writes end at byte 4; the next one fails
     try:
         with pytest.raises(OSError, match="File too large"):
             write_epoch(tmp_path, 8)

@@ -1,4 +1,4 @@
-"""One flipped bit in a file that the disk tier reads back costs no intact page, and no folder."""
+"""One flipped bit in a file that the disk tier reads back makes no intact page and no folder unusable."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose syncs cost nothing, if the machine has one."""
+    """A folder in /dev/shm, where syncs cost nothing; without /dev/shm, an ordinary folder."""
     shm = Path("/dev/shm")
     folder = shm / f"flips-{os.getpid()}" if os.access(shm, os.W_OK) else tmp_path / "flips"
     folder.mkdir()
@@ -46,7 +46,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def at_rest(memory: Path) -> Copies:
-    """A folder that was closed, whose index is one file."""
+    """Copies of a folder whose unit was closed, so that its index is a single file, without a log."""
     world = make_folder(memory / "original")
     assert world.close()
     return Copies(memory / "original", memory / "work", world)
@@ -54,7 +54,7 @@ def at_rest(memory: Path) -> Copies:
 
 @pytest.fixture
 def crashed(memory: Path) -> Copies:
-    """The state of a folder after a crash: commits are in the index's log."""
+    """Copies of a folder as a crash leaves it: the last commits are only in the index's log."""
     world = make_folder(memory / "open")
     shutil.copytree(memory / "open", memory / "original")
     assert world.close()
@@ -62,7 +62,7 @@ def crashed(memory: Path) -> Copies:
 
 
 def index_offsets(size: int) -> Iterator[int]:
-    """SQLite's header, every page's header, and every STRIDEth byte of the rest."""
+    """Yields the offsets of SQLite's header, of every SQLite page's header, and of every STRIDEth other byte."""
     for offset in range(size):
         in_header = offset < SQLITE_HEADER_BYTES or offset % PAGE_BYTES < PAGE_HEADER_BYTES
         if in_header or offset % STRIDE == 0:
@@ -70,7 +70,8 @@ def index_offsets(size: int) -> Iterator[int]:
 
 
 def log_offsets(size: int) -> Iterator[int]:
-    """The log's header, the frames' headers, and some of the rest, which digests of whole frames cover."""
+    """Yields the offsets of the log's header, of the frames' headers, and of every LOG_STRIDEth other byte. A few of
+    these suffice, because a digest covers each complete frame."""
     for offset in range(size):
         in_frame = (offset - HEADER.size) % (FRAME.size + PAGE_BYTES)
         if offset < HEADER.size or in_frame < FRAME.size or offset % LOG_STRIDE == 0:
@@ -85,7 +86,7 @@ def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: Copies) -> None:
 
 
 def test_a_schema_that_is_no_text_any_more_costs_no_page(at_rest: Copies) -> None:
-    """SQLite quotes the damaged text in its message, which is then not valid text either."""
+    """SQLite quotes the damaged schema in its error message, so the message may not be valid UTF-8 either."""
     schema = (at_rest.fresh() / "index.sqlite").read_bytes().index(b"CREATE TABLE")
     for offset in range(schema, schema + 60):
         flip_bit(at_rest.fresh() / "index.sqlite", offset, 7)
@@ -102,7 +103,7 @@ def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["epoch", "opens", "lock"])
 def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) -> None:
-    """The tier also repeats no generation, and serves no pages of other weights."""
+    """Nor does the tier repeat a generation or serve pages of other weights."""
     world = make_folder(memory / "original", epoch=2)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -112,8 +113,8 @@ def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(crashed: Copies, name: str) -> None:
-    """A log that ends early looks like a log after a crash: its missing commits are not served. Nothing else is lost or
-    wrong.
+    """A log that ends early looks like a log after a crash: the pages of its missing commits are not served. No served
+    page is wrong, and the tier can still be opened and written to.
     """
     size = (crashed.fresh() / name).stat().st_size
     for length in range(0, size, 1000):
@@ -127,13 +128,13 @@ def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
 ) -> None:
     log = crashed.fresh() / "index.sqlite-wal"
     with open(log, "ab") as file:
-        file.write(bytes(range(256)) * 10)  # bytes of an earlier log, or of none
+        file.write(bytes(range(256)) * 10)  # stray bytes behind the log, such as those of an earlier log
     crashed.served()
     assert not (log.parent / "index.damaged").exists()
 
 
 def commits(log: bytes) -> list[range]:
-    """For each commit in the log: the offsets of its frames."""
+    """Returns, for each commit in the log, the offsets of its frames."""
     found, first = [], HEADER.size
     for at in range(HEADER.size, len(log), FRAME.size + PAGE_BYTES):
         if FRAME.unpack_from(log, at)[1]:
@@ -144,7 +145,7 @@ def commits(log: bytes) -> list[range]:
 
 
 def lose_frame(log: Path, commit: int) -> None:
-    """The first frame of that commit did not reach the disk, and the later ones did."""
+    """Erases the first frame of commit `commit`, as if only the commit's later frames had reached the disk."""
     frames = commits(log.read_bytes())[commit]
     assert len(frames) > 1
     with open(log, "r+b") as file:
@@ -153,7 +154,7 @@ def lose_frame(log: Path, commit: int) -> None:
 
 
 def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies) -> None:
-    for commit, cut in ((-1, True), (-2, False)):  # the commit before the last one was synced
+    for commit, cut in ((-1, True), (-2, False)):  # only the last commit may be unsynced
         log = crashed.fresh() / "index.sqlite-wal"
         lose_frame(log, commit)
         assert log_damage(log).endswith("or a power cut ended its last commit") == cut
@@ -163,7 +164,8 @@ def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies)
 def test_a_log_that_is_read_up_to_the_lost_frame_loses_a_durable_page(
     crashed: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason why a power cut counts as damage: a flipped bit in the last commit looks the same."""
+    """Shows why a power cut counts as damage: it leaves the same log as a flipped bit in the last commit, which may
+    hold a durable page."""
     lose_frame(crashed.fresh() / "index.sqlite-wal", -1)
     monkeypatch.setattr("flexkv.storage.index.log_damage", lambda path: "")
     assert KEPT - crashed.served() == {0}, "the last commit's page"
@@ -179,7 +181,7 @@ def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
 def test_without_epoch_and_index_no_page_is_served(
     memory: Path, epoch: int, lose: Callable[[Path], object]
 ) -> None:
-    """It can no longer be known whether the pages belong to the present weights."""
+    """Without both of them, the tier cannot tell whether the pages belong to the current weights."""
     world = make_folder(memory / "original", epoch=epoch)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -209,7 +211,7 @@ def test_fsck_names_a_damaged_index_and_repairs_it(at_rest: Copies, where: int |
 
 
 def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) -> None:
-    """More chunks than SQLite keeps in memory, so that it reads some again."""
+    """The index has more chunks than SQLite caches, so that SQLite reads some of the damaged ones from the file."""
     path, slots = memory / "index.sqlite", 80 * 1500
     index = SlotIndex(path, [slots])
     index.adopt([5])
@@ -226,7 +228,7 @@ def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) ->
     publish(0, 1, 1 << 40)
     size = path.stat().st_size
     for offset in range(PAGE_BYTES, size, PAGE_BYTES):
-        flip_bit(path, offset, 3)  # the type byte of each page
+        flip_bit(path, offset, 3)  # the type byte of each SQLite page
     publish(3, 160, 2 << 40)
     assert path.with_name("index.damaged").exists()
     publish(5, 400, 3 << 40)

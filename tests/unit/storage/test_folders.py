@@ -1,4 +1,4 @@
-"""A unit's folder: one unit uses it at a time, and it has as many slots as fit its budget."""
+"""A unit's folder: only one unit uses it at a time, and it has as many slots as its configured size allows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
 def test_a_unit_starts_while_another_reads_its_index(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units of one node start together, and each locks the others' folders for a moment."""
+    """The units of one node start at the same time, and each of them briefly locks the other units' folders."""
     world = make_disks()
     folder = world.folder
     assert world.close()
@@ -94,7 +94,8 @@ def deleted(folder: Path) -> None:
 
 
 def test_lock_that_was_waited_for_is_of_the_folder_that_has_the_name_now(tmp_path: Path) -> None:
-    """`flexkv disk drop` deletes the folder while one process waits for its lock, and a third makes it anew."""
+    """While one process waits for the folder's lock, `flexkv disk drop` deletes the folder and a third process makes a
+    new one with the same name. The waiting process must not get the new folder."""
     folder = tmp_path / "model" / "unit0"
     first = FolderLock(folder)
     won: list[FolderLock | DiskError] = []
@@ -121,7 +122,7 @@ def test_lock_that_was_waited_for_is_of_the_folder_that_has_the_name_now(tmp_pat
 
 
 def open_copies(file: os.stat_result) -> int:
-    """Number of this process's descriptors for the file."""
+    """Returns how many file descriptors of this process refer to the file."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -157,7 +158,7 @@ def test_lock_is_closed_once_by_threads_that_release_it_together(
     def close_and_come_again(closing: int) -> None:
         closed.append(closing)
         if len(closed) == 1:
-            lock.release()  # as another thread would, before this one continues
+            lock.release()  # as if another thread released the lock now
         real(closing)
 
     monkeypatch.setattr(os, "close", close_and_come_again)

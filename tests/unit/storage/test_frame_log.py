@@ -1,4 +1,6 @@
-"""The file of frames beside an index: what is left of it after a crash, damage, another writer or another identity."""
+"""The file of frames beside an index: what a reader still gets from it after a crash, after damage, or when another
+writer or another identity wrote it.
+"""
 
 from __future__ import annotations
 

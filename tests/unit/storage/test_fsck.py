@@ -1,4 +1,4 @@
-"""Differences that `fsck` finds between index and slabs, and its repairs."""
+"""`fsck` finds differences between a folder's index and its slabs, and repairs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.unit.storage.disk_world import DiskWorld, MakeDisks
 
 
 def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
-    """The pages are still there and intact. They come back only if no record of their eviction is left."""
+    """The evicted pages are still in their slots and intact, but the repair brings them back only if the index, which
+    recorded their eviction, is gone."""
     world = make_disks()
     _, generations = world.write(range(6), range(6))
     world.wait_durable(range(6), generations)
@@ -131,7 +132,9 @@ def test_fsck_goes_on_past_a_slab_under_another_groups_name(make_disks: MakeDisk
 
 
 def test_a_read_only_file_system_is_checked(small_disk: Path) -> None:
-    """As a disk is mounted again after I/O errors: what can still be read is what a person wants to know then."""
+    """After I/O errors the kernel may remount a file system read-only. An operator then needs to know which pages can
+    still be read.
+    """
     world = DiskWorld([small_disk], slots=8)
     _, generations = world.write(range(4), range(4))
     world.wait_durable(range(4), generations)

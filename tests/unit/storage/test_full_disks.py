@@ -1,5 +1,5 @@
-"""A full disk costs only the pages for which it has no space: its pages are served, and it is written to again
-later.
+"""A full disk rejects only pages that need new space: it still serves its pages, and accepts new ones after space is
+freed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IMAGE_BYTES = codec_of(make_group()).image_bytes
 
 
 def fill_up(disk: Path) -> Path:
-    """Writes a file that takes all the space that is left."""
+    """Writes a file that takes all the remaining space of the disk. Returns its path."""
     ballast = disk / "ballast"
     with open(ballast, "wb", buffering=0) as file:
         while os.statvfs(disk).f_bavail:
@@ -51,8 +51,8 @@ def fill_up(disk: Path) -> Path:
 
 
 def fills(world: DiskWorld, first: int, most: int) -> tuple[list[int], np.ndarray, list[int]]:
-    """Writes pages until some find no space. Returns the places that were written, their generations, and the places
-    that failed."""
+    """Writes pages until some fail because the disk is full. Returns the disk slots that were written, their
+    generations, and the disk slots whose write failed."""
     good, generations, failed = [], [], []
     for place in range(first, most):
         result, generation = world.write([place], [place])
@@ -90,7 +90,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
     assert "takes no new pages: No space left on device" in caplog.text
     for at in range(0, len(good), 8):
         assert world.read(good[at : at + 8], good[at : at + 8], generations[at : at + 8]).reason == ""
-    # A slot that has its space accepts another page, whether the disk is full or not.
+    # A slot whose space is allocated accepts another page even if the disk is full.
     result, _ = world.write([700], [good[0]], publish=False)
     assert result.status is OpStatus.OK
     world.poll()
@@ -107,7 +107,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
 
 
 def punch(fd: int, world: DiskWorld, places: list[int]) -> None:
-    """Frees the space of pages, like an operator who makes room on the disk."""
+    """Frees the space of the pages in `places`, as if an operator had freed space on the disk."""
     import ctypes
 
     keep_size, punch_hole = 1, 2
@@ -132,8 +132,8 @@ def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) ->
 
 
 def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) -> None:
-    """After the small image the slot has no space yet, because it is as large as the largest image of the groups that
-    share it."""
+    """A slot is as large as the largest slot image of the groups that share it. A small image allocates only the space
+    that it covers, so on a full disk the slot accepts another small image, but not a large one."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=1, error=28, times=1)])
     first, *more = sharing_groups()
     world = make_disks(group=first, more=more, faults=faults, preallocate=False)
@@ -151,7 +151,8 @@ def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) ->
 def test_a_disk_that_was_full_for_a_slot_with_space_takes_pages_again(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Like copy-on-write and thin volumes, where space may come back without a write to a slot that had none."""
+    """On copy-on-write file systems and thin volumes even an allocated slot can run out of space. A successful write to
+    any slot then shows that the disk has space again."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=4, error=28, times=1)])
     world = make_disks(faults=faults, preallocate=False)
     for place in range(4):
@@ -199,7 +200,7 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
             path.unlink()
         shutil.copytree(left, small_disk, dirs_exist_ok=True)
     fill_up(small_disk)
-    for _ in range(2):  # the second start has the space that the first one needed
+    for _ in range(2):  # the first start leaves the space that a second one needs
         world = DiskWorld([small_disk], slots=8)
         assert world.unit.alive == (True,)
         rows = world.unit.rows(0)
@@ -209,7 +210,7 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
 
 
 def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
-    """Shows why a folder keeps room for its index."""
+    """Shows why a folder reserves spare space for its index."""
     world = DiskWorld([small_disk], slots=8)
     assert world.close()
     (world.folder / "spare").unlink()
@@ -219,7 +220,8 @@ def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
 
 
 def full_world(small_disk: Path, spare: bool = True, pages: int = 8) -> tuple[DiskWorld, Path]:
-    """A unit with durable pages on a disk that has been filled since, with or without the folder's spare room."""
+    """Makes a unit with durable pages, then fills its disk. With `spare` False, the folder's spare space is filled
+    too."""
     world = DiskWorld([small_disk], slots=8)
     _, generations = world.write(range(pages), range(pages))
     world.wait_durable(range(pages), generations)
@@ -295,7 +297,8 @@ def test_a_reset_without_spare_room_waits_for_space(
 
 
 def test_a_reset_that_finds_no_space_by_its_deadline_takes_the_disk_out(small_disk: Path) -> None:
-    """Otherwise nothing on the disk would prevent the next process from serving its pages."""
+    """The reset could not be recorded on this disk. If the disk stayed in use, the next process would serve pages of
+    the previous weights."""
     world, _ = full_world(small_disk, spare=False)
     world.unit.reset(2, 0.1)
     (lost,) = world.poll().lost
@@ -337,7 +340,9 @@ def test_a_full_disk_is_no_damage_of_its_index(small_disk: Path) -> None:
 
 
 def test_a_folder_on_a_full_disk_can_be_locked(small_disk: Path) -> None:
-    """The lock is needed to read the folder's pages; the process id in it is only for people."""
+    """The lock is needed even to read the folder's pages. The process id, for which the lock file may have no space,
+    only informs the operator.
+    """
     from flexkv.storage.folder import FolderLock
 
     FolderLock(small_disk / "unit").release()

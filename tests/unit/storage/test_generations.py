@@ -1,4 +1,4 @@
-"""Generations of writes: none is given twice, within one opening or across several."""
+"""No generation of a write is given twice, neither within one opening of a folder nor across several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A slab's header says whose pages follow. A damaged header costs its slab; the slab of another model is left alone."""
+"""A slab's header identifies the model and the format of its pages. If the header is damaged, its slab is made anew; a
+slab of another model is left alone.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +118,8 @@ def test_a_slab_without_a_copy_of_its_header_gets_one(make_disks: MakeDisks) -> 
 
 
 def test_the_copy_of_another_slabs_header_gives_no_page_away(make_disks: MakeDisks) -> None:
-    """With another model's header the slab is left alone. A header of the same model belongs to another slab, so no
-    trailer matches.
+    """A slab with the copy of another model's header is left alone. With the header of another slab of the same model,
+    no trailer matches, so no page is served.
     """
     slab, _ = filled(make_disks)
     other, _ = filled(make_disks, identity=replace(IDENTITY, fingerprint=bytes(32)))
@@ -158,7 +160,7 @@ def test_the_header_says_what_the_unit_was_made_with(make_disks: MakeDisks) -> N
 
 
 def resigned(raw: bytes | bytearray, header_bytes: int) -> bytes:
-    """The header with a digest that matches its content."""
+    """Returns the header with its digest replaced by one that matches its content."""
     made = bytearray(raw)
     struct.pack_into("<Q", made, DIGEST_AT, 0)
     struct.pack_into("<Q", made, DIGEST_AT, c_ext.run_digest(bytes(made[:header_bytes])))
@@ -172,7 +174,7 @@ def header_of(*groups: DiskGroup, slab: int = 0) -> bytes:
 
 
 def test_what_one_full_group_leaves_on_disk_is_byte_for_byte_that_of_version_1() -> None:
-    """Digests of files of the format before several groups."""
+    """The digests are of files in format version 1, in which a slab has only one KV group."""
     group = replace(make_group(layers=3, run_bytes=2304, ranks=2), format_id="a format")
     raw = header_of(group)
     assert len(raw) == 4096
@@ -268,7 +270,7 @@ RECORD_AT = FIXED.size
     ],
 )
 def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, at: int, value: int) -> None:
-    """The header's digest matches, so no disk has damaged it, and its pages are not dropped."""
+    """The header's digest matches, so the header is not damaged by the disk, and its pages must not be dropped."""
     first, *more = sharing_groups()
     world = make_disks(group=first, more=more)
     slab = world.folder / "group0.slab"
@@ -290,7 +292,8 @@ def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, 
 def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In both directions, and for a version that does not exist yet."""
+    """Covers a new folder of several groups beside one of a single group, the reverse, and a folder of a version that
+    does not exist yet."""
     caplog.set_level(logging.INFO, "flexkv.storage")
     first, *more = sharing_groups()
     plain, _ = filled(make_disks)
@@ -311,7 +314,7 @@ def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
 
 
 def test_models_lie_side_by_side(make_disks: MakeDisks, tmp_path: Path) -> None:
-    """This holds even for two models whose names give the same folder name."""
+    """Even two models with the same name have separate folders if their fingerprints differ."""
     other = replace(IDENTITY, model="a model", fingerprint=bytes(32))
     slab, _ = filled(make_disks)
     other_slab, _ = filled(make_disks, identity=other)

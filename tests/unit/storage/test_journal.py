@@ -1,4 +1,6 @@
-"""When a group commit begins, and which rows wait for it, with the test's own clock and journal."""
+"""When a journal begins a group commit, and which rows wait for it. The tests replace the clock or the journal's
+writes.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ MOST_WAITS = 10_000
 
 @dataclass
 class Rows:
-    """Rows that arrive `gaps` seconds apart, and a clock that advances only during waits for them.
+    """A simulated source of rows. Its clock advances only while the journal waits for rows.
 
     Attributes:
-        hurry_s: time from which the journal must not wait for more rows.
-        waits: the timeout of each wait.
+        gaps: seconds between one row and the next.
+        hurry_s: time on this clock after which the journal must not wait for more rows.
+        now_s: current time of this clock, in seconds.
+        waits: the timeouts of all waits so far, in seconds.
     """
 
     gaps: Iterator[float]
@@ -110,7 +114,8 @@ def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two striped disks, a record of use takes half of its places from the room of each journal."""
+    """Slots are striped over two disks, so each disk's journal gets half of the 40 rows of uses: 20, which is half of
+    its own 40."""
     go_on, write = threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:
@@ -142,7 +147,7 @@ def publish_some(unit: StripedSlabs, count: int) -> None:
 
 
 class Watched(threading.Condition):
-    """Runs a check in the journal's thread, right after each release of the lock."""
+    """A condition that calls `ask` right after each release of its lock, in the thread that released it."""
 
     ask: Callable[[], None] | None = None
     asking = False
@@ -158,7 +163,7 @@ class Watched(threading.Condition):
 def test_there_is_a_lag_from_a_publish_until_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes the moment when the batch has left the queue and its commit has not begun."""
+    """The lag must not be 0 even for the moment when the batch has left the queue and its commit has not begun."""
     condition = Watched()
     monkeypatch.setattr(
         "flexkv.storage.journal.threading",
@@ -173,7 +178,7 @@ def test_there_is_a_lag_from_a_publish_until_it_is_durable(
 
     try:
         condition.ask = ask
-        with condition:  # the queue keeps its rows until this block is left
+        with condition:  # the journal cannot take rows from the queue inside this block
             publish_some(unit, 4)
             published = True
         deadline_s = time.monotonic() + GENEROUS_S
@@ -208,7 +213,8 @@ def test_a_journal_that_has_failed_lags_behind_nothing(
 def test_what_was_overwritten_before_its_commit_is_not_called_durable(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its publish, its eviction and the next page's publish are in one commit."""
+    """The publish of the first page, its eviction and the publish of the second page are in one commit. Only the second
+    page may be reported durable."""
     began, go_on, write = threading.Event(), threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""A layerwise read: ranges of layers arrive one after the other, each verified separately."""
+"""In a layerwise read, ranges of layers arrive one after another, and flexkv verifies each range separately."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.unit.storage.layered_pages import LAYERS, PAGES, begin_read
 
 
 def layer(world: DiskWorld, slot: int, number: int) -> np.ndarray:
-    """The bytes of layer `number` in `slot`: K and V."""
+    """Returns the bytes of K and V of layer `number` in host slot `slot`."""
     run = int(world.group.runs[0][0][1])
     return world.pool.slot(slot)[number * 2 * run : (number + 1) * 2 * run]
 
 
 @pytest.mark.parametrize("run_bytes", [4096, 2304])
 def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_bytes: int) -> None:
-    """The first ranges arrive while a later range of one page hangs."""
+    """The read of a later range of one page hangs, and the layers before it are reported nevertheless."""
     group = make_group(layers=LAYERS, run_bytes=run_bytes)
     faults = testing_ext.IoFaults([])
     world = make_disks(group=group, faults=faults)

@@ -1,5 +1,5 @@
-"""Layers that are copied to an engine's pool while the rest of their pages is still on disk: one transfer engine runs a
-layerwise DISK_READ, and another a layerwise load that names the read for each page.
+"""Layers are copied to an engine's pool while later layers of the same pages are still being read from disk. One
+transfer engine runs a layerwise DISK_READ, and another runs a layerwise load whose pages depend on that read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLOTS = range(40, 40 + PAGES)
 
 
 class Streaming:
-    """PAGES pages on disk, and an engine's pool whose blocks they will fill."""
+    """A disk tier with PAGES pages, and an engine's pool into which a load copies them."""
 
     def __init__(self, make_disks: MakeDisks, run_bytes: int = 4096) -> None:
         self.faults = testing_ext.IoFaults([])
@@ -41,7 +41,7 @@ class Streaming:
         self.world = make_disks(group=make_group(layers=LAYERS, run_bytes=run_bytes), faults=self.faults)
         _, self.generations = self.world.write(range(PAGES), range(PAGES))
         self.slab = self.world.unit._volumes[0].slabs[0]  # type: ignore[union-attr]
-        # The slots hold other bytes, so that a copy made too early is noticed.
+        # Until the read fills them, the slots have wrong bytes, so that a test notices a copy made too early.
         for slot in SLOTS:
             self.world.pool.slot(slot)[:] = 0xEE
         page_bytes = self.world.group.stripe_bytes[0]
@@ -55,14 +55,14 @@ class Streaming:
         self.engine.attach_view(0, view, self.world.pool, 0, owners=[self.memory])
 
     def offset(self, page: int, layer: int) -> int:
-        """Offset on disk of a layer of a page."""
+        """Returns the offset in the slab of layer `layer` of page `page`."""
         return self.slab.offset(page) + layer * 2 * self.run_bytes
 
     def read(self, layerwise: bool = True) -> Ticket:
         return begin_read(self.world, SLOTS, self.generations, layerwise)
 
     def load(self, waits: bool = True) -> Ticket:
-        """`waits`: whether the load waits for the read."""
+        """Submits a layerwise load of all pages. With `waits`, each page waits for op READ."""
         op = TransferOp(LOAD, OpKind.H2D, 0, Priority.LOAD, ids(range(PAGES)), ids(SLOTS), layerwise=True)
         op = replace(op, reads=np.full(PAGES, READ, np.int64) if waits else NO_READS)
         ticket = self.engine.submit(TransferGraph((op,)))
@@ -75,7 +75,7 @@ class Streaming:
         return result
 
     def holds(self, page: int, layer: int) -> bool:
-        """Whether a layer of a block is right."""
+        """Whether layer `layer` of block `page` in the engine's pool has the right bytes."""
         size = 2 * self.run_bytes
         wanted: NDArray[np.uint8] = self.world.payload(page)[layer * size : (layer + 1) * size]
         return bool((self.memory[2 * layer : 2 * layer + 2, page].reshape(-1) == wanted).all())
@@ -118,7 +118,8 @@ def test_layers_are_in_the_engines_pool_while_later_ones_are_on_disk(
 
 
 def test_a_read_by_pages_holds_every_layer_back(make_streaming: Callable[..., Streaming]) -> None:
-    """Shows the benefit of a layerwise read: the same load, of pages that arrive as a whole."""
+    """Shows the benefit of a layerwise read: if pages are read as a whole, the same load gets no layer of a page until
+    the page is complete."""
     s = make_streaming()
     s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     load = s.load()

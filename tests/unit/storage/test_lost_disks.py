@@ -1,4 +1,4 @@
-"""Disks that fail, fill up, hang or cannot be opened: each is taken out of service by itself."""
+"""A disk that fails, hangs or cannot be opened is taken out of service, and the unit's other disks remain in use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ BACKENDS = ["threads", *(["uring"] if not c_ext.uring_refusal() else [])]
 
 
 def lost_of(world: DiskWorld, count: int = 0) -> list[LostDisk]:
-    """The disks lost so far, once there are at least `count`: an op's result comes before the report of its disk."""
+    """Polls until at least `count` disks are reported lost, and returns all that are. It must wait, because an op's
+    result comes before the report that its disk is lost."""
 
     def lost() -> list[LostDisk]:
         return [lost for events in world.events for lost in events.lost]
@@ -100,7 +101,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     assert lost.disk == 1
     assert text in lost.reason
     assert world.unit.alive == (True, False)
-    # Its slots are not tried again: the pages fail without an I/O.
+    # Pages for the lost disk's slots fail without another I/O.
     acted = faults.acted
     result, _ = world.write([10, 11], [10, 11], publish=False)
     assert result.failed.tolist() == [1]
@@ -137,14 +138,14 @@ def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str
     assert all(lane.up for lane in world.engine.lanes())
     result = world.read(range(8), range(8), generations)
     assert result.failed.tolist() == [0, 2, 4, 6]
-    # Its own op ends only when its I/O does: the slot may still be written until then.
+    # The op with the hanging I/O is not finished before the I/O is: until then the device may write to its host slot.
     assert not world.engine.wait(ticket, 0)
     faults.release()
     assert world.engine.wait(ticket, GENEROUS_S)
 
 
 def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in the journal: fdatasync gives EIO."""
+    """The journal's fdatasync fails with EIO."""
 
     def fail(self: Journal, groups: set[int]) -> None:
         if groups:
@@ -163,7 +164,7 @@ def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest
 def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault in the index: SQLite reports a full disk, twice."""
+    """SQLite reports a full disk for two commits of the index, and then succeeds."""
     from flexkv.storage.index import SlotIndex
 
     commit, failures = SlotIndex.commit, iter([True, True])
@@ -217,8 +218,8 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
 def test_an_opening_that_breaks_off_at_the_second_disk_lets_the_first_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An opening fails on the second disk, for example because its index is too large for memory, when the first disk's
-    journal is already running.
+    """The second disk cannot be opened, for example because its index does not fit in memory, while the first disk's
+    journal already runs. The failed opening must end that journal's thread.
     """
     before = set(threading.enumerate())
     begin_use, begun = DiskVolume.begin_use, []
@@ -308,7 +309,7 @@ def test_a_deleted_slab_is_found_and_nothing_more_is_called_durable(make_disks: 
     result = world.read(range(4), range(4), generations)
     assert result.failed.tolist() == [0, 2]
     assert "was taken out" in result.reason
-    _, more = world.write([20], [21])  # the other disk goes on
+    _, more = world.write([20], [21])  # the other disk is still in use
     world.wait_durable([21], more)
 
 

@@ -1,4 +1,6 @@
-"""Folders of the same model under other keys are named with their size, except those that another unit may need."""
+"""At its start a unit logs the name and size of each folder that has pages of the same model under other keys, except
+folders that another unit may need.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def left_by(root: Path, identity: DiskIdentity, used_s: int = 0) -> Path:
-    """The folder of a unit that has written pages and ended; if given, last used so many seconds after 1970."""
+    """Runs a unit that writes pages, and closes it. Returns the unit's folder. If `used_s` is given, the folder's files
+    are dated to that time, in seconds since 1970."""
     world = DiskWorld([root], identity=identity)
     world.write(range(4), range(4))
     folder = world.folder

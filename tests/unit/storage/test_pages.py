@@ -1,4 +1,4 @@
-"""Pages are written to the disks and read back, or are misses with a reason."""
+"""A page that was written to a disk can be read back, or its read is a miss with a reason."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_an_expired_page_is_a_miss(make_disks: MakeDisks) -> None:
 
 
 def test_layers_of_one_page_fail_alone(make_disks: MakeDisks) -> None:
-    """Damage in the last layer is found with that layer; the first layer had arrived before."""
+    """A layerwise read finds damage in the last layer only when it reads that layer; the first layer has arrived
+    before."""
     world = make_disks()
     _, generations = world.write([1], [0])
     world.engine.close(30)
@@ -149,7 +150,7 @@ def test_a_page_of_64_kib_pays_one_sector() -> None:
 def test_pages_go_past_the_page_cache_whatever_their_geometry(
     make_disks: MakeDisks, tmp_path: Path, run_bytes: int
 ) -> None:
-    """18,432 bytes is a layer of an MLA model: 4.5 sectors."""
+    """Includes 18,432 bytes, the size of a layer of an MLA model: 4.5 sectors of 4 KiB."""
     try:
         os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
         possible = True
@@ -172,7 +173,7 @@ def test_a_page_that_was_written_again_is_not_the_one_that_an_earlier_tag_names(
 
 
 def test_a_new_page_format_is_a_new_format_of_values() -> None:
-    """Values in stores are pages with their trailers, but their names have a separate version. A change of the page's
-    version adds the new pair here, with both numbers raised.
+    """A value in a shared store consists of a page and its trailer, but the version in its name is a separate number.
+    Who raises the page's version must also raise the values' version, and add the new pair here.
     """
     assert (c_ext.PAGE_VERSION, VALUE_VERSION) in {(1, 1)}

@@ -1,5 +1,5 @@
-"""Records for which a full journal had no room: the page is served, becomes durable once there is room, and the record
-is dropped with its page.
+"""Pending records, for which a full journal had no space: their pages are served meanwhile, and become durable when the
+journal has space. If a page is evicted, its pending record is dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FULL = {"journal_rows": 3}
 
 
 def publish(world: DiskWorld, numbers: Sequence[int], generations: NDArray[np.uint64]) -> bool:
-    """Publishes block n at place n."""
+    """Publishes blocks `numbers`, block n in disk slot n. Returns False if the records became pending."""
     return world.unit.record_publish(
         0, keys_of(numbers), ids(numbers), generations, np.full(len(numbers), BLOCK_TOKENS, np.int32)
     )
@@ -40,7 +40,7 @@ def pending(world: DiskWorld) -> int:
 
 
 def write_pending(world: DiskWorld, numbers: Sequence[int]) -> NDArray[np.uint64]:
-    """Writes blocks for which the journal then has no room."""
+    """Writes blocks and publishes them; the journal is full, so their records become pending."""
     result, generations = world.write(numbers, numbers, publish=False)
     assert result.status is OpStatus.OK
     assert not publish(world, numbers, generations)
@@ -54,7 +54,7 @@ def blocks_after_restart(make_disks: MakeDisks) -> list[int]:
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Journals write nothing until this is set."""
+    """Returns an event. Until a test sets it, journals write nothing."""
     go_on, write = threading.Event(), Journal._write
 
     def wait_and_write(self: Journal, batch: Sequence[Record]) -> None:
@@ -88,7 +88,7 @@ def test_pages_that_find_the_journal_full_keep_their_groups(make_disks: MakeDisk
         tokens = np.full(len(numbers), BLOCK_TOKENS, np.int32)
         assert not world.unit.record_publish(of, keys_of(numbers), ids(numbers), generations, tokens)
         wanted |= dict.fromkeys(numbers, of)
-        if of == 2:  # a pending page is dropped by whichever group takes its place
+        if of == 2:  # an eviction reported by another group also drops the pending record of the disk slot
             world.unit.record_evict(0, ids([11]), generations[3:])
             del wanted[11]
     world.until(lambda: pending(world) == 0, "the journal had no room")
@@ -189,7 +189,7 @@ def test_a_lost_disk_owes_nothing(make_disks: MakeDisks, held_up: threading.Even
 
 
 def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> None:
-    """This holds even before the disk is found lost."""
+    """This holds as soon as the journal fails, even before the unit has noticed that the disk is lost."""
     world = make_disks(**FULL)
     result, generations = world.write(range(8), range(8), publish=False)
     assert result.status is OpStatus.OK
@@ -215,7 +215,7 @@ def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: 
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(6)), generations[:6])
     assert world.unit.unflushed
-    result, _ = world.write([20], [0], publish=False)  # overwrites the page, so the index must not name it
+    result, _ = world.write([20], [0], publish=False)  # overwrites a page, so its row must go
     assert result.status is OpStatus.OK
     world.until(lambda: not world.unit.unflushed, "the evictions stay pending")
     folder = world.folder

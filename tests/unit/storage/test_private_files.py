@@ -1,5 +1,5 @@
-"""Pages contain users' prompts: only the engine's own user can read the files and enter the folders that the disk tier
-makes.
+"""Pages contain users' prompts, so only the engine's own user may read the files and enter the folders that the disk
+tier makes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def readable_by_others(root: Path) -> dict[str, str]:
 
 
 def used(world: DiskWorld) -> None:
-    """Makes the tier write all its files: pages, index and log, and the epoch."""
+    """Makes the tier write all of its files: slab, index, the index's log, and epoch."""
     world.unit.reset(world.unit.epoch + 2)
     _, generations = world.write([1, 2], [0, 1])
     world.wait_durable([0, 1], generations)
@@ -49,7 +49,7 @@ def test_nobody_else_can_read_what_the_tier_makes(tmp_path: Path) -> None:
     used(world)
     assert readable_by_others(tmp_path / "mount") == {}
     assert world.close()
-    # A damaged index is set aside, and the new one is private too.
+    # A damaged index is kept under another name. Both that file and the new index must be private too.
     (world.folder / "index.sqlite").write_bytes(b"no database at all" * 300)
     world = DiskWorld([root])
     used(world)
@@ -59,7 +59,7 @@ def test_nobody_else_can_read_what_the_tier_makes(tmp_path: Path) -> None:
 
 
 def test_a_file_made_by_the_umask_alone_is_seen(tmp_path: Path) -> None:
-    """A control: without the tier's precautions, the other tests would find something."""
+    """A control: the other tests would find a file or folder that is made with the umask's default permissions."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "group0.slab").touch()
     assert readable_by_others(tmp_path / "kv") == {"kv": "0o755", "kv/group0.slab": "0o644"}
@@ -86,7 +86,7 @@ def test_files_of_a_former_run_are_closed_to_others_when_their_owner_opens_them(
         path.chmod(0o755 if path.is_dir() else 0o644)
     world = make_disks()
     assert len(world.unit.rows(0)) == 2
-    # The folder that the user named keeps its mode.
+    # The configured root folder keeps the mode that the user gave it.
     assert readable_by_others(root) == {"disk0": "0o755"}
 
 

@@ -1,4 +1,4 @@
-"""Several KV groups in one set of slabs: each page belongs only to its own group."""
+"""Several KV groups share a set of slabs, and no read of one group returns another group's page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(make_disks: MakeDisks, disks: int = 1, **options: object) -> DiskWorl
 
 
 def pages(rows: IndexRows) -> dict[int, tuple[int, int]]:
-    """Group and block of each place."""
+    """Returns (group, block) for each disk slot in `rows`."""
     assert rows.groups is not None
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     return dict(zip(rows.places.tolist(), zip(rows.groups.tolist(), numbers, strict=True), strict=True))
@@ -76,7 +76,8 @@ def test_slabs_of_one_group_have_rows_without_groups(make_disks: MakeDisks) -> N
 
 
 def cross_reads(world: DiskWorld, of: int) -> dict[int, str]:
-    """Asks for a page of group `of` as each other group's. Returns the reason of each miss."""
+    """Writes a page of group `of`, then reads it as if it were a page of each other group. Returns the reason of each
+    miss, by group."""
     _, generations = world.write([7], [5], of=of)
     assert world.read([7], [5], generations, of=of).status is OpStatus.OK
     reasons = {}
@@ -100,7 +101,8 @@ def test_a_page_of_one_group_read_as_anothers_is_a_miss(make_disks: MakeDisks) -
 def test_without_the_number_in_the_trailer_another_groups_page_would_be_served(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the two groups' images are equal in everything else."""
+    """The control: if trailers lack the group's number, nothing else distinguishes the slot images of the two
+    groups."""
     monkeypatch.setattr(striped_slabs, "codec_of", lambda group, number: codec_of(group))
     world = shared(make_disks)
     with pytest.raises(AssertionError, match="block 7: wrong bytes"):
@@ -108,7 +110,8 @@ def test_without_the_number_in_the_trailer_another_groups_page_would_be_served(
 
 
 def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np.ndarray]:
-    """Writes a page of one group to place 4, then one of another group."""
+    """Writes a page of group `first` to disk slot 4, then overwrites it with a page of group `then`. Returns the
+    generations of both."""
     _, old = world.write([1], [4], of=first)
     world.wait_durable([4], old)
     world.unit.record_evict(then, np.array([4], np.int32), old)
@@ -122,7 +125,7 @@ def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np
 def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
     make_disks: MakeDisks, first: int, then: int, lost_index: str
 ) -> None:
-    """This holds even if the trailer of the earlier, larger image is still intact."""
+    """The trailer of the earlier page may still be intact, because a smaller image does not overwrite it."""
     world = shared(make_disks)
     old, new = overwritten(world, first, then)
     assert world.read([1], [4], old, of=first).failed.tolist() == [0]
@@ -150,7 +153,7 @@ def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
 def test_by_the_first_whole_trailer_an_overwritten_page_would_come_back(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: two trailers in the slot are intact."""
+    """The control: both trailers in the slot are intact, and only their ages show which page is the later one."""
     world = shared(make_disks)
     overwritten(world, FULL, STATE)
     folder = world.folder
@@ -162,7 +165,8 @@ def test_by_the_first_whole_trailer_an_overwritten_page_would_come_back(
 
 
 def test_stripes_without_a_trailer_are_no_damage(make_disks: MakeDisks, tmp_path: Path) -> None:
-    """A crash leaves a part of a large image where a small one's trailer would be; repair leaves a clean slab."""
+    """A crash may leave stripes of a large image at the offset of a small image's trailer. The check must not count
+    this as damage, and after a repair the slab is clean."""
     world = shared(make_disks)
     _, generations = world.write([1, 2, 3], [0, 1, 2], of=FULL)
     world.wait_durable([0, 1, 2], generations)

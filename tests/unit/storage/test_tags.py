@@ -1,4 +1,4 @@
-"""Tags have the layout that the data plane reads."""
+"""The fields of a tag have the offsets that the C++ code expects."""
 
 from __future__ import annotations
 

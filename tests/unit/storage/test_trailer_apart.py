@@ -1,4 +1,4 @@
-"""A trailer that is stored separately from its page's stripes, as in values of a shared store."""
+"""Trailers that are stored separately from their page's stripes, as in the values of a shared store."""
 
 from __future__ import annotations
 

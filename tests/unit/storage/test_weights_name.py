@@ -1,4 +1,6 @@
-"""The name of the weights with which a folder's pages were computed: written durably, and unknown if it is damaged."""
+"""A folder keeps the name of the weights with which its pages were computed. The name is written durably; if it is
+damaged, the weights count as unknown.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def test_a_disk_that_takes_no_name_is_logged(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_where_pages_are_gone_their_weights_name_no_later_ones(tmp_path: Path) -> None:
-    """Slabs were made anew: pages are written before the next name is, and a crash may come in between."""
+    """The folder's slabs were made anew, so its old name must be dropped: new pages are written before the new name,
+    and after a crash in between they would have the old name."""
     write_weights(tmp_path, ONE, 0)
     NamedDisks().begin(0, tmp_path, has_pages=False)
     after_crash = NamedDisks()
