@@ -1,5 +1,5 @@
-"""A stand-in for the process of the remote store, driven by the test: nothing runs, and the clock advances only when
-the test says so.
+"""A stand-in for the helper process of the remote store. No process runs: the test sends the helper's messages and
+advances the clock.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ STUCK_S = 5.0
 
 
 class FakeHelper:
-    """The parts of a process that `HelperLink` needs.
+    """Replaces a `HelperProcess`, with only the attributes and methods that `HelperLink` uses.
 
     Attributes:
-        got: messages that the unit has sent.
-        says: messages that the unit has not received yet; an error stands for an invalid message.
-        room: whether its socket accepts messages.
+        got: messages that the unit has sent to the helper.
+        says: messages for the unit that it has not received yet; an error stands for an invalid message.
+        room: whether the helper's socket accepts messages.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class FakeHelper:
 
 
 class PlayedPlane:
-    """A plane over processes that the test plays; it is up at first.
+    """A remote plane whose helpers are FakeHelpers, controlled by the test. Its store is up at first.
 
     Attributes:
-        helpers: the processes that were started; the last one runs.
+        helpers: the helpers that were started, in order; the last one is running.
     """
 
     def __init__(self, queue_ops: int = 4, keeps_slots: bool = False, questions: int = 16) -> None:
@@ -100,7 +100,8 @@ class PlayedPlane:
         return self.helpers[-1]
 
     def answer_alive(self, lost: str = "") -> None:
-        """Starts the process, which is asked whether the store is alive and answers."""
+        """Makes the helper report that it is ready, and answer the unit's question whether the store is alive. If
+        `lost` is not empty, the answer is no, for this reason."""
         self.helper.says.append(Ready())
         self.plane.watch()
         self.helper.says.append(Answer(self.helper.all_of(Alive)[-1].number, lost=lost))
@@ -112,7 +113,7 @@ class PlayedPlane:
         self.plane.watch()
 
     def end(self, how: str = "its process ended by signal 9") -> None:
-        """Ends the process, which is then reaped."""
+        """Ends the helper's process for the reason `how`, and lets the plane reap it."""
         self.helper.ended = how
         self.plane.watch()
 
@@ -120,7 +121,8 @@ class PlayedPlane:
         return self.plane.submit(TransferGraph(ops)) is not None
 
     def get(self, number: int, pages: int = 3) -> list[int]:
-        """Submits an op. Returns the numbers of its messages."""
+        """Submits op `number`, which reads `pages` pages. Returns the numbers of the messages that the plane sends for
+        it."""
         return self._submit(number, OpKind.DISK_READ, pages, Get)
 
     def put(self, number: int, pages: int = 3) -> list[int]:

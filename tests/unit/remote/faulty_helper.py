@@ -1,7 +1,8 @@
-"""The helper with a decorator around its store, which fails at a chosen moment as real stores fail at random moments.
+"""A helper that fails at moments that a test chooses. It runs in place of `flexkv.remote.helper` (see
+`helper_faults.py`).
 
-Runs in place of `flexkv.remote.helper` (`helper_faults.py`). A file has the plan, `MOMENT ACT`, and is read at each
-moment; without the file nothing happens.
+A decorator around the helper's store reads a plan from a file at every moment that has a name. The plan, `MOMENT DEED`,
+says at which moment the helper does what. Without the file, the helper works as usual.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ REACHED = ".reached"
 
 
 def act(moment: str) -> None:
-    """kill, stop: the process itself. hold: wait until the plan is removed. hang: wait for ever, while the other
-    threads go on.
+    """Carries out the plan if it is for this moment.
+
+    The deed `kill` or `stop` sends this process the signal; `hold` waits until the plan is removed; `hang` blocks this
+    thread for ever, while the process's other threads continue.
     """
     path = Path(os.environ[PLAN_VARIABLE])
     try:
@@ -48,7 +51,9 @@ def act(moment: str) -> None:
 
 
 class FaultyStore(Store):
-    """Does half of each call, then carries out the plan, then does the other half."""
+    """Carries out the plan in the middle of each `get` and `put`, between the halves of its names. For `exists` and
+    `alive` the plan is carried out before the call, and for the moment `check` after a `get`.
+    """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -95,7 +100,7 @@ def opened(options: StoreOptions) -> Store:
 
 
 def unchecked(*arguments: object) -> tuple[str, str]:
-    """Replaces the check of a page, as in a broken helper: any bytes count as the page."""
+    """Replaces the check of a value, as in a broken helper: any bytes count as the right page."""
     return "none", ""
 
 

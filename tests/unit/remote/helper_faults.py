@@ -1,4 +1,4 @@
-"""Faults of a helper at moments that a test chooses, and the conditions that its unit must meet afterwards."""
+"""Makes a unit's helper fail at moments that a test chooses, and checks that the unit recovers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ SLACK_S = 20.0
 
 
 class Plan:
-    """Sets the plan for all helpers that are started from now on."""
+    """Writes the file with the plan of all faulty helpers (see `faulty_helper.py`).
+
+    Attributes:
+        reached: path of a file that a helper makes when it carries out the plan.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,8 +59,8 @@ def use_faulty_helpers(folder: Path, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
-    """Shortens the pauses after failures for units built from now on, because tests kill more often than machines fail.
-    A failed store is soon asked again.
+    """Shortens the pauses before a failed store is tried again, for all units in this process. Tests kill helpers more
+    often than real ones fail, and must not wait that long.
     """
     patch.setattr(breaker, "FIRST_REST_S", 0.05)
     patch.setattr(breaker, "LONGEST_REST_S", longest_s)
@@ -65,7 +69,8 @@ def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The process's state as in ps: R, S, T (stopped), Z (ended, not reaped); empty if there is no such process."""
+    """Returns the process's state as ps prints it: R, S, T (stopped) or Z (finished, but not reaped). Empty if there is
+    no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -87,14 +92,16 @@ def children() -> set[int]:
 
 
 def leased(unit: RemoteUnit) -> int:
-    """Number of host slots that cannot be evicted now."""
+    """Evicts all pages from host memory that can be evicted. Returns the number of slots that are still in use."""
     unit.lose_host()
     index = unit.manager.hub.index
     return int(index.up_slots(0) - index.free_slots(0))
 
 
 def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> None:
-    """Returns once pages are under way; no request waits for them then, and only the copies keep their slots."""
+    """Starts a fetch of `keys` and returns when its reads are in flight. The request is then ended, so that only the
+    reads in flight keep the pages' slots.
+    """
 
     def moves() -> bool:
         unit.manager.match(request_id, [keys], 0)
@@ -106,8 +113,8 @@ def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> 
 
 
 def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
-    """Loads pages and returns the number of tokens. Compares every byte, and checks that the load took no longer than a
-    request may wait.
+    """Loads the pages of `keys` and compares every byte. Returns the number of tokens loaded. Asserts that the load
+    took no longer than a request may wait for the store.
     """
     begun_s = time.monotonic()
     tokens = unit.load(keys)
@@ -117,7 +124,7 @@ def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
 
 
 def heals(unit: RemoteUnit, keys: Keys) -> None:
-    """Checks that the tier is up, serves all of `keys`, and has lost no slot."""
+    """Waits until the tier is up and serves all of `keys`, then asserts that no host slot has been lost."""
     unit.up()
 
     def served() -> bool:
@@ -129,7 +136,7 @@ def heals(unit: RemoteUnit, keys: Keys) -> None:
 
 
 def write_all(unit: RemoteUnit, keys: Keys) -> None:
-    """Computes and stores the pages again, as an engine does, until the store has them."""
+    """Computes and stores the pages of `keys` repeatedly, as an engine does, until the store has all of them."""
     unit.up()
 
     def written() -> bool:

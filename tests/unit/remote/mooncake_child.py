@@ -1,5 +1,5 @@
-"""A process inside the namespace that has one store: `StoreChild` asks on the test's side, and `main` answers in the
-child.
+"""A child process in the network namespace of a Mooncake. It opens a store and calls it for the test: `StoreChild` is
+the test's side, and `main` runs in the child.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ REPLY_S = 60.0
 def read_parts(
     store: Store, names: Sequence[str], sizes: Sequence[Sequence[int]], deadline_s: float
 ) -> tuple[list[Outcome], list[list[bytes]], bool]:
-    """Outcomes, the parts' bytes, and whether no byte beyond a part was written."""
+    """Gets values. Returns the outcomes, the bytes of each value's parts, and whether no byte behind a part was
+    written."""
     memory = [[np.full(size + GUARD_BYTES, GUARD, np.uint8) for size in value] for value in sizes]
     parts = [
         [whole[:size] for whole, size in zip(*both, strict=True)] for both in zip(memory, sizes, strict=True)
@@ -45,7 +46,7 @@ def read_parts(
 
 
 class Answers:
-    """The child's methods, called by name."""
+    """The methods that the test can call in the child, by name."""
 
     def __init__(self) -> None:
         self.store: Store | None = None
@@ -72,7 +73,8 @@ class Answers:
     def pages(
         self, count: int, page_bytes: int, deadline_s: float
     ) -> tuple[set[Outcome], set[Outcome], bool]:
-        """Puts and gets `count` random pages. Returns the outcomes, and whether the bytes came back."""
+        """Puts `count` random pages, then gets them. Returns the outcomes of the puts, those of the gets, and whether
+        all bytes came back unchanged."""
         sent = np.random.default_rng(0).integers(0, 256, (count, page_bytes), dtype=np.uint8)
         came = np.zeros_like(sent)
         names = [f"page/{number}" for number in range(count)]
@@ -81,7 +83,9 @@ class Answers:
         return set(put), set(got), bool((came == sent).all())
 
     def get_and_hold(self, names: list[str], page_bytes: int, deadline_s: float) -> list[Outcome]:
-        """Gets into zeroed memory that is kept; if nothing came, nothing may be written to it after the call."""
+        """Gets values into memory that is kept, and fills it with zeros after the call. `bytes_held` then shows whether
+        the library still writes to the memory after a get that failed.
+        """
         self._held = np.zeros((len(names), page_bytes), np.uint8)
         outcomes = self._opened().get(names, [[page] for page in self._held], deadline_s)
         self._held[:] = 0
@@ -98,7 +102,8 @@ class Answers:
 
 
 def main() -> None:
-    # The library may print to stdout, so answers get a separate file.
+    # Mooncake's library may print to stdout, so the answers are written to a copy of that descriptor, and stdout itself
+    # is redirected to stderr.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answers = Answers()
@@ -117,10 +122,10 @@ def main() -> None:
 
 
 class StoreChild:
-    """The test's side of the child.
+    """Starts a child process and calls its methods.
 
     Attributes:
-        seconds: duration of the last call.
+        seconds: duration of the last call, in seconds.
     """
 
     def __init__(
@@ -142,7 +147,7 @@ class StoreChild:
         self._process.stdin.flush()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Returns the result of the child's method, or raises its error."""
+        """Calls a method of the child. Returns its result, or raises the error that it raised."""
         self.begin(method, *arguments)
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], REPLY_S)
@@ -153,11 +158,11 @@ class StoreChild:
         return result
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the store itself."""
+        """Calls a method of the child's store, and returns its result."""
         return self.call("ask", method, *arguments)
 
     def kill_now(self) -> None:
-        """Kills the child during a call; asserts that it has not answered yet."""
+        """Asserts that the child has not answered the last call yet, and kills it."""
         assert self._process.poll() is None
         assert self._process.stdout is not None
         assert not select.select([self._process.stdout], [], [], 0)[0], "it has answered already"
@@ -182,7 +187,7 @@ def store_child(
     program: Sequence[str] = ("-m", "tests.unit.remote.mooncake_child"),
     **options: Any,
 ) -> Iterator[StoreChild]:
-    """A child; with `url`, one that has opened the store."""
+    """Starts a child. If `url` is given, the child opens the store there. Kills the child at the end."""
     with (folder / "child.log").open("ab") as log:
         child = StoreChild(namespace, log, environment, program)
     try:

@@ -1,4 +1,4 @@
-"""Units whose store is a Mooncake, in a process inside its network namespace: `Units` runs in the child and is called
+"""Units whose store is a Mooncake. They run in a child process in its network namespace, and the test calls them
 through `StoreChild`.
 """
 
@@ -19,7 +19,7 @@ FAST = {"remote__get_s": 1.0, "remote__stuck_s": 8.0}
 
 
 class Units(mooncake_child.Answers):
-    """Further methods of the child; each unit has a name."""
+    """Methods that the test can call in the child. They make units, which the test identifies by names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +27,13 @@ class Units(mooncake_child.Answers):
         self._units: dict[str, RemoteUnit] = {}
 
     def make(self, name: str, url: str) -> str:
-        """Makes a unit. Returns why its tier is down, or an empty string."""
+        """Makes a unit. Returns the reason why its remote tier is down, or an empty string if the tier is up."""
         self._units[name] = RemoteUnit(url, **FAST)  # type: ignore[arg-type]
         return self._units[name].tier.down
 
     def store_pages(self, name: str, prompt: str, pages: int) -> int:
-        """Computes pages and offers them to the store once. Returns how many of them it has."""
+        """Computes the prompt's pages and lets the unit write them to the store once. Returns how many of them the
+        store has then."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         unit.store(keys)
@@ -40,13 +41,14 @@ class Units(mooncake_child.Answers):
         return int(unit.tier.known(0, keys).sum())
 
     def load_pages(self, name: str, prompt: str, pages: int) -> int:
-        """Number of pages loaded from the store. Compares their bytes."""
+        """Loads the prompt's pages from the store and compares their bytes. Returns the number of pages loaded."""
         unit = self._units[name]
         unit.lose_host()
         return load_in_time(unit, chain(prompt, pages)) // BLOCK_TOKENS
 
     def set_out(self, name: str, kind: str, prompt: str, pages: int) -> bool:
-        """Returns once pages are under way."""
+        """Starts to get or put the prompt's pages, and returns when ops are in flight. The result is whether all of
+        them are of this kind."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         if kind == "get":
@@ -71,7 +73,7 @@ class Units(mooncake_child.Answers):
         return dict(totals.gets), dict(totals.puts)
 
     def check(self, name: str) -> int:
-        """Number of slots that are leased although nothing moves."""
+        """Waits until no op is in flight. Returns the number of host slots that are still in use."""
         self._units[name].check_no_leaks()
         return leased(self._units[name])
 

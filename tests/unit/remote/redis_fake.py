@@ -1,4 +1,6 @@
-"""A server for behaviour that a real one never shows on demand: it sends exactly the bytes that a test gives it."""
+"""A fake Redis server that sends exactly the bytes that a test gives it, for faults that a real server cannot be made
+to show.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ Script = Callable[[socket.socket, int], None]
 
 
 class FakeRedis:
-    """Use as a context manager. Connections are accepted one after another.
+    """A context manager that runs the server. The server handles one connection after another.
+
+    Args:
+        script: called for each connection, with its socket and its number, counted from 1.
 
     Attributes:
         connections: number of connections so far.
@@ -54,13 +59,13 @@ class FakeRedis:
                 try:
                     self._script(taken, self.connections)
                 except OSError:
-                    continue  # the client disconnected because of these bytes, as it should
+                    continue  # the client rightly disconnected because of these bytes
 
 
 def says(*pieces: bytes, then: Callable[[socket.socket], None] | None = None) -> Script:
-    """Waits for a request, then sends the pieces, each in its own call, and goes on with `then`.
+    """Returns a script that waits for a request, sends each of the pieces with a separate call, and then calls `then`.
 
-    Without `then` the connection stays until the client ends it.
+    Without `then`, the connection stays open until the client closes it.
     """
 
     def script(taken: socket.socket, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Values for the tests of the Redis store, in memory with guards that reveal writes outside of them."""
+"""Values for the tests of the Redis store. Their memory has guard bytes that reveal writes outside of a value."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def drawn(size: int, seed: int) -> Part:
 
 
 def split(whole: Part, sizes: Sequence[int]) -> list[Part]:
-    """The parts of these sizes, in one block of memory."""
+    """Splits `whole` into adjacent parts of these sizes, in bytes, without copying."""
     ends = np.cumsum(sizes)
     assert ends[-1] == len(whole)
     return [whole[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
 
 
 class Guarded:
-    """Parts of a value, with bytes before and after each that must not be written."""
+    """Memory for the parts of a value, with guard bytes before and after each part, which nothing may overwrite."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._memory = [np.full(size + 2 * GUARD_BYTES, GUARD, np.uint8) for size in sizes]

@@ -1,4 +1,4 @@
-"""A unit with a remote tier, with the test in place of the engine: every page's bytes are derived from its key."""
+"""A unit with a remote tier, and the test in place of an engine. The bytes of every page are derived from its key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ TWO_GROUPS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Two ranks with stripes of several runs whose sizes are not multiples of sectors."""
+    """The KV groups, ranks and runs of a unit. By default it has two ranks, and runs whose sizes are not multiples of a
+    disk sector.
+    """
 
     groups: tuple[KvGroup, ...] = ONE_GROUP
     ranks: int = 2
@@ -53,7 +55,7 @@ class Shape:
 
 
 def chain(seed: object, blocks: int, group: int = 0) -> Keys:
-    """Keys of one prompt's blocks."""
+    """Returns the keys of the first `blocks` blocks of the prompt `seed`: uint8 [blocks, 16]."""
     rows = [hashlib.sha256(f"{seed}/{group}/{block}".encode()).digest()[:16] for block in range(blocks)]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16).copy()
 
@@ -64,11 +66,11 @@ def page_bytes(key: bytes, rank: int, size: int) -> NDArray[np.uint8]:
 
 
 class RemoteUnit:
-    """A unit with a remote tier, and the calls that an engine would make.
+    """A unit with a remote tier, and methods that make the calls of an engine.
 
     Args:
         url: URL of the store.
-        settings: further settings; keys with dots.
+        settings: further settings, with `__` in place of the dot in their names.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class RemoteUnit:
         self.manager = self.unit.manager
         self._requests = 0
 
-    # --- the parts ---
+    # --- parts of the unit ---
 
     @property
     def tier(self) -> RemoteTier:
@@ -121,7 +123,8 @@ class RemoteUnit:
         return self.unit.pool.slot(slot)[start : start + self.shape.stripe_bytes]
 
     def digests(self, group: int, slot: int, rank: int) -> NDArray[np.uint64] | None:
-        """Digests of a page's runs, as the ranks write them into its slot; None if they make none."""
+        """Returns the digests of the runs of a page's stripe, uint64, which the rank writes into the page's slot. None
+        if ranks make no digests."""
         start = self.unit.places[rank][group].digests
         if start is None:
             return None
@@ -141,14 +144,14 @@ class RemoteUnit:
             time.sleep(0.001)
 
     def settle(self) -> None:
-        """Polls until nothing moves."""
+        """Polls until no op of the unit is in flight."""
         self.poll_until(lambda: not self.unit.busy, "the tiers come to rest")
 
     def up(self, deadline_s: float = DEADLINE_S) -> None:
         self.poll_until(lambda: not self.tier.down, f"the tier heals: {self.tier.down}", deadline_s)
 
     def store(self, keys: Keys, group: int = 0, tokens: int | None = None) -> int:
-        """Stores pages in host memory, as every rank does. Returns how many are new."""
+        """Stores the pages of `keys` in host memory, in the place of every rank. Returns how many of them are new."""
         plan = self.manager.begin_store("store", group, keys, np.arange(len(keys), dtype=np.int32), 0, tokens)
         if plan.graph is None:
             return 0
@@ -164,7 +167,8 @@ class RemoteUnit:
         return len(plan.stored)
 
     def match(self, keys: Sequence[Keys], request_id: str | None = None) -> tuple[str, MatchResult]:
-        """Looks up as vLLM does: repeatedly while the request waits."""
+        """Looks up a request as vLLM does: repeatedly, for as long as flexkv answers that the request should wait.
+        Returns the request id and the result."""
         if request_id is None:
             self._requests += 1
             request_id = f"request {self._requests}"
@@ -180,8 +184,8 @@ class RemoteUnit:
                 time.sleep(0.0005)
 
     def load(self, *keys: Keys) -> int:
-        """Looks up a prompt and loads the promised blocks, on every rank. Returns the tokens, after comparing all their
-        bytes."""
+        """Looks up a prompt, loads the promised blocks in the place of every rank, and compares all their bytes.
+        Returns the number of tokens loaded."""
         request_id, result = self.match(keys)
         tokens = result.tokens
         if not tokens:
@@ -205,12 +209,12 @@ class RemoteUnit:
         return tokens
 
     def lose_host(self) -> None:
-        """Empties host memory, as in a new process."""
+        """Evicts all pages from host memory, which is then empty as in a new process."""
         index = self.manager.hub.index
         self.manager.hub.evict(0, index.up_slots(0))
 
     def check_no_leaks(self) -> None:
-        """Checks that nothing is leased and no slot is lost."""
+        """Waits until no op is in flight, then asserts that no slot is leased or lost."""
         self.settle()
         self.manager.check_integrity()
         index = self.manager.hub.index

@@ -1,4 +1,6 @@
-"""When a store is not asked, for how long, and what is remembered of its keys meanwhile."""
+"""The breaker stops calls to a lost store for a while, and a memory keeps the keys that the store is known to have or
+lack.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def rest_of(breaker: Breaker, now_s: float) -> float:
 
 
 def fail(breaker: Breaker, now_s: float) -> float:
-    """Reports a loss, and checks when the next question is due. Returns that time."""
+    """Reports the store as lost at `now_s`. Returns the time from which the breaker allows the next call to it."""
     breaker.lost("gone", now_s)
     assert not breaker.due(now_s)
     until_s = breaker._until_s
@@ -68,7 +70,7 @@ def test_reports_of_one_loss_make_one_rest() -> None:
 
 
 def test_store_that_answers_and_is_lost_again_rests_longer_each_time() -> None:
-    """Otherwise a process that dies with the first call after each answer would be restarted every second for ever."""
+    """Otherwise a helper that answers once and dies at the next call would be restarted every second for ever."""
     breaker, now_s = closed(), 0.0
     losses = 0
     while now_s < 600.0:
@@ -94,7 +96,7 @@ def test_more_than_half_of_the_last_values_failing_is_a_loss() -> None:
     half = WATCHED // 2
     assert breaker.judge(0, half) == ""
     assert str(half + 1) in breaker.judge(0, 1)
-    # Values before a loss no longer count.
+    # Values that were judged before a loss no longer count.
     breaker.lost("values", 0.0)
     assert breaker.judge(0, half) == ""
     # Good values displace bad ones.
@@ -104,7 +106,8 @@ def test_more_than_half_of_the_last_values_failing_is_a_loss() -> None:
 
 @pytest.mark.parametrize("pages", [WATCHED + 1, 101, 1011])
 def test_of_many_values_at_once_the_share_counts(pages: int) -> None:
-    """The share of all of them counts, rather than the values that happened to be counted last."""
+    """If more values are judged at once than the breaker watches, it considers the share of bad ones among all of
+    them."""
     half = pages // 2
     assert closed().judge(pages - half // 2, half // 2) == ""
     assert closed().judge(pages - half - 1, half + 1)
@@ -137,7 +140,7 @@ def test_keys_added_first_go_first() -> None:
     clock, keys = Clock(), chain("a", 5)
     memory = KeyMemory(2.0, 3, clock)
     memory.add(0, keys[:3])
-    memory.add(0, keys[:1])  # added again: now the last
+    memory.add(0, keys[:1])  # added again, so that it is the newest
     memory.add(0, keys[3:])
     assert len(memory) == 3
     assert memory.has(0, keys).tolist() == [True, False, False, True, True]

@@ -1,5 +1,5 @@
-"""Helpers that die, hang and stop at any moment: no wrong byte, no slot lost or freed too early, and the tier
-recovers.
+"""A helper may die, hang or stop at any moment. Its unit then loads no wrong byte, loses no slot and frees none too
+early, and its remote tier recovers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def build(redis: RedisServer, plan: Plan) -> Iterator[Build]:
 
 @pytest.fixture
 def stored(build: Build) -> Build:
-    """A store that has KEYS."""
+    """Writes the pages of KEYS to the store. Returns the function that builds units on it."""
     write_all(build(), KEYS)
     return build
 
@@ -111,7 +111,8 @@ def test_control_a_helper_without_a_fault_is_not_started_again(stored: Build, pl
 def test_helper_is_of_this_package_whatever_the_current_folder_has(
     stored: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe_path: str
 ) -> None:
-    """As in a clone whose package is installed elsewhere, and was not built."""
+    """The current folder may have another package `flexkv`, for example a clone of the sources that was not built. The
+    helper must be that of the installed package."""
     (tmp_path / "flexkv").mkdir()
     (tmp_path / "flexkv" / "__init__.py").write_text("raise ImportError('another package')")
     monkeypatch.chdir(tmp_path)
@@ -131,7 +132,8 @@ def test_helper_killed_while_nothing_moves(stored: Build) -> None:
 
 
 def watch_slots(unit: RemoteUnit, pages: int) -> bool:
-    """Whether the slots of a get stay leased until its stopped process is reaped. Returns once they are free."""
+    """Waits until the slots of a get are free. Returns whether they stayed leased until the get's stopped process was
+    reaped."""
     pid = unit.helper_pid
     wait_for(lambda: state_of(pid) == "T", "the helper stops")
     kept = leased(unit) == pages
@@ -157,8 +159,8 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
 
 
 def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control's broken link does not wait for the kernel: slots are freed while the process can still write to
-    them.
+    """The control: a broken link ends the ops as soon as it kills the process, without waiting until it is reaped. The
+    slots are freed while the process can still write to them.
     """
     unit, lost = stored(), HelperLink.lost
 
@@ -179,7 +181,8 @@ def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch
 def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
     stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with the real link: the kernel takes long to carry out the kill."""
+    """Here the link is intact, and the kernel takes long to kill the process, which meanwhile writes to its slots. No
+    other page may get these slots."""
     unit = stored()
     with monkeypatch.context() as patch:
         patch.setattr(HelperProcess, "kill", lambda self: None)
@@ -196,7 +199,7 @@ def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
         ends_s = time.monotonic() + 0.5
         while time.monotonic() < ends_s:
             assert unit.load(others) == len(others) * BLOCK_TOKENS
-            unit.load(KEYS)  # either the pages that it had verified, or nothing
+            unit.load(KEYS)  # loads pages that the process had verified, or none
     os.kill(pid, signal.SIGKILL)
     heals(unit, KEYS)
 
@@ -212,7 +215,7 @@ def test_helper_that_dies_at_each_start_is_started_ever_less_often(
     while time.monotonic() - begun_s < 4.0:
         assert load_in_time(unit, KEYS) == 0 or not unit.tier.down
         time.sleep(0.01)
-    # Pauses of 0.05, 0.1, 0.2, 0.4 s, then 0.8 s, each at most a quarter shorter.
+    # The pauses between starts are 0.05, 0.1, 0.2, 0.4, then 0.8 s, each randomly shortened by up to a quarter.
     assert 2 <= unit.plane.totals.restarts <= 4 + (time.monotonic() - begun_s) / 0.6 + 1
     plan.clear()
     heals(unit, KEYS)
@@ -228,7 +231,9 @@ def test_helper_that_dies_at_the_first_start_is_an_error(redis: RedisServer, pla
 
 @pytest.mark.parametrize("deed", ["kill", "hang"])
 def test_unit_starts_though_the_store_makes_its_client_fail(stored: Build, plan: Plan, deed: str) -> None:
-    """For example the library's server hangs, or the library crashes on the server's answer: the settings are right."""
+    """The store may hang, or the client's library may crash on its answer. Neither means that the settings are wrong,
+    so the unit must start, with its remote tier down.
+    """
     plan.set("alive", deed)
     unit = stored()
     assert unit.tier.down
@@ -238,7 +243,7 @@ def test_unit_starts_though_the_store_makes_its_client_fail(stored: Build, plan:
 
 
 def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer) -> None:
-    """The engine's process is killed with gets in flight."""
+    """When the engine's process is killed with gets in flight, its helper must end too."""
     stored()
     plan.set("get", "hold")
     child = subprocess.Popen(
@@ -258,7 +263,7 @@ def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer
         for stream in (child.stdin, child.stdout):
             assert stream is not None
             stream.close()
-    # The helper's new parent may not reap it.
+    # The helper may remain a zombie (Z), because its new parent need not reap it.
     wait_for(lambda: state_of(helper) in ("", "Z"), "the helper ends")
 
 

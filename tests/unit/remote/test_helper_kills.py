@@ -1,6 +1,5 @@
-"""Helpers are killed repeatedly, at random moments of gets, checks and puts, beside a unit that reads the same
-pages.
-"""
+"""Helpers are killed repeatedly, at random moments of gets, checks and puts, while another unit loads the same
+pages."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ LATEST_S = 0.006
 
 
 class Killing:
-    """A reader, and victims whose helpers are killed during their ops.
+    """A unit `reader`, and units `victims` whose helpers are killed during their ops.
 
     Attributes:
-        hits: number of kills, by the kind of op under way.
-        compared: pages that were delivered; each of their bytes was compared.
+        hits: number of kills by the kind of op in flight: `get`, `put` or `check`; `too late` if none was.
+        compared: number of pages that were loaded; every byte of them was compared.
     """
 
     def __init__(self, url: str, folder: Path, patch: pytest.MonkeyPatch, seed: int) -> None:
@@ -70,7 +69,7 @@ class Killing:
 
     def _is_up(self, victim: RemoteUnit) -> bool:
         for other in self.victims:
-            other.unit.poll()  # the others restart meanwhile
+            other.unit.poll()  # so that the other victims' helpers restart meanwhile
         return not victim.tier.down
 
     def load(self, unit: RemoteUnit, keys: Keys) -> None:
@@ -101,14 +100,14 @@ class Killing:
         under_way = {moving.op.kind for moving in victim.plane._moving.values()}
         wanted = OpKind.DISK_WRITE if deed == "put" else OpKind.DISK_READ
         self.hits[deed if wanted in under_way else "too late"] += 1
-        # Pages that others, and the victim itself, deliver meanwhile.
+        # Meanwhile the reader loads pages, and then the victim does.
         self.reader.lose_host()
         self.load(self.reader, self._random.choice(self.prompts + self._put[-2:]))
         victim.poll_until(lambda: not victim.unit.busy, "what was under way ends")
         self.load(victim, prompt)
 
     def check(self) -> None:
-        """All units recover, and every page that a killed put left in the store is right."""
+        """Asserts that all victims recover, and that every page that a killed put left in the store is right."""
         for victim in self.victims:
             heals(victim, self.prompts[0])
         for keys in self._put:
@@ -145,7 +144,8 @@ def test_killed_helpers_deliver_no_wrong_byte_and_lose_no_slot(killing: Killing,
 def test_control_a_plane_whose_killed_ops_are_good(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """A control: for pages that were never read, a reader gets the former bytes of their slots."""
+    """A control: if a killed read counts as successful, a load returns the previous bytes of slots that were never
+    filled, and the comparison finds them."""
 
     def published(self: RemotePlane, moving: Moving, reason: str) -> None:
         del self._moving[moving.op.op_id]
@@ -160,7 +160,8 @@ def test_control_a_plane_whose_killed_ops_are_good(
 def test_control_a_plane_that_loses_an_op(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """A control: its slots are never freed, which the end of a test notices."""
+    """A control: if the plane forgets an op of a killed helper, the op's slots are never freed, and the check of a
+    test's end finds this."""
     reaped = RemotePlane.reaped
 
     def loses(self: RemotePlane, how: str) -> None:

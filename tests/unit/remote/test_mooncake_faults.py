@@ -1,4 +1,6 @@
-"""Mooncake's servers and clients die, hang and come back: calls end, report the known result, and work again later."""
+"""Mooncake's servers and clients die, hang and come back. Every call ends in time, reports no result that is not known,
+and succeeds again after the fault.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def assert_nothing_is_known(child: StoreChild, seconds: float) -> None:
-    """Each call ends within `seconds`, and reports an unknown result."""
+    """Asserts that each call ends within `seconds`, and that its result is unknown or a failure."""
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.UNKNOWN]
     assert child.seconds < seconds
     assert child.call("get", ["kept"], [SIZES], DEADLINE_S)[0] == [Outcome.FAILED]
@@ -90,7 +92,7 @@ def test_killed_master_costs_no_waiting_and_its_successor_is_used(
 ) -> None:
     master, _ = servers
     master.kill()
-    # A call of the library would take at least 4.3 s, on any machine.
+    # If flexkv called the library here, the call would take at least 4.3 s.
     assert_nothing_is_known(child, 4.0)
     master.start()
     until(lambda: child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO])
@@ -103,7 +105,7 @@ def test_stopped_master_holds_a_call_for_a_second(child: StoreChild, servers: tu
     assert_nothing_is_known(child, HANG_S)
     master.resume()
     until(lambda: works(child))
-    # The master had queued a removal for which no call waited: it is now carried out.
+    # A removal had been sent to the stopped master, and its call had given up. The master carries it out now.
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO]
 
 
@@ -121,8 +123,8 @@ def test_store_opens_before_its_stopped_master_goes_on(
 def test_values_of_a_killed_owner_exist_and_cannot_be_read(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """The store gives wrong answers until the owner's time to live ends: that the name exists, and that it was put
-    again.
+    """Until the owner's time to live ends, the store wrongly answers that the name exists, and that putting it again
+    succeeded. Gets fail.
     """
     _, owner = servers
     owner.kill()
@@ -163,7 +165,7 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
     shared = set(os.listdir("/dev/shm"))
     with store_child(namespace, tmp_path, servers[0].url) as killed:
         assert killed.ask("alive", DEADLINE_S) == ""
-        # Repeats the names, so that the call outlasts the kill.
+        # The names are repeated to make the call so long that it is still running at the kill.
         killed.begin("get", names * 30, [[1 << 20]] * 960, HEALED_S)
         time.sleep(0.5)
         killed.kill_now()
@@ -178,15 +180,15 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
 def test_control_store_without_its_owner_does_not_work(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """`works` fails when it should."""
+    """The control: `works` returns False while the store does not work."""
     servers[1].pause()
     assert not works(child)
     servers[1].resume()
 
 
 def test_value_whose_writer_was_killed_is_never_given(namespace: Namespace, tmp_path: Path) -> None:
-    """The owner is stopped, so that the writer dies inside its put. The library reports success for another put of the
-    name, which has no effect until the master has given up the first one."""
+    """The owner is stopped, so that the writer is killed inside its put. Until the master discards that put, the
+    library reports success for another put of the same name, although it has no effect."""
     value, size = [bytes(8 << 20)], [8 << 20]
     master = Master(namespace, tmp_path / "master.log")
     owner = Owner(namespace, master, tmp_path / "owner.log", 64)

@@ -1,4 +1,4 @@
-"""Options that Mooncake's store refuses when it is opened, and the words of the refusal."""
+"""Options that flexkv's Mooncake store refuses when it is opened, and the messages with which it does."""
 
 from __future__ import annotations
 

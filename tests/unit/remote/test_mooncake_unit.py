@@ -1,7 +1,7 @@
-"""Units over a real Mooncake whose servers die, stop and lie: equal bytes or a miss, no slot lost, and the tier
-recovers.
+"""Units whose store is a real Mooncake. Its servers die, stop, and claim to have pages that they do not have. Every
+page is then loaded unchanged or is a miss, no slot is lost, and the remote tier recovers.
 
-All of it runs in a network namespace; without one, the tests are skipped and say so.
+Units and servers run in a network namespace. If none can be made, the tests are skipped with that reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def servers(namespace: Namespace, tmp_path: Path) -> Iterator[tuple[Master, Owne
 
 @pytest.fixture
 def child(namespace: Namespace, tmp_path: Path) -> Iterator[StoreChild]:
-    """A child, without units at first."""
+    """A child process in which a test can make units."""
     program = ("-m", "tests.unit.remote.mooncake_units")
     with store_child(namespace, tmp_path, program=program, environment={}) as made:
         yield made
@@ -46,7 +46,7 @@ def child(namespace: Namespace, tmp_path: Path) -> Iterator[StoreChild]:
 
 @pytest.fixture
 def unit(child: StoreChild, servers: tuple[Master, Owner]) -> StoreChild:
-    """A unit `one`, which has stored a prompt."""
+    """A child process with a unit `one`, which has written a prompt to the store."""
     assert child.call("make", "one", servers[0].url) == ""
     assert child.call("store_pages", "one", "prompt", PAGES) == PAGES
     return child
@@ -60,7 +60,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def served(child: StoreChild, name: str, prompt: str = "prompt") -> bool:
-    """Whether all pages are loaded; otherwise computes and stores those that the store lacks."""
+    """Loads a prompt, and returns whether all its pages were loaded. If not, stores them again, as an engine does that
+    has recomputed them."""
     if child.call("load_pages", name, prompt, PAGES) == PAGES:
         return True
     child.call("store_pages", name, prompt, PAGES)
@@ -112,7 +113,7 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
     assert unit.call("load_pages", "one", "prompt", PAGES) == 0
     assert unit.call("store_pages", "one", "new", 4) == 0
     if how == "killed":
-        # There is a new owner too, because the new master does not know the former owner's values.
+        # The owner is restarted too, because the new master does not know the values that the previous owner has.
         owner.kill()
         master.start()
         owner.start()
@@ -123,8 +124,8 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
 
 @pytest.mark.parametrize("kind", ["get", "put"])
 def test_owner_killed_in_an_op(unit: StoreChild, servers: tuple[Master, Owner], kind: str) -> None:
-    """The master still reports the owner's values as present (-800, or -703 for those being put): reads are misses,
-    without a wrong byte.
+    """The master still reports the killed owner's values as present. Gets of them fail (with code -800, or -703 for
+    values whose put was in flight), so the pages are misses, without a wrong byte.
     """
     _, owner = servers
     if kind == "get":
@@ -158,7 +159,7 @@ def test_owner_stopped_for_a_while(unit: StoreChild, servers: tuple[Master, Owne
 def test_full_store_takes_no_more_and_serves_what_it_has(
     child: StoreChild, namespace: Namespace, tmp_path: Path
 ) -> None:
-    # By default, on a slow machine, the store would evict values that have not been read yet.
+    # With the default options, a store on a slow machine would evict values before the test has read them.
     flags = ["--default_kv_lease_ttl=600000", "--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0"]
     with mooncake(namespace, tmp_path, mib=16, flags=flags) as (master, _):
         for name in ("one", "two"):
@@ -177,7 +178,7 @@ def test_full_store_takes_no_more_and_serves_what_it_has(
 def test_control_a_store_without_its_owner_does_not_serve(
     unit: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """`served` fails when it should."""
+    """The control: `served` returns False while the store does not work."""
     assert served(unit, "one")
     servers[1].pause()
     assert not served(unit, "one")
@@ -185,11 +186,12 @@ def test_control_a_store_without_its_owner_does_not_serve(
 
 
 def test_store_that_evicts_stays_in_use(child: StoreChild, namespace: Namespace, tmp_path: Path) -> None:
-    """A value that was just written may already be gone: this is a miss, and no sign of a lost store."""
+    """A full store may already have evicted a value that was just written. Its page is then a miss, and the unit must
+    not take the store for lost."""
     with mooncake(namespace, tmp_path, mib=16) as (master, _):
         assert child.call("make", "one", master.url) == ""
         for number in range(16):
-            # There may be no room for some values until others are evicted.
+            # The store may reject some values until it has evicted others.
             child.call("store_pages", "one", f"prompt {number}", MANY)
             child.call("load_pages", "one", f"prompt {number}", MANY)
             assert child.call("down", "one") == ""

@@ -1,4 +1,4 @@
-"""Mooncake's real master and owner: a value comes back unchanged, and is written nowhere else."""
+"""With a real Mooncake, a value comes back unchanged, and a get writes to no memory outside of the value's parts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_names_are_found_until_they_are_removed(child: StoreChild) -> None:
     names = [f"name/{i}" for i in range(300)]
     assert child.ask("exists", names, DEADLINE_S) == [Presence.NO] * 300
     assert child.call("put", names[:3], [random_value([10], i) for i in range(3)], DEADLINE_S) == [0] * 3
-    # `exists` takes a lease, which an unforced removal would respect.
+    # `exists` makes Mooncake lease the values. Only a forced removal, as flexkv's is, ignores the leases.
     assert child.ask("exists", names, DEADLINE_S) == [Presence.YES] * 3 + [Presence.NO] * 297
     assert child.ask("remove", names, DEADLINE_S) == [True] * 300
     assert child.ask("exists", names, DEADLINE_S) == [Presence.NO] * 300
@@ -137,6 +137,6 @@ def test_full_store_says_so(namespace: Namespace, tmp_path: Path) -> None:
         assert "no room" in child.call("last_error")
         present = child.ask("exists", names, DEADLINE_S)
         assert Presence.YES in present
-        # A full store may have evicted some of the accepted values since.
+        # Only the rejected values are known to be absent: a full store may have evicted some of the accepted ones too.
         refused = [there for there, outcome in zip(present, outcomes, strict=True) if outcome is Outcome.FULL]
         assert set(refused) == {Presence.NO}

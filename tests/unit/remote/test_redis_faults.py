@@ -1,5 +1,5 @@
-"""A server's fault costs the values requested from it, but neither time beyond the deadline nor other servers'
-answers.
+"""If one server of a store fails, only the values on that server are misses. No call takes longer than its deadline,
+and the other servers' answers are used.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
 def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
     servers: list[RedisServer],
 ) -> None:
-    """One of three is frozen: only the first call waits for it."""
+    """One of three servers is frozen. Only the first call waits for it; later calls leave it out until it answers
+    again."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].freeze()
@@ -110,7 +111,8 @@ def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
 
 
 def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list[RedisServer]) -> None:
-    """This holds after the first call, in which the names on this server fail."""
+    """The first call fails for the names on the stopped server. Later calls report them as AWAY without trying the
+    server."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].stop()
@@ -126,7 +128,8 @@ def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list
 
 
 def test_all_servers_are_asked_again_where_none_is_used(servers: list[RedisServer]) -> None:
-    """However long each server is to be left alone: the caller has waited already."""
+    """A server that failed is left alone for a while. If that is true of all servers, they are asked nevertheless,
+    because there is no other server whose answers would be delayed."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     for server in servers:
@@ -152,7 +155,8 @@ def test_a_server_that_wakes_up_is_used_again(own_redis: RedisServer) -> None:
 
 
 def test_a_server_that_began_anew_is_empty(own_redis: RedisServer) -> None:
-    """The next call does not fail: the store notices that the old server's connection is closed."""
+    """The first call after the restart succeeds, because the store notices that the old connection is closed and makes
+    a new one."""
     store = open_store(StoreOptions((own_redis.url,)))
     fill(store)
     own_redis.stop()
@@ -219,7 +223,7 @@ def test_control_the_same_server_with_a_right_answer(tmp_path: Path) -> None:
 
 
 def test_what_nobody_asked_for_ends_the_connection() -> None:
-    """Otherwise the late answer would be taken for the answer to the next question."""
+    """Otherwise the extra answer would be taken for the answer to the next question."""
     with FakeRedis(says(b":0\r\n:1\r\n")) as server:
         store = open_store(StoreOptions((server.url,)))
         assert store.exists(["a"], DEADLINE_S) == [Presence.NO]
@@ -229,7 +233,8 @@ def test_what_nobody_asked_for_ends_the_connection() -> None:
 
 
 def test_a_value_too_long_to_be_skipped_costs_the_connection_alone() -> None:
-    """The server sends none of the value's bytes: reading the value would wait until the deadline."""
+    """The server announces a very long value and sends none of its bytes. Skipping the value would take until the
+    deadline, so the store closes the connection and reads the next value over a new one."""
 
     def script(taken: socket.socket, number: int) -> None:
         says(b"$999999999\r\n" if number == 1 else VALUE)(taken, number)
@@ -258,7 +263,7 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
         store = open_store(StoreOptions((server.url,)))
         first, second = Guarded([100]), Guarded([99, 1])
         got = store.get(["a", "b"], [first.parts, second.parts], DEADLINE_S)
-        # A reset may discard data that has arrived.
+        # If the connection is reset, the kernel may discard data that has already arrived, so either result is right.
         assert got[1] is Outcome.FAILED
         assert got[0] is (Outcome.OK if sent > len(VALUE) and not reset else got[0])
         if sent < len(VALUE):
@@ -272,7 +277,7 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
 
 
 def test_deadline_inside_a_value_ends_the_connection() -> None:
-    """Late data is not taken for the answer to the next question."""
+    """Otherwise the rest of the value would be taken for the answer to the next question."""
     with FakeRedis(says(VALUE[:50])) as server:
         store = open_store(StoreOptions((server.url,)))
         memory = Guarded([100])
@@ -300,7 +305,8 @@ def test_a_server_that_drips_does_not_outlast_the_deadline() -> None:
 
 
 def test_a_connection_closed_in_between_is_made_again_once() -> None:
-    """The server hangs up on the second question of its first connection, before it answers."""
+    """The server closes its first connection after the second question, without an answer. The store asks again over a
+    new connection."""
 
     def script(taken: socket.socket, number: int) -> None:
         taken.recv(1 << 16)

@@ -1,4 +1,6 @@
-"""Users that a Redis server admits, the server's own identity, and that no password is shown."""
+"""Logging in to a Redis server with a user and a password, checking the server's certificate, and hiding passwords in
+all messages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ RULES = ["on", f">{PASSWORD}", "~flexkv/*", "+ping", "+exists", "+get", "+set", 
 
 @pytest.fixture(scope="module")
 def guarded_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server that admits `flexkv`, and the default user by another password."""
+    """A server that admits the user `flexkv`, and the default user with a different password."""
     folder = tmp_path_factory.mktemp("guarded")
     with redis_server(folder, ["--user", "flexkv", *RULES, "--requirepass", "other-1"]) as server:
         yield server
@@ -90,7 +92,8 @@ def openssl(folder: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem signs `good`, for 127.0.0.1, and `elsewhere`, for another host; other.pem signs neither of them."""
+    """Makes certificates. ca.pem has signed `good`, for 127.0.0.1, and `elsewhere`, for another host. other.pem is an
+    authority that has signed neither of them."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl program to make certificates with")
     folder = tmp_path_factory.mktemp("certificates")

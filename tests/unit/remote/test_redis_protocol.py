@@ -1,4 +1,6 @@
-"""Replies are understood however they are cut into pieces, and names are distributed the same way everywhere."""
+"""The store parses replies that arrive in any pieces, and distributes names over servers in the same way on every
+machine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ REPLIES = st.lists(st.none() | st.just("-ERR no") | st.tuples(VALUES, st.boolean
 
 
 class Cutter:
-    """A server that answers each connection with the pieces set for it."""
+    """A server that sends the bytes in `pieces`, one piece after another, on each connection."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -98,6 +100,6 @@ def test_a_server_less_moves_its_names_only() -> None:
 
 
 def test_places_are_those_of_every_version() -> None:
-    """A change here loses the values that stores hold."""
+    """If a version distributed names differently, it would not find the values that other versions have stored."""
     servers = [f"10.0.0.{number}:6379/0" for number in range(5)]
     assert spread(NAMES[:12], seeds_of(servers)).tolist() == PLACES

@@ -1,4 +1,4 @@
-"""Servers that are asked together take turns."""
+"""When several servers are asked in one call, the store reads their answers in turns."""
 
 from __future__ import annotations
 

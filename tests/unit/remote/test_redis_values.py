@@ -1,4 +1,4 @@
-"""Values come back from a real Redis unchanged, and no other memory is written to."""
+"""With a real Redis, values come back unchanged, and a get writes to no memory outside of a value's parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_batches_of_64_large_values_come_back(redis_store: Store) -> None:
 
 @pytest.mark.parametrize("stored", [0, 1, 99, 101, 100_000, SKIP_BYTES, SKIP_BYTES + 1])
 def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: Store, stored: int) -> None:
-    """The values after it in the same call are also read."""
+    """The call must also still read the values that follow the one of the wrong size."""
     right = drawn(100, 3)
     assert redis_store.put(["other", "right"], [[drawn(stored, 4)], [right]], DEADLINE_S) == [Outcome.OK] * 2
     other, after = Guarded([60, 40]), Guarded([100])
@@ -57,7 +57,8 @@ def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: St
 def test_a_key_of_another_type_is_not_our_value_and_can_be_removed(
     redis: RedisServer, redis_store: Store, kind: tuple[str, ...]
 ) -> None:
-    """The control: a refusal of another kind is a failure."""
+    """The last part is a control: if the server refuses for a different reason, here a missing permission, the outcome
+    is a failure."""
     right = drawn(100, 3)
     redis_store.put(["right"], [[right]], DEADLINE_S)
     redis.ask(*kind)
@@ -90,7 +91,7 @@ def test_absent_names_are_told_from_present_ones(redis_store: Store) -> None:
 
 
 def test_sizes_are_those_of_the_values(redis_store: Store) -> None:
-    """The sizes include one that equals a code, and a large one among others."""
+    """One of the sizes is 4, which is also the number of an outcome, and one is much larger than the others."""
     sizes = [0, 1, 4, 3_000_001, 7]
     names = [f"of {size}" for size in sizes]
     redis_store.put(names, [[drawn(size, size)] for size in sizes], DEADLINE_S)
@@ -113,7 +114,8 @@ def test_thousands_of_names_are_answered_in_order(redis_store: Store) -> None:
 
 
 def test_a_put_overwrites(redis_store: Store) -> None:
-    """So a value that fails its check does not stay for ever."""
+    """A put must replace an existing value, so that a value that fails its check does not stay in the store for
+    ever."""
     for seed, size in [(7, 50), (8, 50), (9, 70)]:
         assert redis_store.put(["name"], [[drawn(size, seed)]], DEADLINE_S) == [Outcome.OK]
     memory = Guarded([70])

@@ -1,4 +1,4 @@
-"""Ops and questions between a unit and its store's process, which the test plays: each ends exactly once, at the right
+"""Ops and questions that a unit sends to its helper, which the test plays. Each of them ends exactly once, at the right
 time.
 """
 
@@ -122,7 +122,8 @@ def test_control_get_that_just_began_is_not_silent(played: PlayedPlane) -> None:
 
 
 def test_process_that_answers_no_question_is_killed(played: PlayedPlane) -> None:
-    """Each request continues after its time limit; the process must not delay every one of them."""
+    """A request waits for an answer only until its time limit. A helper that never answers would delay every request by
+    that time, so it is killed."""
     played.ask(1)
     played.after(0.1)
     assert [(op_id, len(found)) for op_id, found in played.plane.answers()] == [(1, 0)]
@@ -179,7 +180,7 @@ def test_messages_of_an_ended_process_are_ignored(played: PlayedPlane) -> None:
 
 
 def test_every_page_of_a_lost_process_is_counted_once(played: PlayedPlane) -> None:
-    """One of several messages has ended, one has ended early, and one has not ended."""
+    """When the helper is lost, one message of the op has been completed, one completed partly, and one not at all."""
     first, second, _ = played.get(1, 3 * MOST_PAGES)
     played.put(2, 5)
     played.done(first, ok=MOST_PAGES)

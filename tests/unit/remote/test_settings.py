@@ -1,4 +1,4 @@
-"""Settings of the remote tier that cannot be fulfilled are refused at the start, with the remedy."""
+"""A unit refuses to start with settings of the remote tier that cannot be met, and its message names the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Without `remote.urls` there is no trace of the remote tier: no process, no import, no question to a store."""
+"""If `remote.urls` is not set, the remote tier costs nothing: it starts no process, imports no module and asks no
+store.
+"""
 
 from __future__ import annotations
 

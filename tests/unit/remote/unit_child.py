@@ -1,4 +1,6 @@
-"""A process with a unit that reads the pages of `prompt` and prints its helper's pid; it runs until it is killed."""
+"""A program that makes a unit, begins to read the pages of `prompt`, prints the pid of the unit's helper, and runs
+until it is killed.
+"""
 
 from __future__ import annotations
 
