@@ -1,4 +1,4 @@
-"""Small random transformers models, and prompts of segments."""
+"""Small transformers models with random weights, and prompts that consist of segments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexkv.blend.cache import SegmentCache
 
 VOCABULARY = 97
 ROUNDING = 1e-5
-"""Relative error that another order of summation explains."""
+"""The largest relative error that comes from adding numbers in a different order."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -44,7 +44,7 @@ FAMILIES = {
     "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
 ROTARY_SHARE = {"glm": 0.5, "stablelm": 0.25}
-"""Share of a head that is rotated, for families that do not rotate all of it."""
+"""The rotated share of each head, for families that do not rotate the complete head."""
 SCALINGS: dict[str, dict] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -61,7 +61,8 @@ SCALINGS: dict[str, dict] = {
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **options):
-    """A model with weights several times as large as usual, so that rows depend on each other."""
+    """Makes a model whose projections have weights four times as large as usual, so that each row depends noticeably on
+    the rows before it."""
     config_class, model_class = FAMILIES[family]
     if family == "mistral":
         options.setdefault("sliding_window", None)
@@ -77,7 +78,7 @@ def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
 
 
 def make_scaled(family: str, scaling: str):
-    """A model of the family whose rope has this scaling, and which rotates the family's share of each head."""
+    """Makes a model of the family, with this scaling of its rope and the family's usual rotated share of each head."""
     rope = {"rope_theta": 10_000.0, **SCALINGS[scaling]}
     if family in ROTARY_SHARE:
         rope["partial_rotary_factor"] = ROTARY_SHARE[family]
@@ -97,7 +98,8 @@ def random_segments(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
 
 @torch.no_grad()
 def full(model, segments, past=None):
-    """transformers' own answer: logits of the last token [1, vocabulary], and the cache."""
+    """Runs the prompt with transformers itself. Returns the logits of the last token [1, vocabulary], and the KV
+    cache."""
     tokens = torch.from_numpy(np.concatenate(segments))[None]
     found = model(tokens, past_key_values=past, use_cache=True)
     return found.logits[0, -1:], found.past_key_values
@@ -108,7 +110,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def worst_layer(found, wanted, rows=slice(None)) -> float:
-    """The largest relative error of any layer's keys or values."""
+    """Returns the largest relative error among all layers' keys and values."""
     return max(
         relative(getattr(mine, plane)[:, :, rows], getattr(theirs, plane)[:, :, rows])
         for mine, theirs in zip(found.layers, wanted.layers, strict=True)

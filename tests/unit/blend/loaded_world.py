@@ -1,4 +1,4 @@
-"""Segments of random rows, loaded to a staging pool, and their rows rotated in float64."""
+"""Segments of random rows that are loaded into a staging pool, and a reference rotation in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def make_cache() -> SegmentCache:
 
 
 def planes_of(tokens: np.ndarray) -> np.ndarray:
-    """Random keys and values of a segment, [layers, 2, heads, tokens, head_dim]."""
+    """Returns a segment's random keys and values, float32 [layers, 2, heads, tokens, head_dim]. Their seed is the
+    segment's first token."""
     room = (SHAPE.layers, 2, SHAPE.heads, len(tokens), SHAPE.head_dim)
     return np.random.default_rng(int(tokens[0])).standard_normal(room).astype(np.float32)
 
@@ -48,7 +49,7 @@ def load_all(cache: SegmentCache) -> SegmentLoad:
 
 
 def turned(keys: np.ndarray, distance: int) -> np.ndarray:
-    """Keys [rows, heads, head_dim], rotated by so many positions in float64."""
+    """Returns the keys [rows, heads, head_dim], rotated by `distance` positions in float64."""
     angles = distance * 100.0 ** -(np.arange(0, 8, 2) / 8)
     low, high = keys[..., :4].astype(np.float64), keys[..., 4:].astype(np.float64)
     cos, sin = np.cos(angles), np.sin(angles)
@@ -56,7 +57,7 @@ def turned(keys: np.ndarray, distance: int) -> np.ndarray:
 
 
 def stretches_of(load: SegmentLoad) -> list[Stretch]:
-    """Two ranges of rows, far apart, that begin and end inside pages."""
+    """Returns two ranges of rows that begin or end inside pages. Their positions in the prompt are far apart."""
     third, first = load.hits[2], load.hits[0]
     return [Stretch(first, 0, 20, 40), Stretch(third, 5, 20, 300)]
 

@@ -1,4 +1,4 @@
-"""A second implementation of the rotation, slow and in float64."""
+"""A second, slow implementation of the rotation in float64, with which tests compare flexkv's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexkv.blend.rope import RopeSpec
 
 
 def to_bfloat16(values: NDArray) -> NDArray[np.uint16]:
-    """Rounds to nearest, ties to even."""
+    """Rounds float32 values to bfloat16, to the nearest one and ties to even. Returns their bits."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -29,8 +29,8 @@ def decode(values: NDArray, dtype: str) -> NDArray[np.float64]:
 
 
 def turned(keys: NDArray, spec: RopeSpec, positions: NDArray, frequencies: NDArray) -> NDArray[np.float64]:
-    """`keys` [rows, heads, head_dim] with the rotary embedding of `positions` [rows] applied; negative positions undo
-    it."""
+    """Applies the rotary embedding of `positions` [rows] to `keys` [rows, heads, head_dim]. With negated positions it
+    removes the embedding."""
     angles = positions[:, None, None] * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)
     answer = keys.astype(np.float64)
@@ -46,5 +46,5 @@ def turned(keys: NDArray, spec: RopeSpec, positions: NDArray, frequencies: NDArr
 
 
 def relative_error(found: NDArray, wanted: NDArray) -> float:
-    """Relative error of the whole array, in the Euclidean norm."""
+    """Returns the relative error of the complete array, in the Euclidean norm."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

@@ -1,4 +1,4 @@
-"""Pages that tests store under their own keys."""
+"""Stores pages under keys that a test chooses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DEADLINE_S = 60.0
 
 
 def publish(cache: SegmentCache, keys: Any, blocks: Any, first: int, tokens: int) -> None:
-    """Stores staging blocks under keys, and frees the blocks.
+    """Stores the staging blocks `blocks` under `keys`, and frees the blocks.
 
     Args:
-        first: number of the first key's block in its segment.
-        tokens: tokens of each block.
+        first: position, in its segment, of the block that belongs to the first key.
+        tokens: number of tokens in each block.
     """
     none = SegmentKeys(keys[:0], None)
     store = SegmentStore(

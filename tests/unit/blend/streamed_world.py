@@ -1,4 +1,4 @@
-"""Segments on disk whose layers are read range by range, with single reads that hang or find damage."""
+"""Segments on disk whose layers are read in ranges. A test can make single reads hang, or damage what they read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def open_cache(folder: Path, wait_s: float = WITHIN_S, streams: bool = True) -> 
 
 
 def store_both(folder: Path) -> dict[tuple[int, int], int]:
-    """Leaves both segments in the folder. Returns the offset of each page in the slab, by segment and page number."""
+    """Stores both segments in the folder and closes the cache. Returns the offset of each page in the slab, by
+    (segment number, page number)."""
     cache = open_cache(folder)
     for tokens in (FIRST, SECOND):
         planes = planes_of(tokens)
@@ -67,7 +68,7 @@ def slab_of(folder: Path) -> Path:
 
 
 def flip(folder: Path, page: int, layer: int) -> None:
-    """Flips a bit in one layer of the page at this offset."""
+    """Flips a bit of layer `layer` in the page whose offset in the slab is `page`."""
     with slab_of(folder).open("r+b") as file:
         file.seek(page + layer * SECTOR + 77)
         byte = file.read(1)
@@ -78,8 +79,8 @@ def flip(folder: Path, page: int, layer: int) -> None:
 def with_hanging(
     patch: pytest.MonkeyPatch, page: int, layer: int, make: Callable[[], SegmentCache]
 ) -> tuple[SegmentCache, testing_ext.IoFaults]:
-    """A cache whose disk does not answer the read of one range of the page at this offset, until the faults are
-    released."""
+    """Makes a cache with a disk on which one read hangs: that of layer `layer` in the page at offset `page` of the
+    slab. Returns the cache, and the faults, whose `release` ends the hang."""
     rule = testing_ext.IoFaultRule(HANG, write=False, offset=page + layer * SECTOR)
     faults = testing_ext.IoFaults([rule])
     with patch.context() as patched:
@@ -95,7 +96,7 @@ def wait_for(done: Callable[[], bool], within_s: float = WITHIN_S) -> None:
 
 
 def end(cache: SegmentCache) -> None:
-    """Checks that nothing is held for any lookup and that the cache closes."""
+    """Waits until no op is in flight. Asserts that no staging block is still in use, and closes the cache."""
 
     def is_quiet() -> bool:
         cache.poll()

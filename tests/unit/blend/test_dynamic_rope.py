@@ -1,5 +1,5 @@
-"""Models whose rope rescales its frequencies for long prompts and keeps the scaled ones: cached keys never use the
-scaled ones.
+"""Models with a dynamic rope, which rescales its frequencies for a long prompt and keeps them after it. Cached keys
+never use rescaled frequencies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_a_long_prompt_leaves_no_grown_frequencies_in_cached_keys(
     cache = make_cache(model, slots=160, staging_tokens=1024)
     segment, too_long = random_segments([length, 600])
     _, wanted = full(model, [segment])
-    # The control: the long prompt's keys differ.
+    # The control: in a long prompt the segment's keys are different.
     _, long_kv = full(model, [segment, too_long])
     assert relative(long_kv.layers[0].keys[:, :, :length], wanted.layers[0].keys) > 0.01
     assert precompute(model, [too_long], cache) == 0
@@ -65,13 +65,13 @@ def test_a_long_prompt_in_between_changes_no_rotation() -> None:
     layered = LayeredModel(model)
     frequencies = layered.frequencies.copy()
     keys = torch.randn(2, 2, SIZES["head_dim"], generator=torch.Generator().manual_seed(0))
-    # The last position makes a length of exactly max_positions, at which the model itself does not restore its
-    # frequencies.
+    # The last position makes the prompt exactly max_positions long. At this length the model does not restore its
+    # original frequencies by itself.
     positions = torch.tensor([3, LONGEST - 1])
     wanted = layered.rotated(keys, positions)
     own, _ = model.model.rotary_emb(keys[None], positions[None])
     full(model, random_segments([LONGEST + 1]))
-    # The control: the model itself rotates differently now.
+    # The control: after the long prompt, the model itself rotates with other frequencies.
     assert not torch.equal(model.model.rotary_emb(keys[None], positions[None])[0], own)
     np.testing.assert_array_equal(layered.frequencies, frequencies)
     assert torch.equal(layered.rotated(keys, positions), wanted)

@@ -1,4 +1,4 @@
-"""Blended prompts of real transformers models, compared with transformers' own answers."""
+"""Blended prompts of real transformers models, compared with what transformers computes for the same prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ LENGTHS = [20, 33, 17, 9]
 
 
 def moved(model, cache, seed: int = 0):
-    """A prompt whose first three segments were cached at other positions; its question is not cached."""
+    """Caches three segments, and returns a prompt with them in a different order, so at other positions. The prompt
+    ends with a question that is not cached."""
     segments = random_segments(LENGTHS, seed)
     assert precompute(model, segments[:3], cache) == sum(LENGTHS[:3])
     return [segments[2], segments[0], segments[1], segments[3]]
@@ -60,7 +61,8 @@ def test_the_error_falls_as_the_ratio_grows(model, cache) -> None:
 
 
 def test_what_differs_most_is_computed(model, cache) -> None:
-    """The rows that a check keeps have the greatest differences between cached and true keys of that layer."""
+    """A check layer selects the rows to compute: those whose cached keys differ most from the true keys of that
+    layer."""
     prompt = moved(model, cache)
     _, untouched, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
     _, wanted = full(model, prompt)
@@ -72,7 +74,7 @@ def test_what_differs_most_is_computed(model, cache) -> None:
 
 
 def test_rows_before_the_check_layer_are_right(model, cache) -> None:
-    """Includes rows of gaps in the middle: a separator, and a segment that is not cached."""
+    """The prompt has gaps between cached segments: separators, and a segment that is not cached."""
     segments = random_segments(LENGTHS)
     precompute(model, segments[:2], cache)
     separator = Segment(np.array([3, 5]), reusable=False)
@@ -84,7 +86,8 @@ def test_rows_before_the_check_layer_are_right(model, cache) -> None:
         for plane in ("keys", "values"):
             mine, theirs = (getattr(cache.layers[layer], plane) for cache in (kv, wanted))
             assert relative(mine, theirs) < ROUNDING
-    # At the check layer the kept rows are right; after it, rows in gaps are computed in every layer.
+    # At the check layer, the rows that are selected for computation are right. Rows in gaps are computed in every
+    # layer.
     kept = report.computed[2]
     assert relative(kv.layers[2].keys[:, :, kept], wanted.layers[2].keys[:, :, kept]) < ROUNDING
     gaps = [*range(33, 54), *range(74, 83)]
@@ -110,12 +113,13 @@ def test_positions_count_on_from_what_the_engine_has(model, cache) -> None:
     logits, kv, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(1.0), past=past)
     assert relative(logits, wanted_logits) < ROUNDING
     assert worst_layer(kv, wanted) < ROUNDING
-    # Keys of the first layer depend only on token and position: rotated keys are right in every row.
+    # A key of the first layer depends only on its token and position, so the rotated cached keys are right in every
+    # row.
     _, turned, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0), past=past)
     assert relative(turned.layers[0].keys, wanted.layers[0].keys) < ROUNDING
     assert worst_layer(turned, wanted, slice(0, 23)) < ROUNDING
     assert torch.equal(past.layers[0].keys, had)
-    # The control: without the offset they would be far off.
+    # The control: if the prompt began at position 0, the keys would be far from right.
     _, elsewhere, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
     assert relative(elsewhere.layers[0].keys, wanted.layers[0].keys[:, :, 23:]) > 0.1
 
@@ -141,7 +145,8 @@ def test_no_row_attends_to_a_later_position() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_poison_in_the_future_reaches_nobody_before(model, cache, ratio: float) -> None:
-    """A later segment's pages are filled with garbage: rows computed before it give the same result."""
+    """The cached pages of a late segment are overwritten with wrong numbers. Rows before the segment must stay the
+    same, bit for bit."""
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
     prompt = [first, question, late, question]
@@ -168,8 +173,8 @@ def _rotation(model):
 
 
 def test_a_wrong_mask_is_found(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask of a causal kernel aligns the last row with the last key: rows in the middle would attend to later
-    positions.
+    """The control: a causal kernel's usual mask aligns the last row with the last key. With it, rows in the middle of
+    the prompt would attend to later positions, and these tests would notice.
     """
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
@@ -193,7 +198,7 @@ def test_the_same_segment_twice_and_leading_blocks(model, cache) -> None:
     precompute(model, [text], cache)
     longer = np.concatenate([text[:17], [1, 2, 3]])
     report = prefill(model, [text, longer, text, question], cache, BlendPlan.of_ratio(0.0)).report
-    assert report.reused == 24 + 16 + 24  # the longer one shares its first two whole blocks of 8
+    assert report.reused == 24 + 16 + 24  # `longer` shares two blocks of 8 with `text`
 
 
 def test_a_damaged_page_is_computed_again(model, cache) -> None:
@@ -215,7 +220,7 @@ def test_a_damaged_page_is_computed_again(model, cache) -> None:
     wanted = prefill(model, prompt, other, BlendPlan.of_ratio(0.0))
     assert relative(found.logits, wanted.logits) < ROUNDING
     other.close()
-    # A forgotten segment can be stored again.
+    # A segment that was forgotten can be stored again.
     assert precompute(model, segments[:1], cache) == 20
     assert prefill(model, prompt, cache, BlendPlan.of_ratio(0.0)).report.lost == ()
 
@@ -231,7 +236,7 @@ def test_generation_goes_on_from_the_blended_cache(model, cache) -> None:
         wanted_logits, wanted = full(model, token, past=wanted)
 
 
-# --- what is refused, and what turns blending off ---------------------------------------------------------------------
+# --- invalid calls, and conditions that turn blending off -------------------------------------------------------------
 
 
 def test_a_model_that_rotates_otherwise_turns_blending_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,6 @@
-"""The frequencies are those of transformers' own models, and a rotated key is the key of the other position."""
+"""flexkv computes the same rope frequencies as transformers' models, and a rotated key equals the key that the model
+computes at the new position.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def test_dynamic_frequencies_beyond_the_models_length() -> None:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_turned_key_is_the_key_of_the_new_position(case: str) -> None:
-    """mscale included: transformers' embedding at the old position, rotated, is its embedding at the new one."""
+    """transformers embeds a key at the old position. Rotated by flexkv, it equals transformers' embedding at the new
+    position, also for ropes with an mscale factor."""
     module = embedding(case)
     random = np.random.default_rng(0)
     old, new = random.integers(0, 2000, 64), random.integers(0, 2000, 64)
@@ -81,7 +84,7 @@ def test_a_turned_key_is_the_key_of_the_new_position(case: str) -> None:
     places = RowPlaces(np.arange(64, dtype=np.int64) * HEAD_DIM * 4, 64 * HEAD_DIM * 4)
     keys = at(old)
     rotation.apply(keys, places, keys, places, rotation.table(old, new))
-    # Their angles are float32 products of up to 2,000, which have an error of 6e-5 themselves.
+    # transformers' angles are float32 products of up to 2,000, which alone have an error of 6e-5.
     assert relative_error(keys.numpy(), at(new).numpy()) < 2e-4
     assert relative_error(at(old).numpy(), at(new).numpy()) > 0.1
 

@@ -1,4 +1,6 @@
-"""Keys are rotated by the right angle, in every dtype, pairing and place; both executors give the same bits."""
+"""Keys are rotated by the right angle, for every dtype, pairing and alignment. The CPU's code and the GPU's give the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def dense(rotation: KeyRotation, rows: int) -> RowPlaces:
 
 @contextmanager
 def rotated(lane_by_lane: bool) -> Iterator[None]:
-    """Within the block, rotations run as usual, or by the GPU's function on the CPU."""
+    """With `lane_by_lane`, rotations within the block use the GPU's function, compiled for the CPU. Otherwise they run
+    as usual."""
 
     def by_lanes(*tensors: object, stream: int, **geometry: Any) -> None:
         assert stream == 0
@@ -70,10 +73,10 @@ def test_error_against_float64(pairing: str, dtype: str, head_dim: int, rotary_d
     wanted = turned(plain, spec, new, rotation.frequencies)
     rounded = decode(encode(before, dtype), dtype)
     found = decode(rotate(rotation, encode(before, dtype), old, new), dtype)
-    # The cached keys had been rounded to the dtype already: that is part of the error.
+    # The limit allows for the rounding of the cached keys to the dtype before the rotation.
     assert relative_error(found, wanted) <= LIMITS[dtype]
     np.testing.assert_array_equal(found[..., rotary_dim:], rounded[..., rotary_dim:])
-    # The control: the other pairing is far off.
+    # The control: a rotation with the other pairing has a large error.
     other = KeyRotation(spec_of({"neox": "gptj", "gptj": "neox"}[pairing], head_dim, rotary_dim), 3, dtype)
     assert relative_error(decode(rotate(other, encode(before, dtype), old, new), dtype), wanted) > 0.1
 
@@ -81,9 +84,7 @@ def test_error_against_float64(pairing: str, dtype: str, head_dim: int, rotary_d
 @pytest.mark.parametrize("pairing", ["neox", "gptj"])
 @pytest.mark.parametrize("dtype", list(LIMITS))
 def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None:
-    """Covers every alignment: rows and heads at any place of the target, and rows that are zeroed, copied or
-    rotated.
-    """
+    """Covers random alignments of rows and heads in the target, and rows that are zeroed, copied or rotated."""
     random = np.random.default_rng(5)
     for round_number in range(40):
         head_dim = int(random.integers(1, 40)) * 2
@@ -94,7 +95,7 @@ def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None
         rotation = KeyRotation(spec_of(pairing, head_dim, rotary_dim), heads, dtype)
         element, head_bytes = rotation.element_bytes, rotation.row_bytes // heads
         keys = encode(random.standard_normal((rows, heads, head_dim)), dtype)
-        # Separate heads, as in a cache of shape [heads, tokens, head_dim], in a random order of tokens.
+        # The heads of a token are apart, as in a cache of shape [heads, tokens, head_dim]. Tokens are in random order.
         room = 2 * rows
         slots = random.permutation(room)[:rows].astype(np.int64)
         head_stride = room * head_bytes + element * int(random.integers(0, 3))
@@ -121,7 +122,7 @@ def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None
 def test_an_unchanged_position_changes_no_bit(dtype: str) -> None:
     rotation = KeyRotation(spec_of(), 2, dtype)
     keys = encode(np.random.default_rng(0).standard_normal((64, 2, 128)), dtype)
-    keys.reshape(-1).view(np.uint8)[:256] = 0xFF  # NaNs too
+    keys.reshape(-1).view(np.uint8)[:256] = 0xFF  # all ones, which are NaNs
     at = positions(64, 9999, 3)
     for lane_by_lane in (False, True):
         np.testing.assert_array_equal(
@@ -144,7 +145,8 @@ def test_two_rotations_equal_one() -> None:
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize(("rotary_dim", "lead"), [(64, 0), (48, 0), (20, 0), (64, 1), (64, 4)])
 def test_in_place_and_streamed(rows: int, pairing: str, dtype: str, rotary_dim: int, lead: int) -> None:
-    """Large batches bypass the CPU caches if the target is aligned for it; the bits are the same."""
+    """Large batches are written past the CPU's caches if the target's alignment allows it. The bits must be the
+    same."""
     rotation = KeyRotation(spec_of(pairing, 64, rotary_dim), 4, dtype)
     keys = encode(np.random.default_rng(0).standard_normal((rows, 4, 64)), dtype)
     old, new = positions(rows, 500, 1), positions(rows, 500, 2)
@@ -163,16 +165,17 @@ def test_in_place_and_streamed(rows: int, pairing: str, dtype: str, rotary_dim: 
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("rotary_dim", [64, 48])
 def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str, rotary_dim: int) -> None:
-    """Arbitrary bits: infinities, subnormal numbers and NaNs come out alike, and no NaN becomes a number.
+    """The CPU's code and the GPU's give the same bits for infinities, subnormal numbers and NaNs, and no NaN becomes a
+    number.
 
-    A head of 32 pairs takes the widest vectors that the processor has, one of 24 takes AVX2's.
+    For heads of 32 pairs the CPU's code uses the processor's widest vectors; for heads of 24 pairs it uses AVX2.
     """
     rotation = KeyRotation(spec_of(pairing, 64, rotary_dim), 4, dtype)
     words = np.random.default_rng(0).integers(0, 256, (400, 4, 64, rotation.element_bytes), np.uint8)
     keys = words.view(np.uint32 if dtype == "float32" else np.uint16)[..., 0]
     keys[1::3] &= {"float32": 0x807FFFFF, "bfloat16": 0x807F, "float16": 0x83FF}[dtype]  # subnormal
     keys = keys.view({"float32": np.float32, "float16": np.float16}.get(dtype, np.uint16))
-    # Rounding up would carry these bfloat16 and float32 NaNs to minus zero.
+    # If these NaNs were rounded up, the carry would turn them into minus zero.
     keys.view(np.uint8)[::3, 0] = 0xFF
     old, new = positions(400, 500, 1), positions(400, 500, 2)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -182,7 +185,8 @@ def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str, rotary_dim:
 
 
 def test_float16_of_every_value() -> None:
-    """All 65,536 values survive a rotation by zero that is not a copy, and rounding is to nearest even."""
+    """A rotation by an angle of 0 that is computed, not copied, leaves every finite float16 value unchanged. Rounding
+    is to nearest even."""
     rotation = KeyRotation(RopeSpec(2, 2, 10_000.0), 1, "float16", np.zeros(1))
     values = np.arange(65_536, dtype=np.uint16).view(np.float16)
     values = values[np.isfinite(values)]

@@ -1,4 +1,6 @@
-"""The cache of segments: texts that do not fit, pages that get no slot, and copies that do not end in time."""
+"""The segment cache with texts that do not fit, pages for which there is no slot, and copies that are not finished in
+time.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def test_staging_blocks_are_freed_once_however_often_a_load_is_closed(
     load = cache.begin_load(segments)
     late = load.hits[1].tickets[0]
     wait = cache.engine.wait
-    # Fault: the second segment does not end in time.
+    # Fault: the second segment's load does not finish in time.
     monkeypatch.setattr(cache.engine, "wait", lambda ticket, s: ticket != late and wait(ticket, s))
     with pytest.raises(TransferError, match="1 segments of 3"):
         load.close()
@@ -72,7 +74,7 @@ def test_a_store_past_its_deadline_gives_everything_back_when_it_ends(
         late[:] = late or [ticket]
         return ticket not in late and wait(ticket, deadline_s)
 
-    # Fault: the store of the segment's whole blocks does not end in time.
+    # Fault: the store of the segment's complete blocks does not finish in time.
     monkeypatch.setattr(cache.engine, "wait", slow)
     with pytest.raises(TransferError, match="a store still moves"):
         precompute(model, [segment], cache)
@@ -101,15 +103,15 @@ def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(
 
 def test_pages_that_are_still_moving_are_not_cached(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     (segment,) = random_segments([20])
-    # Faults: the first store does not end in time, and its end is not reported for a while.
+    # Faults: the first store does not finish in time, and for a while the engine reports no result of it.
     with monkeypatch.context() as patched:
         patched.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         patched.setattr(cache.engine, "poll", lambda: [])
         with pytest.raises(TransferError, match="a store still moves"):
             precompute(model, [segment], cache)
         assert cache.manager.inflight_ops() == 1
-        # All of its whole blocks are known by now, but none may be promised: a store of the same segment waits for them
-        # in vain, because their arrival is not reported.
+        # The manager now knows all complete blocks of the segment, but may not promise them. A second store of the
+        # segment waits for them until its deadline, because the first store's result is not reported.
         patched.setattr(cache, "deadline_s", 0.1)
         with pytest.raises(TransferError, match=r"a store still moves after 0\.1 s"):
             precompute(model, [segment], cache)

@@ -1,4 +1,4 @@
-"""Segments on disk: over the lives of processes, beyond the size of host memory, and with every kind of damage."""
+"""Segments on disk: a later process uses them, they may exceed host memory, and damaged ones are misses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def open_cache(tmp_path: Path, model):
-    """Opens the folder repeatedly; each call closes the previous cache."""
+    """Returns a function that opens a cache on this test's folder, after closing the previous one."""
     caches: list[SegmentCache] = []
 
     def open_again(**options: Any) -> SegmentCache:
@@ -66,7 +66,7 @@ def moved(segments: list[np.ndarray]) -> list[np.ndarray]:
     return [segments[2], segments[0], segments[1], segments[3]]
 
 
-# --- over the lives of processes ---
+# --- a later process ---
 
 
 def live(folder: Path, life: str, status: int = 0) -> str:
@@ -90,7 +90,7 @@ def test_the_next_process_has_them(tmp_path: Path, model, cache, life: str, stat
     assert found["reused"] == wanted.report.reused == sum(LENGTHS[:3])
     assert found["lost"] == []
     assert found["logits"] == wanted.logits[0].tolist(), "bit for bit what host memory gives"
-    # Pages of 8 tokens: 3, 5 and 2.
+    # The three segments have 3, 5 and 2 pages of 8 tokens.
     assert found["read"] == 10
 
 
@@ -103,17 +103,17 @@ def test_what_host_memory_has_lost_comes_from_disk(
     segments = random_segments([20, 33, 17, 24, 9])
     precompute(model, segments[:4], cache)
     wanted = prefill(model, segments, cache, RATIO_0)
-    # 13 pages, and host memory holds 8.
+    # The four segments have 14 pages; host memory has slots for 8.
     small = open_cache(slots=8)
     for segment in segments[:4]:
         assert precompute(model, [segment], small) == len(segment)
-        assert small.flush()  # writes under way hold the slots that the next store or lookup needs
+        assert small.flush()  # writes in flight hold slots that the next store or lookup needs
     assert small.cached_tokens(segments[0]) == 20
     two = [segments[0], segments[1][:8], segments[4]]
     found = prefill(model, two, small, RATIO_0)
     assert found.report.reused == 28
     assert torch.equal(found.logits, prefill(model, two, cache, RATIO_0).logits)
-    # A prompt with more pages than host memory: pages that get no slot are computed.
+    # If a prompt has more pages than host memory has slots, the tokens of the others are computed.
     found = prefill(model, segments, small, RATIO_0)
     assert 0 < found.report.reused < wanted.report.reused
     assert found.report.lost == ()
@@ -150,7 +150,7 @@ def test_whole_blocks_are_read_layer_by_layer_and_promised_before(
     monkeypatch.setattr(plane, "submit", noting)
     assert prefill(model, moved(segments), cache, RATIO_0).report.reused == 69
     reads = [op for graph in graphs for op in graph.ops if op.kind is OpKind.DISK_READ]
-    # Tails of 4 tokens and 1 are read whole and first; blocks are read by layers.
+    # The partial tails of 4 tokens and 1 token are read first and as complete pages. Blocks are read layer by layer.
     assert [(op.pages, op.layerwise) for op in reads] == [
         (1, False),
         (1, False),
@@ -178,14 +178,14 @@ def flip(slab: Path, at: int) -> None:
 
 
 def place_of(cache: SegmentCache, segment: np.ndarray, block: int) -> int:
-    """The disk slot of a segment's block."""
+    """Returns the disk slot of block `block` of a segment."""
     index = disk_tier(cache.manager).presence
     entries = index.find(GROUP, cache.scheme.keys(segment).whole)
     return int(index.slots_of(entries)[block])
 
 
 class Damage:
-    """Damages a block's image in a slab."""
+    """Methods that damage the slot image at `place` in a slab. `other` is the place of another page's image."""
 
     def __init__(self, slab: Path, place: int, other: int) -> None:
         header = read_header(str(slab))
@@ -236,7 +236,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
     assert "read" in lost
     assert found.report.reused == 36
     assert relative(found.logits, wanted.logits) < ROUNDING
-    # The two blocks before it are right. After the recomputation, the next process finds the block.
+    # The two blocks before the damaged one are still found. After a recomputation, the next cache finds all blocks.
     assert cache.cached_tokens(segments[1]) == 16
     assert precompute(model, segments[1:2], cache) == 33
     cache = open_cache()
@@ -248,7 +248,8 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The damaged content matters: in host memory, with a matching digest, it changes the answer."""
+    """Shows that a wrong page would change the answer: here wrong numbers are stored for a segment, so that they
+    verify."""
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)
@@ -299,13 +300,14 @@ def test_a_slab_that_was_cut_off_costs_its_pages(
     cold.close()
 
 
-# --- whose pages ---
+# --- pages of segments and of prefixes ---
 
 
 def test_segments_and_prefixes_share_an_index_and_a_folder(
     model, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The same tokens under both kinds of key, across a restart: neither key finds the other's pages."""
+    """The same tokens are stored as a segment and as a prefix. After a restart, neither kind of key finds pages of the
+    other kind."""
     text = random_segments([32])[0]
     cache = open_cache()
     fields = {"weights": "random", SHAPE: str(cache.shape)}

@@ -1,4 +1,5 @@
-"""Segments that are read from disk without a wait: which arrive, which do not and why, and which are given up."""
+"""Fetches, which read segments from disk without making the caller wait: which segments arrive, and why others do
+not."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ HANG = 3
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[..., SegmentCache]]:
-    """Opens the folder repeatedly; each call closes the previous cache."""
+    """Returns a function that opens a cache on this test's folder, after closing the previous one."""
     caches: list[SegmentCache] = []
 
     def open_again(
@@ -66,7 +67,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., SegmentCache]]:
 
 
 def end(cache: SegmentCache) -> None:
-    """Checks that nothing is held for any lookup and that the cache closes."""
+    """Waits until no read or write is in flight. Asserts that no staging block or op is left, and closes the cache."""
     settle(cache, lambda: not cache.manager.work.moving)
     cache.manager.check_integrity()
     assert cache.manager.inflight_ops() == 0
@@ -94,7 +95,8 @@ def settle(cache: SegmentCache, done: Callable[[], bool]) -> None:
 
 
 def planes_of(tokens: np.ndarray) -> np.ndarray:
-    """Random keys and values of a segment, [layers, 2, heads, tokens, head_dim]."""
+    """Returns a segment's random keys and values, float32 [layers, 2, heads, tokens, head_dim]. Their seed is the
+    segment's first token."""
     room = (SHAPE.layers, 2, SHAPE.heads, len(tokens), SHAPE.head_dim)
     return np.random.default_rng(int(tokens[0])).standard_normal(room).astype(np.float32)
 
@@ -107,7 +109,7 @@ def store_all(cache: SegmentCache, segments: Sequence[np.ndarray] = SEGMENTS) ->
 
 
 def fetched(fetch: SegmentFetch) -> SegmentLoad:
-    """The load of a fetch, once all its bytes have moved."""
+    """Waits until the fetch's load can begin, and until all its bytes have been copied. Returns the load."""
     loads: list[SegmentLoad] = []
 
     def begun() -> bool:
@@ -126,7 +128,7 @@ def tokens_of(load: SegmentLoad) -> dict[int, int]:
 
 
 def check_rows(cache: SegmentCache, load: SegmentLoad) -> None:
-    """Checks that every loaded row has the bits with which it was stored."""
+    """Asserts that every loaded row has the bits with which it was stored."""
     for hit in load.hits:
         rows = TurnedRows(cache, ROTATION, load, [Stretch(hit, 0, hit.tokens, 0)])
         for layer in range(SHAPE.layers):
@@ -172,7 +174,8 @@ def test_what_host_memory_has_is_loaded_at_once(opened: Callable[..., SegmentCac
 def with_hanging_reads(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, **more: float
 ) -> tuple[SegmentCache, testing_ext.IoFaults]:
-    """A cache whose disk answers no read until the faults are released."""
+    """Opens a cache on whose disk every read hangs. Returns the cache, and the faults, whose `release` ends the
+    hang."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(HANG, write=False)])
     with monkeypatch.context() as patch:
         patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
@@ -182,7 +185,8 @@ def with_hanging_reads(
 def test_pages_of_a_disk_that_hangs_are_late(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first segment is also in host memory, and is loaded."""
+    """Pages that do not arrive within `wait_s` count as late. The first segment was stored again before, so it may be
+    in host memory and be loaded."""
     store_all(opened())
     cache, faults = with_hanging_reads(opened, monkeypatch, wait_s=0.2)
     store_all(cache, SEGMENTS[:1])
@@ -199,7 +203,7 @@ def test_pages_of_a_disk_that_hangs_are_late(
 
 
 def flip(folder: Path) -> None:
-    """Flips a bit in each page of each slab."""
+    """Flips a bit in every slot of every slab in the folder."""
     for slab in folder.rglob("*.slab"):
         header = read_header(str(slab))
         with slab.open("r+b") as file:
@@ -214,7 +218,7 @@ def flip(folder: Path) -> None:
 def test_damaged_pages_are_not_loaded(
     opened: Callable[..., SegmentCache], tmp_path: Path, damaged: bool
 ) -> None:
-    """The control: without the damage they are loaded."""
+    """The control is a folder without damage, from which all segments are loaded."""
     store_all(opened())
     cache = opened()
     if damaged:
@@ -246,7 +250,7 @@ def test_a_fetch_that_is_given_up_holds_nothing(
     fetch.give_up()
     fetch.give_up()
     faults.release()
-    # Its reads continue, and serve the next fetch.
+    # The given-up fetch's reads continue, and the next fetch uses their pages.
     load = fetched(cache.begin_fetch(SEGMENTS))
     assert tokens_of(load) == {0: 20, 1: 11, 2: 3}
     load.abandon()
@@ -255,7 +259,8 @@ def test_a_fetch_that_is_given_up_holds_nothing(
 def test_a_prompt_that_host_memory_does_not_hold_does_not_wait_for_room(
     opened: Callable[..., SegmentCache],
 ) -> None:
-    """The request's own segments take the room that the last one lacks."""
+    """The request's first segments occupy all slots of host memory. Waiting for slots would be in vain, because they
+    are freed only after the load."""
     store_all(opened())
     cache = opened(slots=6)
     begun_s = time.monotonic()
@@ -277,7 +282,7 @@ def test_a_prompt_waits_for_room_that_another_one_holds(
     first = cache.begin_fetch(SEGMENTS[:1])
 
     def has_come() -> bool:
-        # Only looked up, because a load would free the slots.
+        # This only looks the segment up: a load would free the slots that `first` must hold.
         (asked,) = first._asked
         return first._lookup.fetch(asked) is Outcome.HIT
 
@@ -300,8 +305,10 @@ def test_a_prompt_waits_for_room_that_another_one_holds(
 def test_pages_count_only_under_the_name_of_their_weights(
     opened: Callable[..., SegmentCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The namespace identifies the weights by samples, which do not show every change."""
-    # The check assumes that the engine may not have loaded a file that changed since the process began.
+    """The namespace depends only on samples of the weights' files, which do not show every change. So pages count only
+    if the name of the complete weights matches too."""
+    # The check does not accept a file that was changed after the process started, because the engine may have loaded
+    # the old one. So the process must seem to start later.
     monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + 10**12)
     file = tmp_path / "model" / "model.safetensors"
     file.parent.mkdir()

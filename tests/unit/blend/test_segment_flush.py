@@ -1,4 +1,4 @@
-"""A segment cache's reports about its disk: that all pages are on it, that some are not, and which cache owns it."""
+"""A segment cache reports whether all its pages are on disk, and which other cache uses its folder."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def put(cache: SegmentCache, *segments: Text) -> None:
 
 
 def settle(cache: SegmentCache) -> None:
-    """Waits until no read or write is under way."""
+    """Waits until no read or write of the cache's disk is in flight."""
     cache.unit.wait_while(lambda: cache.manager.work.moving, 60.0)
 
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
-    """On disks opened from now on, the first `times` writes end with EIO."""
+    """Makes the first `times` writes fail with EIO, on each disk that is opened from now on."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(0, write=True, times=times)])
     patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
 
 
-# --- whose pages ---
+# --- several caches and folders ---
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_rows_of_equal_size_and_another_kind_are_not_served(
     assert opened().cached_tokens(text) == len(text), "its own are"
 
 
-# --- what is not on disk ---
+# --- pages that are not on disk yet ---
 
 
 def test_a_flush_says_that_a_page_could_not_be_written(
@@ -143,7 +143,8 @@ def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
 def test_a_flush_waits_for_room_in_the_journal(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are written faster than the journal records them become durable a little later, rather than never."""
+    """If the journal is full when pages have been written, their records wait. A flush waits until they are durable
+    too."""
     first, second = texts(2)
     open_unit = StripedSlabs.open
 
@@ -186,7 +187,7 @@ def test_pages_that_a_load_leases_are_written_too(
     monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda: None)
     put(cache, text)
     load = cache.begin_load([text])
-    # Fault: the load's end is never reported.
+    # Fault: the engine does not report that the load is finished.
     with monkeypatch.context() as patched:
         patched.setattr(cache.engine, "poll", lambda: [])
         cache.deadline_s = 0.05
@@ -232,7 +233,7 @@ def test_a_cache_whose_disk_is_lost_does_not_say_that_all_is_there(
     assert not cache.close()
 
 
-# --- the end ---
+# --- closing ---
 
 
 def test_a_close_says_whether_all_survives(
@@ -288,7 +289,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     random = np.random.default_rng(5)
-    # Two with blocks and a tail, one with only blocks.
+    # Two segments have complete blocks and a partial tail, one has only complete blocks.
     found = [random.integers(0, 1000, 20), random.integers(0, 1000, 12), *texts(1)]
     cache = opened()
     for text in found:
@@ -303,7 +304,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     submit, calls = cache.engine.submit, iter(range(100))
 
     def failing(graph):
-        # Fault: from the given graph on, the engine is closed.
+        # Fault: the engine refuses graphs from number `fails_at` on, as if it had been closed.
         if next(calls) >= fails_at:
             raise ClosedError("the engine is closed")
         return submit(graph)
@@ -358,7 +359,7 @@ def test_control_a_load_past_its_deadline_keeps_a_flush_from_success(
 
 
 def hang_journals(patch: pytest.MonkeyPatch) -> None:
-    """From now on the disks' journals accept records and never process them."""
+    """From now on, the disks' journals accept records and never write them."""
     patch.setattr(Journal, "put", lambda journal, record: True)
 
 

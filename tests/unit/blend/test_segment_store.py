@@ -1,4 +1,4 @@
-"""Stores that begin in one step of an engine and end in a later one, without any wait."""
+"""Stores of segments that begin in one step of an engine and finish in a later one, without making the engine wait."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(store: SegmentStore) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_a_segment_is_found_once_its_store_has_ended(cache: SegmentCache, tokens: np.ndarray) -> None:
-    """Segments of only whole blocks, and segments with tokens after them."""
+    """Covers segments of only complete blocks, and segments with a partial tail."""
     free = sorted(cache.staging.free)
     wait_for(begin(cache, tokens))
     assert cache.cached_tokens(tokens) == len(tokens)
@@ -160,7 +160,7 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 ) -> None:
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
-        # Their results come with the engine's poll, at any time.
+        # Without these results, neither store is finished.
         slow.setattr(cache.engine, "poll", list)
         if not waits:
             slow.setattr(cache.manager, "known", lambda group, keys: np.zeros(len(keys), np.bool_))
@@ -176,7 +176,7 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 def test_a_caller_that_waits_keeps_such_a_tail_too(
     cache: SegmentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This also holds if the other store makes no progress meanwhile."""
+    """The caller's wait must not depend on somebody advancing the other store meanwhile."""
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         long = begin(cache, LONG)

@@ -1,4 +1,6 @@
-"""Segmentation, keys that do not depend on positions, and the choice of rows."""
+"""How prompts are split into segments, keys of segments, which do not depend on positions, and the choice of rows to
+compute.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_keys_depend_on_the_segment_alone() -> None:
     assert np.array_equal(again.whole, keys.whole)
     assert again.tail is not None
     assert np.array_equal(again.tail.keys, keys.tail.keys)
-    # A block's key covers everything before it in the segment.
+    # A block's key depends on all tokens before the block in its segment.
     shifted = scheme.keys(np.concatenate([[99, 99, 99, 99], text]))
     assert not {bytes(k) for k in shifted.whole} & {bytes(k) for k in keys.whole}
     others = [
@@ -90,7 +92,7 @@ def test_keys_depend_on_the_segment_alone() -> None:
 
 
 def test_segments_and_prefixes_live_in_one_index() -> None:
-    """The same tokens under both kinds of key: neither key finds the other's pages."""
+    """The same tokens have different keys as a segment and as a prefix, so neither finds the other's pages."""
     fields = {"model": "m", SHAPE_FIELD: str(SHAPE)}
     text = np.arange(16)
     chain = TokenChain(4)
@@ -127,7 +129,7 @@ def test_rows_that_differ_most_are_kept() -> None:
 
 
 def test_runs_of_neighbours_that_differ_most_on_average_are_kept() -> None:
-    # Two ranges of reused rows: 0 to 4 (runs 0-1, 2-3, 4) and 6 to 9 (runs 6-7, 8-9).
+    # There are two ranges of reused rows: 0 to 4, with the runs 0-1, 2-3 and 4, and 6 to 9, with the runs 6-7 and 8-9.
     difference = np.array([9.0, 0.0, 4.0, 4.0, 4.5, 99.0, 1.0, 1.0, np.nan, 0.0])
     reused = np.ones(10, np.bool_)
     reused[5] = False

@@ -1,4 +1,4 @@
-"""Segments that are loaded for an engine: held until they are released, rotated row by row, and lost one by one."""
+"""Rows of loaded segments, which an engine gets rotated, layer by layer. They are held until the load is closed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def take_rest(layers: TurnedLayers, first: int) -> None:
 
 
 def taken(rows: TurnedRows, on: RowDevice, first: int = 0) -> list[Rows]:
-    """Keys and values of the layers from `first` on."""
+    """Opens the rows and takes all layers from `first` on. Returns the keys and values of each layer."""
     layers, found = rows.open(on, first), []
     for layer in range(first, SHAPE.layers):
         keys, values = layers.layer(layer).view(np.float32)[:, rows.in_buffer]
@@ -86,7 +86,8 @@ def test_control_another_layers_rows_are_wrong(cache: SegmentCache, host: RowDev
 
 
 def test_control_a_layer_that_is_left_before_it_was_read_is_another_one(cache: SegmentCache) -> None:
-    """Its buffer is reused for a later layer."""
+    """After `leave`, a layer's buffer is reused for a later layer, so a caller that reads it then finds that layer's
+    rows."""
     device = HostDevice(one_thread=True)
     store_all(cache)
     with closing(load_all(cache)) as load:
@@ -113,7 +114,7 @@ def test_a_released_load_is_an_error_and_no_row(cache: SegmentCache, host: RowDe
 
 
 class Gate:
-    """Makes sources of host memory that wait at a layer until `go_on`, or raise there."""
+    """Makes TurnedRows whose sources for layer `layer` wait until `go_on` is set or, if `error` is given, raise it."""
 
     def __init__(self, layer: int, error: Exception | None = None) -> None:
         self.layer, self.error, self.go_on = layer, error, threading.Event()
@@ -185,7 +186,7 @@ def test_a_close_that_does_not_wait(cache: SegmentCache, host: RowDevice) -> Non
     with closing(load_all(cache)) as load:
         layers = gate.rows(cache, ROTATION, load, stretches_of(load)).open(host, 0)
         with pytest.raises(PipelineError, match="still moves bytes after 0 s"):
-            layers.close(wait=False)  # the deadline is this test's
+            layers.close(wait=False)  # a close that waits would block until the test sets `go_on`
         gate.go_on.set()
 
 
@@ -199,8 +200,8 @@ def test_memory_is_that_of_two_layers(cache: SegmentCache) -> None:
     row, count = (
         (SHAPE.heads, SHAPE.head_dim),
         280,
-    )  # from position 40 to 319, the gap between the two included
-    # The first one is memory of tables' checks, and free again.
+    )  # positions 40 to 319, including the gap between the two ranges
+    # The first buffer was for the check of the tables, and is free again. The other two are for one layer each.
     assert [buffer.shape for buffer in device.buffers] == [(count, *row), (2, count, *row), (2, count, *row)]
 
 

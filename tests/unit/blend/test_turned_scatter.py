@@ -1,5 +1,5 @@
-"""Rotation and scatter in one pass of the layerwise pipeline: the same bits as in two passes, in any order of
-events.
+"""The layerwise pipeline rotates and scatters rows in one pass. The bits are the same as in two passes, in whatever
+order copies and layers are finished.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[HostDevice]:
 
 
 def load(world: TurnedWorld, pipeline: LoadPipeline, lost: dict[int, int] | None = None) -> PipelineReport:
-    """`lost`: chunk -> the first layer whose rows do not arrive."""
+    """Runs the load of `world`. `lost` gives, for some chunks, the first layer whose rows do not arrive."""
 
     def take(layer: int) -> Sequence[RowSource]:
         return [

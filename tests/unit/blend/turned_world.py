@@ -1,4 +1,5 @@
-"""Random loads whose keys move to other positions, and the result of two plain passes."""
+"""Random loads whose keys are rotated to other positions, and a reference that computes their result in separate
+steps."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ ORDERS = ("tokens first", "heads first", "padded")
 
 
 class TurnedWorld:
-    """A load of chunks with gaps, permuted slots, K and V of any dtype, and paged memory in any order.
+    """A random load: chunks with gaps between them, permuted slots, a random dtype, and paged memory with its axes in a
+    random order.
 
     Attributes:
-        memory: per layer [2, blocks, block_tokens, heads, head_dim], with any strides.
-        stored: per layer and chunk [2, tokens, heads, head_dim].
+        memory: the engine's pool; for each layer an array [2, blocks, block_tokens, heads, head_dim] of any strides.
+        stored: the rows to load; for each layer and chunk an array [2, tokens, heads, head_dim].
     """
 
     def __init__(self, seed: int, layers: int = 4) -> None:
@@ -78,8 +80,8 @@ class TurnedWorld:
         )
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[Any]]:
-        """Loads everything, rotates, zeroes, then scatters. `failed_from`: chunk -> the first layer in which it is
-        lost.
+        """Returns what `memory` should be after the load, computed in separate steps: load, rotate, zero, scatter.
+        `failed_from` gives, for lost chunks, the first layer in which they are lost.
         """
         rotation, positions = self.rotation, self.chunks.positions()
         count, head_bytes = self.chunks.rows, self.rotation.row_bytes // self.rotation.heads
@@ -105,7 +107,7 @@ class TurnedWorld:
         return out
 
     def same(self, expected: list[NDArray[Any]]) -> bool:
-        """Whether every bit of every slot is equal."""
+        """Whether `memory` equals `expected` in every bit of every slot."""
         return all(
             np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
             for a, b in zip(self.memory, expected, strict=True)

@@ -1,4 +1,4 @@
-"""The mini engines of the vLLM adapter's tests, and engines with several KV groups."""
+"""Fixtures that start the vLLM adapter's mini engines, and engines with several KV groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["make_engine", "start"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Engines of one model that run at the same time."""
+    """Returns a function that starts an engine. All engines have the same model and run at the same time."""
     engines: list[ScheduledEngine] = []
 
     def make(kind: str, share: str = "host+disk", **settings: Any) -> ScheduledEngine:
         settings = {"blocks": 128} | sharing(tmp_path / "run", share) | settings
-        settings.pop("role", None)  # the part of vLLM's configuration that the mini engine is built from
+        settings.pop("role", None)  # a setting of the mini engine only
         engines.append(ScheduledEngine(tmp_path, KINDS[kind], **settings))
         return engines[-1]
 

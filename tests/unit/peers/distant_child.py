@@ -1,7 +1,8 @@
-"""A process that forks units which, judging by their files, run on other machines.
+"""A program that forks processes with units that, according to their files, run on other machines.
 
-Each line of input makes one: a folder, the machine's name, and how the unit differs (`same`, `weights`, `ranks` or
-`version`). Its process id is written once the prompt is in its folder.
+For each line of input it forks one process. A line has a folder, the machine's name, and what is different in the unit:
+`same` (nothing), `weights`, `ranks` or `version`. The forked process prints its process id when the prompt's pages are
+in its folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines with several KV groups, driven by vLLM's own scheduler, that run at once and share their pages."""
+"""Engines with several KV groups that run at the same time and share their pages. vLLM's own scheduler drives them."""
 
 from __future__ import annotations
 
@@ -62,21 +62,21 @@ def peer_share(engine: ScheduledEngine) -> PeerShare:
 
 
 def keys_of(engine: ScheduledEngine, tokens: list[int]) -> list[Keys]:
-    """The keys of these tokens, per group."""
+    """Returns the keys of the blocks of these tokens, one array per KV group."""
     keys = engine.connector.scheduler.requests.of(engine.add("probe", tokens)).keys()
     engine.end("probe")
     return [of_group.copy() for of_group in keys]
 
 
 def knows_pages(engine: ScheduledEngine, pages: int) -> bool:
-    """Whether the engine knows of so many pages of its peers, in each of its tiers."""
+    """Whether each peer tier of the engine knows exactly `pages` pages of its peers."""
     for tier in peer_tiers(engine):
         tier.take_all_news()
     return all(len(tier.presence) == pages for tier in peer_tiers(engine))
 
 
 def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
-    """Removes from host memory the group's page of the prompt that ends at this token."""
+    """Evicts one page of the prompt from host memory: the page of KV group `group` that ends at token `end`."""
     hub = manager_of(engine).hub
     keys = keys_of(engine, PROMPT)[group]
     block = manager_of(engine).tables.specs[group].block_tokens
@@ -85,7 +85,7 @@ def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
 
 
 def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, ScheduledEngine]:
-    """An engine that has computed the prompt, and one that knows its pages."""
+    """Starts an engine that computes the prompt, and one that learns of the first one's pages. Returns both."""
     one, other = start(kind, **settings), start(kind, **settings)
     assert one.run("one", PROMPT) == 0
     wait_for(lambda: knows_pages(other, manager_of(one).cached_blocks()))
@@ -95,7 +95,7 @@ def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, Sch
 def until(
     engine: ScheduledEngine, done: Callable[[], bool], between: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs steps until the condition holds; see `ScheduledEngine.step`."""
+    """Runs steps of the engine until `done` returns True. `between` is passed to `ScheduledEngine.step`."""
     ends_s = time.monotonic() + DEADLINE_S
     while not done():
         assert time.monotonic() < ends_s, "it never came to that"

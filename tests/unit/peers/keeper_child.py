@@ -1,8 +1,9 @@
-"""A process that forks keepers: processes with a unit that keeps the prompt and serves it until it is killed.
+"""A program that forks keepers: processes with a unit that keeps the prompt's pages and serves them until it is killed.
 
-Each line of input makes one: a folder, a value of `peers.store`, and for several KV groups their kind. Its process id
-is written on a line once it has the prompt; other lines are logs. So the modules of a unit, whose import takes longer
-than all tests with it, are imported once.
+For each line of input it forks one keeper. A line has a folder, a value of `peers.store`, and, for a unit with several
+KV groups, their kind. The keeper prints its process id on a line when it has the prompt; other lines of output are
+logs. All keepers are forked from one process because importing the modules of a unit takes longer than the tests that
+use it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.unit.peers.live_engines import PROMPT, settings_of
 
 
 def compute(folder: Path, store: str, kind: str) -> object:
-    """An engine that has the prompt."""
+    """Starts an engine that computes the prompt, and returns it."""
     told = {"peers.store": store}
     if not kind:
         engine = MiniEngine(**settings_of(folder) | told)

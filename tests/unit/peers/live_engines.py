@@ -38,7 +38,7 @@ def share_of(engine: MiniEngine) -> PeerShare:
 
 
 def knows(engine: MiniEngine, pages: int) -> bool:
-    """Whether the engine knows of so many pages of its peers, in each of its tiers."""
+    """Whether each peer tier of the engine knows exactly `pages` pages of its peers."""
     for tier in live_tiers(engine):
         tier.take_all_news()
     return all(len(tier.presence) == pages for tier in live_tiers(engine))
@@ -49,7 +49,8 @@ def settings_of(folder: Path, share: str = "host+disk") -> dict[str, Any]:
 
 
 def distant_settings(root: Path, name: str) -> dict[str, Any]:
-    """Settings of the unit of machine `name`; its folder is in a folder that all machines see."""
+    """Returns the settings of a unit on machine `name`. The unit's disk folder is in a folder that all machines
+    share."""
     return settings_of(root / name, "disk") | {
         "disk.folders": str(root / "shared" / name),
         "disk.bytes_per_folder": 4 << 20,
@@ -63,6 +64,6 @@ def live_files(root: Path) -> list[Path]:
 
 
 def only_live_file(root: Path) -> Path:
-    """The file of the only running unit, once its thread has written it."""
+    """Waits for the file with the heartbeat of the only running unit. Returns its path."""
     wait_for(lambda: len(live_files(root)) == 1)
     return live_files(root)[0]

@@ -1,5 +1,5 @@
-"""Units in containers that mount one folder: each is in its own process namespace, so that its process ids mean nothing
-to the others.
+"""Units in containers that mount the same folder. Each container has a process namespace of its own, so a unit's
+process id has no meaning for units in other containers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def can_be_apart() -> bool:
 
 @pytest.fixture
 def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in a container whose unit keeps the prompt, in the folder `run`."""
+    """Starts a keeper (see `keeper_child`) in a container. Its unit uses the runtime folder `run` of this test."""
     if not can_be_apart():
         pytest.skip("no process namespace can be made here")
     with subprocess.Popen(
@@ -47,7 +47,7 @@ def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         print(tmp_path / "run", "own", file=child.stdin, flush=True)
         assert 1 < int(child.stdout.readline()) < 100, "it is among the first processes of its namespace"
         yield child
-        child.stdin.close()  # the namespace's first process ends, and with it all others
+        child.stdin.close()  # ends the namespace's first process, which ends all others in it
         child.wait(30)
 
 

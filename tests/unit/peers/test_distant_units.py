@@ -1,7 +1,7 @@
-"""Units of several machines find each other's pages by the files in their folders, and load them correctly or not at
-all.
+"""Units on different machines find each other's pages through files in their disk folders, and load them correctly or
+not at all.
 
-Here a machine is a process or an engine that claims to run on another machine and has its own runtime folder.
+In these tests all units run on one machine. Each has a runtime folder of its own and claims to run on another machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Serve = Callable[..., int]
 
 @pytest.fixture
 def machine(make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MiniEngine]:
-    """Starts an engine on a separate machine."""
+    """Returns a function that starts an engine which claims to run on a machine of its own."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
     return lambda name, **more: make_engine(**distant_settings(tmp_path, name) | more)
@@ -71,7 +71,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def serve(nursery: subprocess.Popen[str], tmp_path: Path) -> Iterator[Serve]:
-    """Starts a process on machine `far` that has the prompt in its folder; returns its process id."""
+    """Returns a function that starts a process with a unit on machine `far` that has the prompt; it returns its pid."""
     pids = []
 
     def start(other: str = "same") -> int:
@@ -107,14 +107,14 @@ def killed(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-# --- what works ---
+# --- sharing between machines ---
 
 
 def test_a_prompt_in_a_folder_of_another_machine_is_a_hit(machine: Any) -> None:
     one, other = machine("a"), machine("b")
     store(one)
     wait_for(lambda: knows(other, PAGES))
-    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number in the pool
+    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number that was loaded
     assert hits(other) == PAGES
     (row,) = share_of(other).peers()
     assert (row["unit"], row["disk_pages"]) == (share_of(one)._card.unit, PAGES)
@@ -242,7 +242,7 @@ def test_folders_in_several_places_are_not_shared_across_machines(
     assert engine.run(make_request(PROMPT, "one")) == 0
 
 
-# --- units that end, stop, or come back with other content ---
+# --- units that end, stop, or restart with other pages ---
 
 
 def test_a_killed_unit_is_gone_by_its_heartbeat_and_found_again(
@@ -252,7 +252,7 @@ def test_a_killed_unit_is_gone_by_its_heartbeat_and_found_again(
     other = machine("b")
     wait_for(lambda: knows(other, PAGES))
     killed(pid)
-    os.utime(live_files(tmp_path)[-1], (4e9, 4e9))  # a file's time must not matter
+    os.utime(live_files(tmp_path)[-1], (4e9, 4e9))  # flexkv must not rely on the file's time
     wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
     assert len(live_files(tmp_path)) == 2, "its folder stays as it was"
     assert other.run(make_request(PROMPT, "two")) == 0
@@ -353,7 +353,7 @@ def test_control_other_weights_are_taken_where_nobody_compares_them(
 
 @contextmanager
 def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Readers of the file see its present state, whatever happens to it later."""
+    """Within the block, readers of the file see its content at the begin of the block, as through a cache."""
     kept = path.with_name("kept")
     kept.write_bytes(path.read_bytes())
     opened = live_file.open_live
@@ -365,7 +365,7 @@ def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def outdated(
     machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[MiniEngine, dict[str, Any]]:
-    """An engine that is promised pages which their owner has replaced since."""
+    """Makes an engine load pages that their owner has overwritten. Returns it, and its reads' results by reason."""
     monkeypatch.setattr(machines_module, "GONE_BEATS", 10_000)
     one, other = machine("a", **{"disk.bytes_per_folder": 64 << 10}), machine("b")
     store(one)
@@ -434,12 +434,12 @@ def test_an_older_copy_does_not_count_as_a_heartbeat(
     wait_for(lambda: knows(other, PAGES))
 
 
-# --- a server that does not answer ---
+# --- a file server that does not answer ---
 
 
 @contextmanager
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Opening a file of another machine waits until the end of the `with`, and then shows the file of that time."""
+    """Until the end of the block, opening another machine's file waits, as if the file server did not answer."""
     answers = threading.Event()
     opened = live_file.open_live
 
@@ -465,7 +465,7 @@ def test_a_unit_that_could_not_look_for_long_does_not_call_others_gone(
     left: list[str] = []
     monkeypatch.setattr(watch_of(other), "_left", left.append)
     watch_of(one)._units.clear()
-    monkeypatch.setattr(watch_of(one), "_scan", lambda: None)  # it only writes its heartbeat
+    monkeypatch.setattr(watch_of(one), "_scan", lambda: None)  # `one` now only writes its heartbeat
     answers = threading.Event()
     beat = watch_of(other)._writer.beat
     monkeypatch.setattr(watch_of(other)._writer, "beat", lambda: (answers.wait(60), beat()))
@@ -502,7 +502,7 @@ def test_a_reset_does_not_wait_for_a_server(
         began_s = time.monotonic()
         share_of(other).retire()
         assert time.monotonic() - began_s < 20
-        # It leaves in a separate thread.
+        # The unit stops sharing in a separate thread.
         wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
         assert len(live_files(tmp_path)) == 2
     wait_for(lambda: len(live_files(tmp_path)) == 1)

@@ -1,4 +1,4 @@
-"""Processes that keep pages for other units and are killed or stopped."""
+"""Units whose pages are kept by another process, when that process is killed or stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(params=["once"])
 def store(request: pytest.FixtureRequest) -> str:
-    """The value of `peers.store` for all units."""
+    """The setting `peers.store` of all units of a test."""
     value: str = request.param
     return value
 
@@ -51,7 +51,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 
 def born(nursery: subprocess.Popen[str], folder: Path, store: str, kind: str = "") -> int:
-    """The process id of a new keeper that has the prompt."""
+    """Starts a keeper (see `keeper_child`). Returns its process id when it has the prompt."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(folder, store, kind, file=nursery.stdin, flush=True)
@@ -60,7 +60,7 @@ def born(nursery: subprocess.Popen[str], folder: Path, store: str, kind: str = "
 
 @pytest.fixture
 def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
-    """A process whose unit keeps the prompt."""
+    """Starts a keeper, and returns its process id. Kills it at the end of the test."""
     pid = born(nursery, tmp_path / "run", store)
     yield pid
     with suppress(ProcessLookupError):
@@ -69,7 +69,7 @@ def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterat
 
 @pytest.fixture
 def other(keeper: int, make_engine: Make, tmp_path: Path, store: str) -> MiniEngine:
-    """A unit that knows of the keeper's pages."""
+    """An engine whose unit knows the keeper's pages."""
     engine = make_engine(**settings_of(tmp_path / "run") | {"peers.store": store})
     wait_for(lambda: knows(engine, PAGES))
     return engine
@@ -124,8 +124,8 @@ def test_a_process_killed_while_a_load_waits_costs_no_wrong_number(keeper: int, 
 def test_pages_of_a_stopped_process_stay_readable(
     keeper: int, other: MiniEngine, make_engine: Make, tmp_path: Path, store: str
 ) -> None:
-    """The unit that knows the stopped keeper still reads its pages; a unit that starts meanwhile does not wait for
-    it.
+    """A unit that knew the keeper before it was stopped can still read its pages, which are in shared memory. A unit
+    that starts later does not wait for the stopped keeper.
     """
     os.kill(keeper, signal.SIGSTOP)
     assert other.run(make_request(PROMPT, "one")) == 20
@@ -142,7 +142,7 @@ def test_pages_of_a_stopped_process_stay_readable(
 
 @pytest.fixture
 def group_keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
-    """A process whose unit has two KV groups and keeps the prompt."""
+    """Starts a keeper whose unit has two KV groups, and returns its process id. Kills it at the end of the test."""
     pid = born(nursery, tmp_path / "run", store, "window")
     yield pid
     with suppress(ProcessLookupError):
@@ -151,7 +151,7 @@ def group_keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> 
 
 @pytest.fixture
 def grouped(group_keeper: int, start: Start, store: str) -> ScheduledEngine:
-    """A unit that knows of the keeper's pages in all groups."""
+    """An engine whose unit knows the keeper's pages in both KV groups."""
     engine = start("window", **{"peers.store": store})
     wait_for(lambda: knows_pages(engine, GROUP_PAGES))
     return engine

@@ -1,4 +1,6 @@
-"""KV events of units that share: a router hears only of a unit's own pages, so it predicts no more than is served."""
+"""KV events of units that share pages. A unit sends a router events only about its own pages, so the router never
+predicts more hits than the unit serves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
-    """Two units with their own routers; they get different requests for the same few prompts."""
+    """Two units, each with a router of its own. They get different sequences of requests for the same few prompts."""
     settings: dict[str, Any] = settings_of(tmp_path / "run", request.param[0])
     if request.param[1] == "remote":
         server = request.getfixturevalue("shared_redis")
@@ -42,7 +44,8 @@ def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Wor
 
 
 def served(worlds: tuple[World, World]) -> tuple[int, int]:
-    """How often a router predicted more than was served, and how often less."""
+    """Serves requests with both units. Returns how often a router predicted more tokens than its unit served, and how
+    often fewer."""
     over = under = 0
     for _ in range(REQUESTS):
         for world in worlds:

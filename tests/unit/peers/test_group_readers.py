@@ -1,5 +1,5 @@
-"""Pages of KV groups with different sizes come from a peer's pool and slabs as pages of the right group, or not at
-all.
+"""A unit reads pages of KV groups with different page sizes from a peer's pool and slabs. Each page arrives as a page
+of the right group, or not at all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ PAGES = 3
 
 
 class TwoUnits:
-    """A unit of three KV groups whose pages are in `theirs`, and a unit that reads them into `ours`."""
+    """A unit with three KV groups, whose host pool is `theirs`, and a unit that reads the first one's pages into its
+    pool `ours`.
+    """
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
         self.groups = [replace(group, host_digests=verify) for group in sharing_groups()]
@@ -81,7 +83,7 @@ class TwoUnits:
         self.board.show(ids(places), group, keys_of(range(count)))
 
     def fill_pool(self) -> None:
-        """Puts pages of every group into the peer's pool, with their digests if the pool has any."""
+        """Writes pages of every group into the peer's pool, with their digests if host memory is verified."""
         for group, codec in enumerate(self.world.codecs):
             for page in range(PAGES):
                 slot = self.theirs.slot(group * SLOTS + page)
@@ -138,7 +140,8 @@ class TwoUnits:
         return found[0]
 
     def wrong(self, group: int) -> list[int]:
-        """The pages of the group that were copied with other bytes than the peer's, or with more bytes."""
+        """Returns the numbers of the group's pages whose copies differ from the peer's pages, or behind whose end the
+        copy has changed bytes."""
         codec, bad = self.world.codecs[group], []
         for page in range(PAGES):
             slot = self.ours.slot(group * SLOTS + page)
@@ -219,7 +222,8 @@ def slabs_of(units: TwoUnits, folder: Path | None = None) -> tuple[PeerFolder, .
 
 
 def written(units: TwoUnits) -> list[NDArray[np.uint64]]:
-    """Writes pages of every group to the peer's slab, and shows them on its board; returns their generations."""
+    """Writes pages of every group to the peer's slab and shows them on the peer's board. Returns the generations of
+    each group's pages."""
     generations = []
     for group in range(3):
         places = list(range(group * SLOTS, group * SLOTS + PAGES))
@@ -254,7 +258,7 @@ def test_pages_of_each_group_come_from_a_peers_slab(make_units: Callable[..., Tw
         result = units.read(reader, group)
         assert (result.status, result.failed.tolist()) == (OpStatus.OK, [])
         assert units.wrong(group) == []
-    # A page of another group with the same key replaces one in its place, and the board still shows the earlier page.
+    # A page of another group with the same key overwrites a page, and the board still shows the earlier one.
     units.world.unit.record_evict(1, ids([SLOTS + 1]), generations[1][1:2])
     units.world.write([1], [SLOTS + 1], of=2)
     assert units.read(reader, 1).failed.tolist() == [1]

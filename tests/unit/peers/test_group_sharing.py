@@ -1,5 +1,5 @@
-"""Units with several KV groups load each other's pages: with the right bytes in every group, and up to a boundary that
-is valid for all groups.
+"""Units with several KV groups load each other's pages. Every group gets the right bytes, and a hit ends at a boundary
+that all groups can restore.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ SHORTER = 32
 
 
 def deafen(engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, the engine does not learn which pages its peers have given up, neither before a lookup nor in a
-    poll.
-    """
+    """From now on, the engine does not learn which pages its peers have evicted, neither at a lookup nor at a poll."""
     for tier in peer_tiers(engine):
         monkeypatch.setattr(tier, "_take_over", lambda news: None)
 
@@ -54,7 +52,7 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
     start: Start, kind: str, verify: bool
 ) -> None:
     one, other = pair(start, kind, **{"host.verify": verify})
-    assert other.run("two", PROMPT) == HIT  # its forward pass compares every number that it reads
+    assert other.run("two", PROMPT) == HIT  # the forward pass compares every number that it reads
     (row,) = peer_share(other).peers()
     assert row["copied"] == needed_pages(other)
     assert (row["absent"], row["changed"], row["digest"]) == (0, 0, 0)
@@ -67,14 +65,14 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
 
 
 def needed_pages(engine: ScheduledEngine) -> int:
-    """Number of pages of all groups that the hit needs."""
+    """Returns how many pages of all groups a hit of HIT tokens needs."""
     of_rule = {Rule.FULL: lambda spec: HIT // spec.block_tokens, Rule.WINDOW: lambda spec: spec.reach}
     specs = manager_of(engine).tables.specs
     return sum(of_rule.get(spec.rule, lambda _: 1)(spec) for spec in specs)
 
 
 def not_copied(engine: ScheduledEngine) -> int:
-    """Number of pages that were requested from peers in vain."""
+    """Returns how many pages the engine tried to copy from peers without success."""
     return int(peer_tiers(engine)[0]._reader.outcomes[1:].sum())
 
 
@@ -101,7 +99,8 @@ def test_pages_in_a_running_engines_folders_are_found(start: Start, tmp_path: Pa
 def test_a_page_that_one_group_lacks_ends_the_hit_at_an_earlier_boundary(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, group: int, is_known: bool
 ) -> None:
-    """The other engine knows this before its lookup, or finds out when it copies the page."""
+    """If `is_known`, the other engine learns before its lookup that the page is gone. Otherwise it finds out when it
+    copies the page."""
     one, other = pair(start, kind, **BOUNDARIES)
     pages = manager_of(one).cached_blocks()
     if not is_known:
@@ -131,7 +130,7 @@ def test_a_page_whose_slot_is_reused_is_not_taken(
 
 
 def slots_in_use(engine: ScheduledEngine, tokens: list[int]) -> set[int]:
-    """The host slots of the pages of these tokens."""
+    """Returns the host slots that have pages of these tokens, in all groups."""
     index, slots = manager_of(engine).hub.index, set()
     for group, keys in enumerate(keys_of(engine, tokens)):
         entries = index.find(group, keys)
@@ -144,7 +143,7 @@ def slots_in_use(engine: ScheduledEngine, tokens: list[int]) -> set[int]:
 def test_a_damaged_page_of_any_group_is_left_where_memory_is_verified(
     start: Start, group: int, verify: bool
 ) -> None:
-    """The control is a pool without digests: the forward pass reads the damaged bytes."""
+    """The control is a pool without digests, from which the forward pass reads the damaged bytes."""
     one, other = pair(start, "window", **BOUNDARIES, **{"host.verify": verify})
     hub, keys = manager_of(one).hub, keys_of(one, PROMPT)[group][HIT // 4 - 1 : HIT // 4]
     (slot,) = hub.index.slots_of(hub.index.find(group, keys)).tolist()
@@ -158,7 +157,7 @@ def test_a_damaged_page_of_any_group_is_left_where_memory_is_verified(
 def test_pages_of_two_groups_with_one_key_are_told_apart(
     start: Start, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
-    """The control is a directory that ignores the group: the forward pass reads another group's numbers."""
+    """The control is a directory that ignores the group, so that the forward pass reads another group's numbers."""
     one, other = start("window"), start("window")
     for engine in (one, other):
         requests = engine.connector.scheduler.requests
@@ -173,7 +172,7 @@ def test_pages_of_two_groups_with_one_key_are_told_apart(
 
 
 class OneGroup:
-    """A directory that returns any group's page as one of the first group."""
+    """Wraps a peer directory. It finds the pages of every group among those of the first group."""
 
     def __init__(self, directory: Any) -> None:
         self._directory = directory
@@ -240,7 +239,7 @@ def test_a_reset_peer_and_one_that_ends_are_forgotten(start: Start) -> None:
 def test_pages_in_folders_of_another_machine_are_found(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ignores_groups: bool
 ) -> None:
-    """The control is a file whose rows name the first group: pages of others are misses."""
+    """The control is a file in which every row has the number of the first group, so that nothing can be loaded."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
     if ignores_groups:

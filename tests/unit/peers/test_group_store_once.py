@@ -1,5 +1,5 @@
-"""With `peers.store: once`, units with several KV groups keep each group's pages once, and lose none that can still be
-read when their keeper ends.
+"""With `peers.store: once`, units with several KV groups together keep one copy of each group's pages. If a keeper
+ends, the others take over all its pages that they can still read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cached(*engines: ScheduledEngine) -> int:
 
 
 def there(engine: ScheduledEngine) -> list[int]:
-    """The number of the prompt's pages in the engine's host memory, per group."""
+    """Returns how many of the prompt's pages are in the engine's host memory, one number per KV group."""
     return [
         int(manager_of(engine).hub.there(group, keys).sum())
         for group, keys in enumerate(keys_of(engine, PROMPT))
@@ -56,7 +56,8 @@ def there(engine: ScheduledEngine) -> list[int]:
 def test_four_units_keep_the_pages_of_all_groups_once(
     start: Start, kind: str, store: str, copies: int
 ) -> None:
-    """The control is `own`. Two units load the prompt, one computes it."""
+    """After the first unit has computed the prompt, two others load it and one computes it again. The control is the
+    setting `own`, with which each of them keeps a copy."""
     units = [start(kind, **{"peers.store": store}) for _ in range(4)]
     units[0].run("first", PROMPT)
     pages = cached(units[0])
@@ -88,7 +89,7 @@ def test_only_the_copies_of_pages_that_the_keeper_evicts_are_promoted(start: Sta
 
     def remove_once_copied() -> None:
         nonlocal is_removed
-        # The copies stay until the scheduler knows that the load has ended.
+        # The copies remain in host memory until the scheduler knows that the load is finished.
         if not is_removed and there(other) == [12, 2]:
             remove_page(one, group, HIT)
             wait_for(lambda: knows_pages(other, pages - 1))
@@ -120,7 +121,8 @@ def test_pages_that_their_keeper_evicts_count_as_lost(start: Start, group: int) 
 def test_pages_of_all_groups_are_taken_over_when_their_keeper_ends(
     start: Start, kind: str, ignores_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control is a keeper that records every page as one of the first group: pages of other groups are lost."""
+    """The control: the other unit records every page that it leaves out as one of the first group, so it cannot take
+    over pages of other groups."""
     if ignores_groups:
         noted = PeerKeeper.leave_out
 

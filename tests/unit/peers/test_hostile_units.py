@@ -1,4 +1,4 @@
-"""If a unit's file, its card or its disk is invalid, other units find it unusable, say why, and go on sharing."""
+"""If a unit's file, card or disk is invalid, other units do not use it, log the reason, and continue to share."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ TEXTS = {"deep": b"[" * 60_000, "no text": b"\xff\x00", "short": b"x"}
 
 @contextmanager
 def impostor(folder: Path, facts: dict[str, Any], text: bytes, files: list[int]) -> Iterator[threading.Event]:
-    """A unit with these facts in its file, which sends this text as its card. Yields an event that is set once it has
-    sent it.
+    """Imitates a unit: writes a file with `facts` into the folder, and sends `text` as its card, with the descriptors
+    `files`, to the first peer that connects. Yields an event that is set when the card has been sent.
     """
     sent = threading.Event()
     lines: list[socket.socket] = []
@@ -124,7 +124,8 @@ def changes_of(told: dict[str, Any], name: str) -> dict[str, object]:
 
 
 def meet(make_engine: Make, folder: Path, name: str) -> MiniEngine:
-    """An engine that has received such a card."""
+    """Starts an engine, and an impostor that sends it the invalid card `name`. Returns the engine when it has received
+    the card."""
     engine = make_engine(**settings_of(folder))
     share = share_of(engine)
     (_, facts), *_ = read_cards(folder)
@@ -234,7 +235,7 @@ def test_a_unit_without_descriptors_does_not_spin(make_engine: Make, tmp_path: P
     ("slots_offset", "stride"), [(0, 1 << 62), (4096, 4096), (0, 8192), (0, (1 << 62) + 4096)]
 )
 def test_a_pool_without_room_for_its_boards_slots_is_refused(slots_offset: int, stride: int) -> None:
-    """This includes a last slot whose address wraps around to an address inside the pool."""
+    """One case has a stride so large that the address of the last slot overflows to one inside the pool."""
     slots = 5
     board, pool = c_ext.SlotBoard(slots), os.memfd_create("pool", os.MFD_ALLOW_SEALING)
     try:

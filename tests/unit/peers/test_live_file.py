@@ -1,4 +1,4 @@
-"""The file by which other machines follow a unit: its reader takes complete frames, in their order, or none."""
+"""The file in which a unit shows its folders to other machines. A reader uses only complete frames, in their order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HEAD = LiveHead(CARD, "machine", "host", 2.0, PLACES)
 
 
 class Owner:
-    """A unit with a board and a file."""
+    """A unit's board and the writer of its file. `now`: the generation of the page in each disk slot that has one."""
 
     def __init__(self, folder: Path, places: int = PLACES) -> None:
         self.path = folder / LIVE_NAME
@@ -56,7 +56,7 @@ class Owner:
         self._generation = 0
 
     def put(self, *places: int) -> None:
-        """Gives these places other pages."""
+        """Puts new pages into these disk slots, and shows them on the board."""
         for place in places:
             self.drop(place)
             self._generation += 1
@@ -79,7 +79,7 @@ def key_of(generation: int) -> Any:
 
 
 class Follower:
-    """Checks that a reader of the file has the same rows."""
+    """Reads the file. `now`: the generation of the page in each disk slot that has one, according to the file."""
 
     def __init__(self, path: Path) -> None:
         self.reader = LiveReader(path)
@@ -87,7 +87,7 @@ class Follower:
         self.fault = ""
 
     def look(self) -> bool:
-        """Whether a heartbeat has come."""
+        """Reads what is new in the file. Returns whether there was a new heartbeat."""
         news = self.reader.look()
         if news.is_all:
             self.now = {}
@@ -124,7 +124,7 @@ def test_a_reader_follows_changes_and_heartbeats(owner: Owner) -> None:
 
 
 def test_rows_are_what_the_board_shows(owner: Owner) -> None:
-    """The file is read by offsets, and by the native reader of boards."""
+    """`BoardRows`, which reads the board's memory in Python, finds the same rows as the C++ reader of boards."""
     owner.put(*range(10))
     owner.drop(4)
     owner.put(7)
@@ -169,7 +169,7 @@ def test_a_mirror_shows_what_the_file_says(owner: Owner) -> None:
             place = chance.randrange(PLACES)
             owner.put(place) if chance.random() < 0.7 else owner.drop(place)
         if step % 11 == 10:
-            owner.writer._most = 0  # another edition
+            owner.writer._most = 0  # the next heartbeat begins a new edition
         if step % 17 == 16:
             reader.rewind()
         owner.beat()
@@ -219,7 +219,7 @@ def test_a_mirror_shows_pages_of_the_latest_epoch_alone() -> None:
 
 
 def history(owner: Owner) -> tuple[bytes, dict[int, dict[int, int]]]:
-    """A file, and its content for each length of the file."""
+    """Writes a file with six heartbeats. Returns its bytes, and for its length after each one the owner's rows then."""
     said = {}
     for step in range(6):
         owner.put(step, 10 + step)
@@ -252,8 +252,8 @@ def test_a_torn_file_says_what_its_whole_frames_say(owner: Owner) -> None:
 
 
 def damaged(owner: Owner) -> tuple[list[int], list[int]]:
-    """The flipped bytes after which a reader had rows that no file ever named, and those that it did not report
-    although it had read them.
+    """Flips a bit in each byte of the file, one at a time, and reads it. Returns the offsets whose damage gave the
+    reader rows that the owner never had, and those whose damage it did not report although it had read all rows.
     """
     whole, said = history(owner)
     wrong, silent = [], []
@@ -270,7 +270,7 @@ def damaged(owner: Owner) -> tuple[list[int], list[int]]:
         if there.now not in [{}, *said.values()]:
             wrong.append(at)
         elif not there.fault and there.now == owner.now:
-            # If a frame's length grew, the frame looks incomplete, and the rest is missing.
+            # Damage that enlarges a frame's length is not counted: the frame looks incomplete, so rows are missing.
             silent.append(at)
     return wrong, silent
 
@@ -306,7 +306,7 @@ def test_a_flipped_bit_in_the_header_is_named(owner: Owner) -> None:
 
 
 def test_damage_is_passed_once_it_is_mended(owner: Owner) -> None:
-    """A server may show the end of a file as zeros for a while."""
+    """A network file server may show zeros at the end of a file that was just written."""
     owner.put(1)
     owner.beat()
     there = Follower(owner.path)
@@ -396,7 +396,7 @@ def test_a_unit_does_not_remove_the_file_of_its_successor(owner: Owner, tmp_path
 
 
 def replaced_by_the_same_size(owner: Owner) -> bool:
-    """Whether a heartbeat rewrites the file after it was replaced by another one of the same size."""
+    """Replaces the file by another one of the same size. Returns whether the next heartbeat writes it completely."""
     owner.put(1)
     owner.beat()
     other = owner.path.with_name("other")
@@ -437,7 +437,7 @@ def test_control_by_its_size_alone_a_replaced_file_stays(
 def session_behind_a_hung_write(
     owner: Owner, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
 ) -> bytes:
-    """The session of the file after a thread continues that hung while another session began."""
+    """Calls `end` and starts another session while the owner hangs in a write. Returns the file's final session."""
     write = write_all
 
     def hung(fd: int, content: bytes) -> None:
@@ -494,11 +494,11 @@ def test_a_writer_and_readers_at_full_speed_agree(owner: Owner, monkeypatch: pyt
     assert faults == []
 
 
-# --- bounds ---
+# --- limits ---
 
 
 def test_a_look_reads_a_bounded_part_of_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row of a large board changes with each heartbeat."""
+    """Here every row of a large board changes with each heartbeat. One look at the file must not read all of that."""
     owner = Owner(tmp_path, 20_000)
     every = np.zeros(20_000, PLACED)
     every["place"], every["tokens"] = np.arange(20_000), 4
@@ -613,7 +613,7 @@ def test_only_its_user_may_read_the_file(owner: Owner) -> None:
     assert owner.path.stat().st_mode & 0o077 == 0
 
 
-# --- who it is ---
+# --- whose file it is ---
 
 
 def test_a_head_survives_its_way() -> None:

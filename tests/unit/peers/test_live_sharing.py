@@ -32,7 +32,7 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
     one, other = pair
     assert one.run(make_request(PROMPT, "one")) == 0
     wait_for(lambda: knows(other, 5))
-    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number in the pool
+    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number that was loaded
     (row,) = share_of(other).peers()
     assert (row["copied"], row["host_pages"]) == (5, 5)
     assert hits(other, "peer-host") == 5
@@ -108,7 +108,8 @@ def test_pages_on_a_running_engines_disk_are_found(make_engine: Make, tmp_path: 
 def test_a_lookup_learns_of_the_pages_that_it_asks_for_and_of_no_others(
     make_engine: Make, tmp_path: Path, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no poll in between. The control does not learn from lookups either."""
+    """Polls teach the engine nothing here, so it can learn only at lookups. The control does not learn at lookups
+    either, and finds nothing."""
     one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
     (tier,) = live_tiers(other)
     monkeypatch.setattr(tier, "take_all_news", lambda *_: None)
@@ -128,7 +129,8 @@ def test_a_lookup_learns_of_the_pages_that_it_asks_for_and_of_no_others(
 
 def test_with_sharing_off_there_is_no_thread_no_tier_and_no_folder(make_engine: Make, tmp_path: Path) -> None:
     def shared_memory() -> set[str]:
-        """The inodes of this process's shared memory. An earlier test's may leave at any time."""
+        """Returns the inodes of the shared memory that this process has mapped. Some of it may belong to earlier tests
+        and be unmapped at any time."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         return {line.split()[4] for line in maps if "memfd:" in line}
 
@@ -172,7 +174,7 @@ def test_a_poll_takes_over_so_many_pages_and_later_polls_the_others(
 def test_a_page_that_several_tiers_have_counts_once_when_it_is_forgotten(
     make_engine: Make, tmp_path: Path
 ) -> None:
-    """A peer has the page in host memory and on disk, which are two tiers of the other engine."""
+    """A peer has the page both in host memory and on disk. For the other engine these are two tiers."""
     one, other = (
         make_engine(
             **settings_of(tmp_path / "run"),

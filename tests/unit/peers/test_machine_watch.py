@@ -1,5 +1,5 @@
-"""What a unit learns of units on other machines, at each look at their files. The watch runs here without its
-thread.
+"""A unit's watch looks at the files of units on other machines and learns which pages they have. In these tests the
+watch has no thread; the test makes each look.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD = LiveHead(CARD, "near", "host", 2.0, PLACES)
 
 
 class Unit:
-    """A unit of another machine, with a page in each of `places` that names `generation`."""
+    """The file and the board of a unit on another machine, with a page of this generation in each disk slot."""
 
     def __init__(
         self, parent: Path, name: str, weights: str = "11", generation: int = 1, machine: str = "far"
@@ -56,7 +56,13 @@ class Unit:
 
 
 class Watch:
-    """A watch, the units that it has joined, and the boards that repeat their rows."""
+    """A watch, and what it has reported.
+
+    Attributes:
+        joined: for each file of a unit that the watch follows, the head of the file, and a local board with the unit's
+            rows.
+        forgiven: the watch's reports that a unit is usable again.
+    """
 
     def __init__(self, parent: Path) -> None:
         self.joined: dict[str, tuple[LiveHead, c_ext.SlotBoard]] = {}
@@ -81,7 +87,8 @@ class Watch:
             self.watch._look(path, unit)
 
     def promised(self) -> set[tuple[str, int]]:
-        """The promised pages, as the start of their weights' name and their generation."""
+        """Returns the pages that the watch knows, each as the first two digits of its weights' name and its
+        generation."""
         found = set()
         for head, board in self.joined.values():
             _, rows = BoardRows(board, PLACES).everything()
@@ -95,7 +102,7 @@ def watch(tmp_path: Path) -> Watch:
 
 
 def follow(watch: Watch, unit: Unit) -> None:
-    """Looks until the unit's pages are promised."""
+    """Looks at the unit's file, with heartbeats in between, until the watch knows the unit's pages."""
     for _ in range(2):
         watch.look()
         unit.writer.beat()
@@ -106,7 +113,8 @@ def follow(watch: Watch, unit: Unit) -> None:
 
 
 def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Makes the read with this number fail, or the close after three reads. Returns the number of reads."""
+    """Makes read number `number` of a file fail; 4 makes the close after three reads fail. Returns a function that
+    returns the number of reads so far."""
     reads = 0
     read, ended = live_file.LiveFile.read, live_file.LiveFile.__exit__
 
@@ -130,12 +138,13 @@ def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
 def restarted_while_a_read_fails(
     watch: Watch, parent: Path, monkeypatch: pytest.MonkeyPatch, number: int, between: Callable[[], None]
 ) -> set[tuple[str, int]]:
-    """The pages that are promised after a unit has come back with other weights and the first look at it has failed."""
+    """Restarts a unit with other weights, and makes the first look at its new file fail. Calls `between` and looks
+    again. Returns the pages that the watch then knows."""
     follow(watch, Unit(parent, "a"))
     assert watch.promised() == {("11", 1)}
     again = Unit(parent, "a", weights="22", generation=2)
     with monkeypatch.context() as patch:
-        # Other files are not read meanwhile.
+        # No other file is read here, so that only reads of this file are counted.
         reads = fail_at(number, patch)
         watch.watch._look(again.path, watch.watch._units[again.path])
         assert reads() == min(number, 3)
@@ -155,7 +164,7 @@ def test_a_unit_that_came_back_is_another_also_if_the_first_look_at_it_fails(
 
 
 def took_the_session(watch: Watch, path: Path) -> None:
-    """Puts the reader into the state of one that reads the session before the rows."""
+    """Gives the watch a reader that has read the file's new session, but none of its rows."""
     unit, there = watch.watch._units[path], LiveReader(path)
     there.look()
     assert there.head is not None
@@ -167,7 +176,8 @@ def took_the_session(watch: Watch, path: Path) -> None:
 def test_control_a_session_that_is_taken_before_its_rows_are_read_shows_them_as_the_old_ones(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compared: bool
 ) -> None:
-    """The control does not compare the unit with the one that was joined."""
+    """The watch compares the head that it has just read with that of the unit that it joined. In the control it does
+    not, and takes the new rows for pages of the old weights."""
 
     def take() -> None:
         (path,) = (Path(path) for path in watch.joined)
@@ -185,7 +195,7 @@ def test_control_a_session_that_is_taken_before_its_rows_are_read_shows_them_as_
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The watch's time, which only the test moves."""
+    """The watch's clock, in seconds, in a list with one element. Only the test advances it."""
     now_s = [100.0]
     monkeypatch.setattr("flexkv.peers.machines.time.monotonic", lambda: now_s[0])
     return now_s
@@ -200,7 +210,8 @@ def round_of(watch: Watch, clock: list[float], *units: Unit) -> None:
 
 
 def found_beside_crashed(watch: Watch, parent: Path, clock: list[float]) -> bool:
-    """Whether a unit is followed that starts after so many units have crashed that there is no room for more files."""
+    """Makes 4 units crash, so that their files use up the number of files that the watch may follow. Returns whether
+    the watch then still finds a unit that starts later."""
     for number in range(4):
         Unit(parent, f"crashed {number}")
     for _ in range(machines.GONE_BEATS + 3):

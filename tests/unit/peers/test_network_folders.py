@@ -1,7 +1,7 @@
-"""Units of several machines share folders through a real network file system, whose server stops and ends.
+"""Units on several machines share folders through a real network file system, whose server stops or ends.
 
-Two sshfs mounts of one folder stand for two machines here: neither is notified of what the other writes, and each
-caches for a time.
+Two sshfs mounts of one folder stand for two machines: neither mount is notified of what is written through the other,
+and each caches what it has read for a while.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Mounts = Callable[..., SftpMount]
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mounts]:
-    """Mounts the folder once more."""
+    """Returns a function that mounts the exported folder through sshfs. Each call makes another mount."""
     (tmp_path / "export").mkdir()
     mounts: list[SftpMount] = []
 
@@ -60,7 +60,7 @@ def mount(tmp_path: Path) -> Iterator[Mounts]:
 
 
 class Machine:
-    """An engine and the mount of its machine."""
+    """A simulated machine: a mount of the shared folder, and an engine whose disk folder is in it."""
 
     def __init__(self, mounted: SftpMount, make_engine: Make, **more: Any) -> None:
         self.mount = mounted
@@ -80,7 +80,7 @@ class Machine:
         self.engine.until(lambda: not self.engine.unit.busy)
 
     def serves(self, prompt: list[int]) -> int:
-        """Number of a prompt's tokens that are served; compares every number in the pool."""
+        """Runs the prompt, comparing every number that is loaded. Returns the number of tokens that flexkv served."""
         return self.engine.run(make_request(prompt, f"serve {prompt[0]} {time.monotonic_ns()}"))
 
     def knows(self, pages: int) -> None:
@@ -94,7 +94,7 @@ class Machine:
 def machines(
     mount: Mounts, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Machine, Machine]]:
-    """Two machines with running engines."""
+    """Returns a function that starts two machines."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
 
@@ -129,8 +129,8 @@ def test_units_of_two_mounts_serve_each_other_what_they_have_and_what_comes(
 
 
 def test_places_that_get_other_pages_are_read_anew(machines: Callable[..., tuple[Machine, Machine]]) -> None:
-    """The folder has room for only a few prompts, so that the reader has read all its places before they are
-    overwritten: a page from the reader's caches is not the one that the row names.
+    """The folder has slots for only a few prompts. So the reader has read every slot before it is overwritten, and its
+    mount may still cache the old page. The reader must read the new page that the row describes.
     """
     one, other = machines(**{"disk.bytes_per_folder": 128 << 10})
     for number in range(6):
@@ -141,7 +141,7 @@ def test_places_that_get_other_pages_are_read_anew(machines: Callable[..., tuple
 
 
 def holds(engine: MiniEngine, tokens: list[int]) -> bool:
-    """Whether the engine knows of all pages of the prompt in a folder of another machine."""
+    """Whether the engine knows, for every page of the prompt, a folder of another machine that has it."""
     directory = share_of(engine).disk
     assert directory is not None
     peers, *_ = directory.find(0, engine.keys_of(make_request(tokens)))
@@ -205,8 +205,8 @@ def test_a_server_that_is_killed_costs_misses(machines: Callable[..., tuple[Mach
 
 
 def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
-    """The longest time, in seconds, in which no other thread of this interpreter ran during a call that the mount's
-    client answers a second later.
+    """Stops the mount's client for a second, and runs `call`, which waits for it. Returns the longest time, in seconds,
+    in which no other thread of this interpreter could run meanwhile.
     """
     ticks = [time.monotonic()]
     done = threading.Event()
@@ -216,8 +216,8 @@ def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
             ticks.append(time.monotonic())
             time.sleep(0.001)
 
-    # Started before the client stops: a new process closes its copies of all descriptors, and would wait for the
-    # client.
+    # This process must be started before the client stops: a new process closes its copies of all descriptors, and
+    # would wait for the client.
     wake = subprocess.Popen(
         ["sh", "-c", f"read _; sleep 1; kill -CONT {mounted.client}"], stdin=subprocess.PIPE
     )

@@ -1,7 +1,7 @@
-"""Files of another user are neither mapped nor read, and nothing is sent to another user, even if a folder's mode would
-allow it.
+"""flexkv neither maps nor reads another user's files, and sends nothing to another user's unit, even if a folder's mode
+would allow it.
 
-Each case is first shown to work for the same user.
+As a control, each test first shows that the same works with the user's own files.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_as(user: int, program: str, path: Path) -> subprocess.Popen[str]:
 
 
 def open_to_all(folder: Path) -> None:
-    """Lets every user reach the folder, as an operator might do while a unit runs."""
+    """Gives every user access to the folder and its parents, as an operator might do while a unit runs."""
     for above in (*folder.parents, folder):
         if above.stat().st_uid == os.geteuid() and above != Path("/"):
             above.chmod(above.stat().st_mode | 0o011)

@@ -1,4 +1,4 @@
-"""flexkv reads the settings and logs the lines that docs/one-cache.md shows."""
+"""flexkv accepts the settings, and logs the lines, that docs/one-cache.md shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "one-cache.md").read_text
 
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default, which other tests change."""
+    """Restores the default of `peers.share`, which is off in other tests."""
     monkeypatch.setattr(plan, "usual_share", USUAL)
 
 

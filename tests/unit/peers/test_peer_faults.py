@@ -1,4 +1,4 @@
-"""Peers that are stopped, killed, reset, of another kind or hostile cost hits but never a right answer."""
+"""Peers that are stopped, killed, reset, incompatible or hostile may cost hits, but never make an answer wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_a_prompt(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
-    """An engine that has computed `PROMPT`, and one that knows of its pages."""
+    """Starts an engine that computes PROMPT, and one that learns of the first one's pages. Returns both."""
     one, other = make_engine(**settings_of(folder) | more), make_engine(**settings_of(folder) | more)
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, 5))
@@ -43,7 +43,7 @@ def test_a_reset_peer_is_left_and_serves_nothing(make_engine: Make, folder: Path
     one.unit.manager.reset()
     wait_for(lambda: knows(other, 0))
     one.forget()
-    one.run(make_request(PROMPT, "again"))  # with the new weights, which no other unit knows
+    one.run(make_request(PROMPT, "again"))  # stores pages of the new weights, which other units do not have
     assert other.run(make_request(PROMPT, "two")) == 0
     assert live_tiers(one)[0].down
 
@@ -55,7 +55,8 @@ HANGS_S = 4.0
 def test_a_reset_waits_for_no_thread_of_sharing(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """The watch does not end in time. In the control the resetting thread itself leaves."""
+    """The thread that follows peers takes long to end, and a reset must not wait for it. In the control the reset waits
+    until it has ended."""
     one, other = with_a_prompt(make_engine, folder)
     manager, go_on, close = one.unit.manager, threading.Event(), watch_module.PeerWatch.close
 
@@ -87,7 +88,7 @@ def test_pages_evicted_after_the_lookup_are_computed(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = with_a_prompt(make_engine, folder)
-    monkeypatch.setattr(other.unit.manager, "_followers", [])  # it is not told that they are gone
+    monkeypatch.setattr(other.unit.manager, "_followers", [])  # `other` does not learn of the eviction
     one.unit.manager.hub.evict(0, 3)
     request = make_request(PROMPT, "two")
     other.add(request)
@@ -133,7 +134,7 @@ def test_pages_on_disk_stay_known_after_their_engines_end(make_engine: Make, tmp
     wait_for(lambda: share_of(other).joined == 0)
     assert knows(other, 5)
     assert other.run(make_request(PROMPT, "two")) == 20
-    again = start("a")  # has the same pages in the same folder
+    again = start("a")  # a new unit, which finds the same pages in its folder
     wait_for(lambda: share_of(other).joined == 1 and knows(other, 5))
     assert again.run(make_request(PROMPT, "three")) == 20
 
@@ -150,7 +151,8 @@ def test_the_host_memory_of_a_peer_that_ended_is_forgotten(make_engine: Make, fo
 def test_a_stopped_unit_keeps_nobody_waiting(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its socket accepts the connection, like that of a stopped process, but no answer comes."""
+    """The socket of a stopped process still accepts connections, but no answer comes. Other units must not wait for
+    it."""
     monkeypatch.setattr(watch_module, "ANSWER_S", 0.2)
     one = make_engine(**settings_of(folder))
     (_, facts), *_ = read_cards(folder)
@@ -263,7 +265,7 @@ def watch_of(share: PeerShare) -> watch_module.PeerWatch:
 
 
 def test_an_upgraded_peer_is_refused_and_its_pages_are_forgotten(make_engine: Make, folder: Path) -> None:
-    """A running unit has a peer that ends and comes back with the next version."""
+    """A peer of a running unit ends, and restarts with the next version of the peers' protocol."""
     one, other = make_engine(**settings_of(folder)), make_engine(**settings_of(folder))
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, 5))
@@ -344,7 +346,7 @@ def test_cards_survive_their_way(make_engine: Make, folder: Path) -> None:
 
 
 def test_an_unusable_descriptor_leaves_the_unit_serving(make_engine: Make, folder: Path) -> None:
-    """A unit that sends another file in place of its board."""
+    """The peer sends a descriptor of an ordinary file in place of its board's."""
     engine = make_engine(**settings_of(folder))
     share, card = share_of(engine), card_of(engine)
     with open("/dev/null") as nothing, pytest.raises(Exception, match="expected a sealed memfd"):

@@ -1,4 +1,4 @@
-"""`flexkv peers` shows which units share with each other, and which do not answer."""
+"""`flexkv peers` shows which units share pages with each other, and which units do not answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""With `peers.store: once`, units together keep a page once, and lose none that can still be read when its keeper
-ends.
+"""With `peers.store: once`, units together keep one copy of each page. If its keeper ends, another unit takes over
+every page that it can still read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def host_pages(*engines: MiniEngine) -> int:
 
 
 def compute(engine: MiniEngine, name: str = "computes") -> None:
-    """Computes the prompt, whatever peers have of it."""
+    """Makes the engine compute the prompt without loading pages from peers."""
     assert engine.run(make_request(PROMPT, name, extra_args={"flexkv.tiers": ["host"]})) == 0
 
 
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 def test_eight_units_with_one_prompt_keep_its_bytes_once(
     make_engine: Make, tmp_path: Path, store: str, copies: int, with_disks: bool
 ) -> None:
-    """The control is `own`. Half of the units load the prompt, the others compute it themselves."""
+    """Some units load the prompt and the others compute it. With `own`, the control, each unit keeps a copy."""
 
     def start(name: str) -> MiniEngine:
         more: dict[str, object] = {"peers.store": store}
@@ -89,7 +89,7 @@ def test_eight_units_with_one_prompt_keep_its_bytes_once(
         copies * PAGES * units[0].unit.pool.slot_bytes
     )
     if with_disks:
-        # Pages that `own` units have from a peer's memory are written to their disks only at their end.
+        # With `own`, a unit writes pages that it copied from a peer's memory to its disk only when it closes.
         on_disk = sum(len(tier.presence) for unit in units for tier in disks(unit))
         assert on_disk == (PAGES if store == "once" else 4 * PAGES)
     if store == "once":
@@ -105,7 +105,7 @@ def disks(engine: MiniEngine) -> list[Any]:
 
 
 def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
-    """A unit that keeps the prompt, and one that knows of it."""
+    """Starts a unit that keeps the prompt's pages, and one that knows of them. Returns both."""
     one, other = make_engine(**once(folder, **more)), make_engine(**once(folder, **more))
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, PAGES))
@@ -113,7 +113,7 @@ def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, M
 
 
 def deafen(patch: pytest.MonkeyPatch, tier: LivePeerTier) -> None:
-    """The tier learns nothing more of its peers."""
+    """From now on, the tier learns nothing about its peers' pages."""
     patch.setattr(tier, "take_news", lambda *_: None)
     patch.setattr(tier, "take_all_news", lambda *_: None)
 
@@ -178,7 +178,7 @@ def test_a_copy_is_promoted_although_the_index_still_believes_in_its_keeper(
 
 
 def has_holder(engine: MiniEngine) -> bool:
-    """Whether the thread that follows peers knows a peer that has some page of the prompt."""
+    """Whether the engine's directory, which the thread of peers updates, has a peer with a page of the prompt."""
     directory = share_of(engine).host
     assert directory is not None
     peers, *_ = directory.find(0, engine.keys_of(make_request(PROMPT)))
@@ -213,13 +213,13 @@ def test_pages_that_their_keeper_evicts_are_lost_and_stored_again(make_engine: M
 def test_pages_of_a_unit_that_ended_are_promoted_once(
     make_engine: Make, folder: Path, verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two units have not stored the pages themselves; both find them afterwards, and share the copying."""
+    """Two units promote the pages: together they copy each page once, and both can load all of them afterwards."""
     one, other = pair(make_engine, folder, **{"host.verify": verified})
     third = make_engine(**once(folder, **{"host.verify": verified}))
     wait_for(lambda: knows(third, PAGES) and share_of(other).joined == 2)
     for unit in (other, third):
         assert unit.run(make_request(PROMPT, "two")) == 20
-    monkeypatch.setattr(keeper_module, "TURN_S", DEADLINE_S)  # a slow machine must not cause the second copy
+    monkeypatch.setattr(keeper_module, "TURN_S", DEADLINE_S)  # else a slow machine might copy a page twice
     one.close()
     wait_for(lambda: share_of(other).joined == share_of(third).joined == 1)
 
@@ -257,7 +257,7 @@ def test_control_pages_of_a_unit_whose_memory_is_dropped_at_once_are_lost(
 def test_a_unit_that_closes_takes_nothing_over(
     make_engine: Make, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: bool
 ) -> None:
-    """The control is a unit that takes pages over while it closes."""
+    """A unit that closes must not take over pages of its peers. In the control it does, and writes them to its disk."""
 
     def start(name: str) -> MiniEngine:
         disk = {"disk.folders": str(tmp_path / name), "disk.bytes_per_folder": 4 << 20}
@@ -297,7 +297,7 @@ def test_memory_of_a_unit_that_ended_is_unmapped_by_the_thread_that_follows_peer
 
 
 class WatchedDirectory:
-    """A directory that records which threads drop peers."""
+    """Wraps a peer directory, and records the names of the threads that drop peers from it."""
 
     def __init__(self, directory: PeerDirectory) -> None:
         self._directory = directory
@@ -437,7 +437,7 @@ def test_a_page_that_expires_at_its_keeper_is_stored_without_that(make_engine: M
 def test_a_page_that_expires_at_its_last_keeper_is_stored_without_that(
     make_engine: Make, folder: Path
 ) -> None:
-    """A first keeper had it without a time limit, and gave it up."""
+    """Another keeper had the page without a time limit, and has evicted it."""
     one, other = pair(make_engine, folder)
     second = make_engine(**settings_of(folder))
     wait_for(lambda: knows(second, PAGES))
@@ -494,7 +494,7 @@ def test_no_note_is_made_of_a_page_that_is_being_stored(make_engine: Make, folde
 
 
 def test_lost_pages_are_stored_from_the_engine_if_it_still_has_them(make_engine: Make, folder: Path) -> None:
-    """The next request that finds the blocks in the engine's own prefix cache offers them."""
+    """They are stored when the next request finds their blocks in the engine's own prefix cache."""
     one, other = pair(make_engine, folder)
     request = make_request(PROMPT, "computes", extra_args={"flexkv.tiers": ["host"]})
     assert other.add(request) == 0
@@ -539,7 +539,7 @@ def test_part_of_a_part_of_an_offer_names_positions_of_the_whole() -> None:
 
 
 def test_pages_left_out_count_as_known(make_engine: Make, folder: Path) -> None:
-    """A lazy store does not offer them repeatedly."""
+    """Pages that a peer keeps count as known, so that a lazy store does not offer them again and again."""
     _, other = pair(make_engine, folder)
     assert other.unit.manager.known(0, other.keys_of(make_request(PROMPT))).all()
 
@@ -559,7 +559,7 @@ def test_notes_are_bounded(make_engine: Make, folder: Path, monkeypatch: pytest.
 
 
 def known_of(engine: MiniEngine, prompt: list[int]) -> Any:
-    """The prompt's pages that the engine knows of in its peers' host memory."""
+    """Returns, for each page of the prompt, whether the engine knows that a peer has it in host memory."""
     tier, *_ = live_tiers(engine)
     tier.take_all_news()
     return tier.present(0, engine.keys_of(make_request(prompt)))
