@@ -1,4 +1,4 @@
-"""Managers whose disk tier breaks one rule each. The simulation must catch every one."""
+"""Broken managers: the disk tier of each breaks one rule. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class PromisesBeforeVerified(LocalCacheManager):
-    """Counts a page that is being fetched as a hit at once."""
+    """A broken manager that counts a page as a hit while it is still being fetched."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         result = super().match(*args, **kwargs)
@@ -29,7 +29,7 @@ class PromisesBeforeVerified(LocalCacheManager):
 
 
 class PublishesFailedReads(LocalCacheManager):
-    """Treats a page whose verification failed as good."""
+    """A broken manager that treats a page whose verification failed as good."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ class PublishesFailedWrites(LocalCacheManager):
 
 
 class ReusesSlotsBeingWritten(LocalCacheManager):
-    """Lets host slots be evicted while a write to disk still reads them."""
+    """A broken manager that lets host slots be evicted while a write to disk still reads them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +90,7 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
 
 
 class ReusesPlacesBeingRead(LocalCacheManager):
-    """Lets places be evicted and written again while a read still needs them."""
+    """A broken manager that lets disk slots be evicted and written again while a read still needs them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,7 +110,7 @@ class ReusesPlacesBeingRead(LocalCacheManager):
 
 
 class KeepsDamagedPages(LocalCacheManager):
-    """Keeps a page on disk that could not be read."""
+    """A broken manager that keeps a page on disk although it could not be read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,7 +128,9 @@ class KeepsTheDiskOverReset(LocalCacheManager):
 
 
 class OverwritesUnannounced(LocalCacheManager):
-    """Writes a place again without notifying the index that survives a crash."""
+    """A broken manager that writes to a disk slot again without first noting the eviction in the journal, which
+    survives a crash.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,7 +146,7 @@ class UsesLostDisks(LocalCacheManager):
 
 
 class DropsWhatWasReadForAnother(LocalCacheManager):
-    """Lets pages fetched for a request be evicted before the request asks again."""
+    """A broken manager that lets pages fetched for a request be evicted before the request's next lookup."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,8 +166,8 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
 
 class TakesHeldPagesForReady(LocalCacheManager):
-    """Counts the pages that a request has waited for as present when it asks again, whatever the result of the
-    fetch.
+    """A broken manager. At a request's next lookup it counts the pages that the request has waited for as present, even
+    if the fetch failed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +176,7 @@ class TakesHeldPagesForReady(LocalCacheManager):
 
 
 class FetchesTwice(LocalCacheManager):
-    """Ignores the fetches of other requests in a lookup, and begins new ones."""
+    """A broken manager whose lookup ignores fetches that other requests have begun, and begins new ones."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         for op in self.tables.ops:
@@ -189,7 +191,7 @@ class ForgetsInHostAlone(LocalCacheManager):
 
 
 class ForgetsWhatNobodyBlames(LocalCacheManager):
-    """Drops a page that failed from disk, whatever the cause."""
+    """A broken manager that drops every failed page from disk, even if the failure cause does not blame the disk."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Managers that break a rule of GDS loads or GDS stores. The simulation must catch every one."""
+"""Broken managers: each breaks one rule of GDS loads or GDS stores. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class ReusesPlacesBeingLoaded(LocalCacheManager):
-    """Frees places for the next write while a load from them is under way."""
+    """A broken manager that frees disk slots for the next write while a load from them is in flight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
             return plans
 
         def end(op: Any, current: bool) -> None:
-            """Does nothing: the lease ended with the plan."""
+            """Does nothing, because `begun` has already ended the lease."""
 
         loads.begin_load = begun  # type: ignore[assignment,method-assign]
         loads.end_load = end  # type: ignore[method-assign]
@@ -67,7 +67,9 @@ class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
 
 
 class BrokenGdsStores(LocalCacheManager):
-    """Replaces the end of a store's stripes with a subclass's method."""
+    """Base class of broken managers. A subclass overrides `stripes_ended`, which replaces the code that runs when all
+    ranks have written their stripes.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,14 +84,14 @@ class BrokenGdsStores(LocalCacheManager):
 
 
 class SealsFailedStripes(BrokenGdsStores):
-    """Writes the trailers of pages that failed on a rank."""
+    """A broken manager that writes the trailers of pages even if they failed on a rank."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         return self._end(op, good | op.failed)
 
 
 class SealsRevokedPages(BrokenGdsStores):
-    """Does this even for pages computed from a load that failed."""
+    """A broken manager that writes the trailers of pages even if they were computed from a load that failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +114,7 @@ class SealsWithRanksMixedUp(BrokenGdsStores):
 
 
 class PublishesBeforeTheSeal(BrokenGdsStores):
-    """Publishes a page on disk as soon as its stripes are written."""
+    """A broken manager that publishes a page on disk when its stripes are written, before its trailer is."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         disk_tier(self).end_write(op.group, op.entries, good)
@@ -120,7 +122,7 @@ class PublishesBeforeTheSeal(BrokenGdsStores):
 
 
 class ReusesPlacesBeingStored(BrokenGdsStores):
-    """Frees places for the next write while ranks still write their stripes."""
+    """A broken manager that frees disk slots for the next write while ranks still write their stripes to them."""
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
@@ -134,7 +136,7 @@ class ReusesPlacesBeingStored(BrokenGdsStores):
 
 
 class KeepsFailedSeals(BrokenGdsStores):
-    """Counts a page whose trailer was not written as present."""
+    """A broken manager that counts a page as present even if writing its trailer failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,7 +147,9 @@ class KeepsFailedSeals(BrokenGdsStores):
 
 
 class KeepsPagesWithBadContent(LocalCacheManager):
-    """Treats a page with wrong content as one that failed by TRANSPORT."""
+    """A broken manager that treats every page that failed in a GDS load as NOT_EXECUTED, so that pages with wrong
+    content stay.
+    """
 
     def complete(self, rank: int, result: OpResult) -> Any:
         if self.tables.ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:

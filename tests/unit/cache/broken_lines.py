@@ -1,4 +1,6 @@
-"""Managers that give room for fetches against the rules of the queue. The simulation must catch every one."""
+"""Broken managers: each breaks one rule of the queue in which requests wait for host slots. The simulation must catch
+every one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flexkv.cache.promise.room_line import Turn
 
 
 class GivesRoomToHalves(LocalCacheManager):
-    """The first request in the queue takes the room there is, and waits for the rest."""
+    """A broken manager: the first request in the queue takes the slots that are available, and waits for the rest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,7 +32,7 @@ class GivesRoomToHalves(LocalCacheManager):
 
 
 class KeepsWhatItHasWhileItWaits(LocalCacheManager):
-    """A request that waits for room keeps the pages it found in host memory."""
+    """A broken manager: a request that waits for host slots keeps the pages that it found in host memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +45,7 @@ class KeepsWhatItHasWhileItWaits(LocalCacheManager):
 
 
 class LetsOthersPass(LocalCacheManager):
-    """A request that finds enough room for itself takes it, even if others wait for more."""
+    """A broken manager: a request that finds enough host slots takes them, even if earlier requests wait for more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +53,7 @@ class LetsOthersPass(LocalCacheManager):
 
 
 class PassesNobody(LocalCacheManager):
-    """A request that its engine no longer asks about keeps all others waiting."""
+    """A broken manager: a request that its engine no longer looks up keeps all others waiting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +64,7 @@ class PassesNobody(LocalCacheManager):
 
 
 class SeesNoRoom(LocalCacheManager):
-    """Slots with unleased blocks count as taken."""
+    """A broken manager: only free slots count as available, although unleased blocks could be evicted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +75,7 @@ class SeesNoRoom(LocalCacheManager):
 
 
 class PrefetchesPastTheLine(LocalCacheManager):
-    """Prefetches take the room that requests wait for."""
+    """A broken manager: prefetches take host slots that requests are waiting for."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> int:
         places, self.promises.line._places = self.promises.line._places, {}

@@ -1,4 +1,4 @@
-"""Managers that each break one rule. The simulation must notice every one of them."""
+"""Broken managers: each breaks one rule. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from flexkv.transfer.graph import OpId, OpResult
 def caught_by(
     configs: Iterable[SimulationConfig], manager_class: type[LocalCacheManager], integrity_every: int = 0
 ) -> str:
-    """The error of the first of these simulations that catches a broken manager; empty if none does."""
+    """Runs simulations with a broken manager. Returns the error of the first one that catches it; empty if none
+    does.
+    """
     for config in configs:
         try:
             Simulation(dataclasses.replace(config, integrity_every=integrity_every), manager_class).run()
@@ -29,7 +31,7 @@ def caught_by(
 
 
 class IndexProxy:
-    """The native index with some calls replaced."""
+    """A native index, some of whose methods are replaced."""
 
     def __init__(self, index: Any, **replaced: Callable[..., Any]) -> None:
         self._index = index
@@ -43,12 +45,12 @@ class IndexProxy:
 
 
 def ranks_ops(manager: LocalCacheManager) -> list[RankOp]:
-    """The ops that ranks report."""
+    """The manager's ops in flight that ranks report."""
     return [op for op in manager.tables.ops if isinstance(op, RankOp)]
 
 
 def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
-    """The op of this id, which ranks report."""
+    """The op in flight with this id, which must be one that ranks report."""
     op = manager.tables.ops.get(op_id)
     assert isinstance(op, RankOp)
     return op
@@ -84,7 +86,7 @@ class IgnoresDiscard(LocalCacheManager):
 
 
 class PublishesPoisonSilently(LocalCacheManager):
-    """Reports that `discard_from` was done, and publishes the pages."""
+    """A broken manager that answers `discard_from` as usual, but publishes the pages."""
 
     def discard_from(self, request_id: str, first_token: int) -> int:
         before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}
@@ -96,7 +98,7 @@ class PublishesPoisonSilently(LocalCacheManager):
 
 
 class LeasesNothing(LocalCacheManager):
-    """Lets the slots of lookups and loads be evicted."""
+    """A broken manager that leases nothing, so that the slots of lookups and loads may be evicted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,7 +128,7 @@ class LeasesNothing(LocalCacheManager):
 
 
 class FreesLoadsAtPlan(LocalCacheManager):
-    """Lets a load's slots be evicted while it is in flight."""
+    """A broken manager that lets a load's slots be evicted while the load is in flight."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
@@ -156,7 +158,9 @@ class ReportsFailedLoadsAsGood(LocalCacheManager):
 
 
 class PublishesAfterReset(LocalCacheManager):
-    """Drops the visible pages at a reset, and lets stores in flight end as if nothing had happened."""
+    """A broken manager whose reset drops the visible pages, but lets stores in flight publish pages of the old
+    weights.
+    """
 
     def reset(self) -> int:
         pending = {op.op_id: op.entries for op in self.tables.ops if op.role.value == "store"}
@@ -189,7 +193,7 @@ class PublishesAfterReset(LocalCacheManager):
 
 
 class KeepsLoadsOverReset(LocalCacheManager):
-    """Counts loads of old weights as good after a reset."""
+    """A broken manager that counts a load as good although a reset came while it was in flight."""
 
     def _end_load(self, op: Any) -> Any:
         op.epoch = self.tables.epoch
@@ -197,7 +201,7 @@ class KeepsLoadsOverReset(LocalCacheManager):
 
 
 class LeaksSlots(LocalCacheManager):
-    """Keeps a lookup's lease in the index after its release."""
+    """A broken manager: when a lookup's lease is released, its pins stay in the index."""
 
     def release(self, request_id: str) -> None:
         self.tables.requests.pop_lease(request_id)
@@ -215,7 +219,9 @@ class ForgetsNothing(LocalCacheManager):
 
 
 class StoresInLostOrder(LocalCacheManager):
-    """Returns the slots of a store in the wrong order: every page is stored under its neighbour's key."""
+    """A broken manager that returns the slots of a store in reverse order, so that pages are stored under other pages'
+    keys.
+    """
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
@@ -226,7 +232,7 @@ class StoresInLostOrder(LocalCacheManager):
 
 
 class PromisesAgainWhatFailed(LocalCacheManager):
-    """Promises a request the same pages again after its own load failed to bring them."""
+    """A broken manager that promises a request the same pages again after the request's own load of them failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -234,7 +240,7 @@ class PromisesAgainWhatFailed(LocalCacheManager):
 
 
 class RemembersBeyondTheEnd(LocalCacheManager):
-    """Remembers failed loads after the end of their request."""
+    """A broken manager that remembers a request's failed loads after the request has ended."""
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)

@@ -1,4 +1,6 @@
-"""Managers that break a rule for pages promised while they are read from disk. The simulation must catch every one."""
+"""Broken managers: each breaks one rule for pages that are promised while they are read from disk. The simulation must
+catch every one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.unit.cache.broken_managers import IndexProxy, rank_op
 
 
 class LoadsWithoutWaiting(LocalCacheManager):
-    """Loads pages that are still being read as if they were there."""
+    """A broken manager whose loads do not wait for pages that are still being read from disk."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
@@ -23,7 +25,9 @@ class LoadsWithoutWaiting(LocalCacheManager):
 
 
 class WaitsForAnEarlierRead(LocalCacheManager):
-    """Makes a load wait for an earlier read of its slot, and takes the bytes that are in the slot then."""
+    """A broken manager that makes a load wait for an earlier read of the same slot, so that the load may copy the wrong
+    bytes.
+    """
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
@@ -41,7 +45,9 @@ class WaitsForAnEarlierRead(LocalCacheManager):
 
 
 class PromisesWhatStoresFill(LocalCacheManager):
-    """Also promises a block that a store in flight is filling."""
+    """A broken manager that also promises blocks that a store in flight is filling, although the store may never be
+    published.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +60,7 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
 
 class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
-    """Lets pages that are read for a load be evicted before the load."""
+    """A broken manager that lets pages that are being read for a load be evicted before the load."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)

@@ -1,4 +1,6 @@
-"""Managers that each break the rule that no page is a hit after its time to live."""
+"""Broken managers: each breaks the rule that no page is a hit after its time to live. The simulation must catch every
+one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class LooksUpWhatHasExpired(LocalCacheManager):
-    """Drops expired pages only once a second, even those that a request asks for."""
+    """A broken manager whose lookup does not drop expired pages, so that they stay hits until the next periodic
+    check.
+    """
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_expired = lambda: None  # type: ignore[method-assign]
@@ -21,7 +25,7 @@ class LooksUpWhatHasExpired(LocalCacheManager):
 
 
 class CallsExpiredPagesKnown(LocalCacheManager):
-    """Does not store a page again if it has an expired copy of it."""
+    """A broken manager that does not store a page again if it still has an expired copy of the page."""
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         self._drop_expired = lambda: None  # type: ignore[method-assign]
@@ -37,7 +41,7 @@ class IgnoresTimes(LocalCacheManager):
 
 
 class PrefersTheLastTime(LocalCacheManager):
-    """Prolongs the time of pages that are cached already."""
+    """A broken manager: when a cached page is stored again, its time to live starts again."""
 
     def begin_store(
         self, request_id: str, group: int, keys: Any, *args: Any, ttl_s: int | None = None, **kwargs: Any
@@ -51,7 +55,7 @@ class PrefersTheLastTime(LocalCacheManager):
 
 
 class WritesPagesWithoutTheirTime(LocalCacheManager):
-    """Writes pages that expire to disk as if they did not."""
+    """A broken manager that writes pages to disk without their expiry, as if they never expired."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +66,7 @@ class WritesPagesWithoutTheirTime(LocalCacheManager):
 
 
 class FetchesPagesWithoutTheirTime(LocalCacheManager):
-    """Reads pages that expire from disk to host memory as if they did not."""
+    """A broken manager that reads pages from disk to host memory without their expiry, as if they never expired."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +74,7 @@ class FetchesPagesWithoutTheirTime(LocalCacheManager):
 
 
 class PromisesExpiredPagesOnDisk(LocalCacheManager):
-    """Promises pages on disk whose time to live is over, to be loaded directly or read."""
+    """A broken manager that promises pages on disk whose time to live is over."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         if self.tables.hub.times.any:

@@ -1,4 +1,4 @@
-"""A manager over a host tier and a simulated disk, with a lane that moves pages immediately when a test calls it."""
+"""A manager with a host tier and simulated disks, and a disk lane that moves pages only when a test calls it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def traffic(
     gds_stores: bool = False,
     **facts: Any,
 ) -> DiskTraffic:
-    """How disks are used; `facts` has fields of `TierFacts`."""
+    """How the manager uses the disks. `facts` are fields of `TierFacts`."""
     return DiskTraffic(TierFacts("disk", **facts), ttl_s, gds_loads, gds_stores)
 
 
@@ -52,7 +52,9 @@ def blocks_by_tier(result: MatchResult) -> tuple[int, ...]:
 
 
 class DiskWorld:
-    """`slots` host slots, `places` on two disks. A page's symbol is its key."""
+    """A manager with host memory and simulated disks; the test acts as the engine and as the disk lane. Each group has
+    `slots` host slots and `places` disk slots. The symbol that stands for a page's bytes is its key.
+    """
 
     def __init__(
         self,
@@ -88,12 +90,12 @@ class DiskWorld:
 
     @property
     def tier(self) -> DiskTier:
-        """The manager's tier over `disk`."""
+        """The manager's disk tier."""
         return disk_tier(self.manager)
 
     @property
     def queue(self) -> WriteQueue:
-        """The queue of pages to write."""
+        """The manager's queue of pages that wait to be written to disk."""
         return self.manager.work._writes[DISK]
 
     def _get_slot(self, group: int, slot: int) -> list[Symbol]:
@@ -113,7 +115,7 @@ class DiskWorld:
         tokens: int | None = None,
         ttl_s: int | None = None,
     ) -> int:
-        """Stores blocks; returns how many were dropped."""
+        """Stores blocks into host memory. Returns how many were dropped for lack of slots."""
         plan = self.manager.begin_store(
             name, group, keys, np.arange(len(keys), dtype=np.int32), first, tokens, ttl_s=ttl_s
         )
@@ -126,7 +128,7 @@ class DiskWorld:
         return plan.dropped
 
     def load_ended(self, graph: TransferGraph) -> None:
-        """Reports that the engine's load ended well."""
+        """Reports that all ops of a load succeeded on all ranks."""
         for op in graph.ops:
             self._ended(op)
 
@@ -135,33 +137,35 @@ class DiskWorld:
             self.manager.complete(rank, OpResult(op.op_id, OpStatus.OK, NONE))
 
     def look(self, keys: Keys, name: str = "r") -> MatchResult:
-        """A lookup whose promise need not be in host memory."""
+        """Looks up blocks. Promised blocks may still be on disk or in a read."""
         result = self.manager.match(name, [keys], 0)
         self.manager.check_integrity()
         return result
 
     def match(self, keys: Keys, name: str = "r") -> MatchResult:
-        """A lookup whose promise must be in host memory. Checks every promised byte."""
+        """Looks up blocks, and checks that every promised block is in host memory with the right bytes."""
         result = self.look(keys, name)
         self.check_promise(result, keys)
         return result
 
     def begin(self, blocks: list[int], name: str = "r") -> TransferGraph:
-        """Begins the load of the last promise to these engine blocks."""
+        """Begins the load of what the request's last lookup promised, to these engine blocks."""
         graph = self.manager.begin_load(name, [np.array(blocks, np.int32)])
         assert graph is not None
         self.manager.check_integrity()
         return graph
 
     def load(self, blocks: int, name: str = "r") -> TransferOp:
-        """Begins a load into so many blocks. Returns its only op."""
+        """Begins a load into engine blocks 0 to `blocks` - 1. Returns its only op."""
         (op,) = self.begin(list(range(blocks)), name).ops
         return op
 
     def end_load(
         self, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
     ) -> Completion:
-        """Reports a load for the first rank, which is also the last one."""
+        """Reports a load's result for rank 0, which must be the last rank to report. Returns what the manager says of
+        the load.
+        """
         status = status or (OpStatus.FAILED if failed else OpStatus.OK)
         done = self.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))
         assert done is not None
@@ -169,12 +173,12 @@ class DiskWorld:
         return done
 
     def check_promise(self, result: MatchResult, keys: Keys) -> None:
-        """Checks that the promised pages are there, byte for byte."""
+        """Checks that the promised pages are in their host slots with the right bytes."""
         for slot, key in zip(result.groups[0].slots.tolist(), keys, strict=False):
             assert self.host[0][slot] == (0, key.tobytes())
 
     def hits(self, keys: Keys, name: str = "r") -> int:
-        """Number of blocks promised after every fetch has ended."""
+        """Looks up blocks until no fetch is left to wait for. Returns how many are promised, and releases them."""
         result = self.match(keys, name)
         while result.reads:
             self.run()
@@ -185,7 +189,7 @@ class DiskWorld:
     # --- the lane's part ---
 
     def take(self) -> list[TransferOp]:
-        """Plans the due writes, and submits all planned ops to the lane."""
+        """Makes the manager plan the writes that are due, and submits all planned ops to the lane. Returns the ops."""
         ops = [op for _, graph in self.manager.work.poll() for op in graph.ops]
         for op in ops:
             self.lane.submit(op)
@@ -197,7 +201,7 @@ class DiskWorld:
         fails: Callable[[int], bool] = lambda page: False,
         status: OpStatus | None = None,
     ) -> None:
-        """Moves all pages of an op and reports it."""
+        """Moves all pages of an op, unless `status` is given, and reports the op."""
         if status is None:
             while not self.lane.move_page(op.op_id, fails(op.pages - len(self.lane.left[op.op_id]))):
                 continue
@@ -211,7 +215,7 @@ class DiskWorld:
         self.manager.check_integrity()
 
     def run(self, fails: Callable[[int], bool] = lambda page: False) -> list[OpKind]:
-        """Runs ops until none is left. Returns their kinds."""
+        """Plans and runs ops until none is left. Returns their kinds."""
         kinds = []
         while ops := self.take():
             for op in ops:

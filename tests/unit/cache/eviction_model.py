@@ -1,5 +1,5 @@
-"""A second implementation of one group of a block index, in plain Python: which blocks it holds, and which it evicts
-next.
+"""A model of one group of a block index in plain Python: which blocks the index holds, and which it evicts next. Tests
+compare the index with it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass
 class Block:
-    """One block that has an entry.
+    """A block that the index holds.
 
     Attributes:
-        order: position of its last use among all uses; 0 before the first.
-        used_at: number of blocks that had been used (stored or hit) by then.
-        put_back: position of the end of a spare block's last lease.
+        order: position of the block's last use among all uses; 0 if it was never used.
+        used_at: how many uses (first stores and hits) there had been at the block's last use.
+        put_back: position of the end of the last lease among all uses; only for a spare block, else 0.
     """
 
     pins: int
@@ -28,12 +28,14 @@ class Block:
 
 
 def oldest(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
-    """LRU."""
+    """LRU: chooses the least recently used block."""
     return min(blocks, key=lambda item: item[1].order)[0]
 
 
 def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
-    """A block that was hit counts as used one capacity later. Between equal times, one that was not hit goes first."""
+    """bonus_lru: LRU, but a block that was hit counts as used `capacity` uses later. If two blocks tie, the one without
+    a hit is evicted first.
+    """
 
     def rank(item: tuple[bytes, Block]) -> tuple[int, bool, int]:
         block = item[1]
@@ -43,7 +45,7 @@ def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> b
 
 
 SPARE_SHARE = 16
-"""One slot in this many is left to spare blocks."""
+"""Spare blocks may have one slot in this many before they are evicted first."""
 
 Choice = Callable[[Sequence[tuple[bytes, Block]], int], bytes]
 
@@ -55,7 +57,7 @@ class ModelIndex:
 
     Args:
         slots: number of slots, all of them ready.
-        choice: chooses the block to evict, among those that may leave.
+        choice: chooses the block to evict among those that may be evicted.
     """
 
     def __init__(self, slots: int, choice: Choice) -> None:
@@ -71,18 +73,18 @@ class ModelIndex:
 
     @property
     def idle(self) -> int:
-        """Slots without a leased block."""
+        """The number of slots without a leased block."""
         return self.slots - sum(block.pins > 0 for block in self.blocks.values())
 
     def ready(self, key: bytes) -> bool:
         return key in self.blocks and self.blocks[key].ready
 
     def spare(self, keys: Sequence[bytes]) -> list[int]:
-        """Whether each present key is a spare block."""
+        """For each of the keys that is present, whether it is a spare block."""
         return [int(self.blocks[key].spare) for key in keys if key in self.blocks]
 
     def _use(self, keys: Sequence[bytes], hits: int) -> None:
-        """Marks blocks as used, the first key last."""
+        """Marks blocks as used, from the last key to the first. The first `hits` of the keys count as hits."""
         for number in reversed(range(len(keys))):
             block = self.blocks[keys[number]]
             hit = number < hits
@@ -114,7 +116,7 @@ class ModelIndex:
         self._use([key for key, _ in marked], sum(hit for _, hit in marked))
 
     def victims(self, count: int) -> list[bytes]:
-        """Blocks in the order of eviction; does not evict them."""
+        """The next `count` blocks to be evicted, in order. Does not evict them."""
         left = [(key, block) for key, block in self.blocks.items() if block.ready and not block.pins]
         chosen: list[bytes] = []
         spares = sum(block.spare for block in self.blocks.values())
@@ -139,7 +141,7 @@ class ModelIndex:
     def insert(
         self, keys: Sequence[bytes], most: int, spare: bool = False
     ) -> tuple[list[bytes], list[bytes]]:
-        """Returns the new keys and the evicted ones."""
+        """Inserts at most `most` of the unknown keys. Returns the inserted keys and the evicted ones."""
         evicted: list[bytes] = []
         wanted = min(most, sum(key not in self.blocks for key in keys))
         known = [key for key in keys if self.ready(key)]

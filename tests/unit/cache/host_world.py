@@ -1,4 +1,4 @@
-"""A manager with only a host tier, and the calls that tests make to it."""
+"""A manager with only a host tier, and helpers that tests use to call it."""
 
 from __future__ import annotations
 

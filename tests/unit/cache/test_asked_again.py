@@ -1,4 +1,6 @@
-"""A request that asks again after its wait gets the pages leased for it; anything else is looked up anew."""
+"""When a request asks again after its wait, the manager promises the pages that are leased for it. Any other request
+needs a new lookup.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ KEYS = chain(6)
 
 
 class LookupCount:
-    """Counts how often a world's manager looks up pages in its tiers."""
+    """Counts how often the manager of a world looks up pages in its tiers."""
 
     def __init__(self, world: DiskWorld) -> None:
         self.lookups = 0
@@ -43,8 +45,9 @@ class LookupCount:
 
 
 def waited(in_host: int, **kwargs: Any) -> tuple[DiskWorld, LookupCount]:
-    """A world in which request r has asked for KEYS, the first `in_host` of them in host memory, and its fetch has
-    ended."""
+    """A world in which request r has looked up KEYS, and the fetch that it waits for has finished. The first `in_host`
+    of KEYS were in host memory.
+    """
     world = written(KEYS, **kwargs)
     if in_host:
         assert world.hits(KEYS[:in_host], "before") == in_host
@@ -124,8 +127,8 @@ def test_a_reset_in_between_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(("compares", "promised"), [(True, 0), (False, 6)])
 def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, promised: int) -> None:
-    """The second of two guards: cleared pages are not ready. The first guard is disabled here; the control also
-    disables the second.
+    """Tests the second of two guards: pages that a reset has cleared are not ready. The first guard, the end of all
+    leases, is disabled here. The control also disables the second.
     """
     world, _ = waited(2, manager_class=LocalCacheManager if compares else TakesHeldPagesForReady)
     world.manager.promises.end_all = lambda: None  # type: ignore[method-assign]
@@ -193,7 +196,7 @@ def test_a_request_whose_load_failed_is_looked_up() -> None:
 
 
 def test_a_tail_that_is_still_fetched_stays_leased() -> None:
-    """A lease of all whole blocks is not the final answer while the request waits for more."""
+    """If a request waits for a partial tail, a lease of all its full blocks is not the final answer."""
     world = written(KEYS)
     assert world.hits(KEYS, "before") == 6
     tail = chain(1, seed=3)
@@ -211,7 +214,7 @@ def test_a_tail_that_is_still_fetched_stays_leased() -> None:
 
 
 def promised_straight(in_host: int, ttl_s: int | None = None) -> tuple[DiskWorld, LookupCount]:
-    """A world in which r was promised KEYS: the first `in_host` in host memory, the others directly from disk."""
+    """A world in which r was promised KEYS: the first `in_host` in host memory, the others by a GDS load from disk."""
     world = written(KEYS, limits=traffic(gds_loads=GdsUse.ALWAYS, ttl_s=ttl_s))
     if in_host:
         world.store(KEYS[:in_host], "before")
@@ -233,7 +236,7 @@ def test_what_is_promised_where_it_lies_stays_so_whatever_expires_meanwhile(in_h
     for op in world.manager.tables.ops.of_request("r", OpRole.LOAD):
         world.end_load(op.plan)
     assert world.manager.leased_pages("r") == 0
-    # Control: for a request without a promise they have expired.
+    # Control: for a request without a promise, the pages on disk have expired.
     assert world.look(KEYS, "other").blocks == in_host
 
 

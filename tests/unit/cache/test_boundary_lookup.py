@@ -1,4 +1,4 @@
-"""Hits that groups with different rules can restore together, compared with a search over every length."""
+"""The longest hit that groups with different rules can restore together, compared with a search over every length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW = 1000
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, straight from its definition: numbers of the pages that a hit needs, token by token."""
+    """A rule by its definition, as a model: `needs` computes token by token which pages a hit needs."""
 
     kind: str
     block: int
@@ -76,7 +76,7 @@ class FullFromTheMiddle(Rule):
 
 
 class World:
-    """Groups with random rules, over tiers that have random parts of one request."""
+    """Groups with random rules, and tiers that have random parts of one request's pages."""
 
     def __init__(self, rng: random.Random, rule: type[Rule] = Rule) -> None:
         self.rng = rng
@@ -110,8 +110,8 @@ class World:
     def _fill(self, index: BlockIndex, group: int, count: int) -> None:
         rng, states, entries = self.rng, dict[int, str](), dict[int, int]()
         lacks = rng.choice((0.0, 0.02, 0.1, 0.4))
-        # A run of a full group in another tier skips pages that a store gives to host memory; tests of TierLookup cover
-        # that.
+        # For a full group, other tiers lack pages that a store is writing to host memory. The tests of TierLookup cover
+        # such pages.
         full = self.rules[group].kind == "full"
         passed = (
             {page for page, state in self.state[0][group].items() if state == "storing"}
@@ -136,7 +136,7 @@ class World:
     # --- the answer, by exhaustive search ---
 
     def where(self, group: int, page: int, mask: int, coming: bool) -> tuple[int, int] | None:
-        """Tier and state of a page, or None."""
+        """The tier and the state in which a lookup should find a page; None if it should not find it."""
         for tier in range(self.tiers):
             if not mask >> tier & 1:
                 continue
@@ -215,7 +215,7 @@ class World:
         coming: bool,
         before: Sequence[Counter[int]],
     ) -> None:
-        """Checks that exactly the needed pages are leased, once each, in their tier and state."""
+        """Checks that exactly the needed pages are leased, once each, and are found in the right tier and state."""
         leased: list[Counter[int]] = [Counter() for _ in self.indexes]
         all_ready = True
         for group, rule in enumerate(self.rules):

@@ -1,6 +1,6 @@
-"""Ends of ops that are interrupted: memory runs out before any line of the code that takes results, writes pages out,
-and ends requests and epochs. The op then counts as failed with all its pages: nothing is left over, and no page that
-may be bad is visible.
+"""What happens if memory runs out while an op ends: before any line of the code that takes results, writes pages to
+disk, and ends requests and epochs. The op then counts as failed with all its pages. Nothing is left over, and no page
+that may be bad is visible.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def bad(op: TransferOp) -> OpResult:
 
 @dataclass
 class End(Case):
-    """The end of an op.
+    """A case whose call ends an op, a request or an epoch.
 
     Attributes:
-        op: the op whose result is taken; None for other ends.
+        op: the op whose result the call takes; None if the call ends something else.
     """
 
     op: TransferOp | None = None
 
     def check_nothing_is_left(self) -> None:
         if self.op is not None and self.op.op_id in self.world.manager.tables.ops:
-            self.call()  # the call was interrupted before it began
+            self.call()  # the call was interrupted before it took the result
         super().check_nothing_is_left()
 
 
 def case(world: DiskWorld, call: Callable[[], Any], op: TransferOp | None = None) -> Case:
-    """A case whose later promises are the stored pages, and after which a store and a lookup work as usual."""
+    """A case after which a lookup and a store must work as usual."""
 
     def again() -> None:
         world.match(KEYS, "r")
@@ -91,7 +91,7 @@ def gds_store_ends(sealing: bool = False) -> Case:
 
 
 def tier_op_ends(world: DiskWorld) -> Case:
-    """Carries out the only planned op of a tier successfully."""
+    """Carries out the only planned op of a tier. The case's call reports that it succeeded."""
     (op,) = world.take()
     while not world.lane.move_page(op.op_id, False):
         continue
@@ -111,7 +111,7 @@ def load_ends(result: Callable[[TransferOp], OpResult], on_disk: bool = False, *
 
 
 def fetch_ends(fails: bool, loading: bool = False, **facts: Any) -> Case:
-    """For a request that waits for the fetch, or whose load waits for it."""
+    """A case that ends a fetch. A request waits for the fetch, or if `loading`, a load waits for its pages."""
     world = disk_world.written(KEYS, limits=traffic(**facts))
     world.look(KEYS)
     (fetch,) = world.take()

@@ -1,4 +1,4 @@
-"""Plans that are interrupted: memory runs out once, before any line of the control plane, and nothing is left over."""
+"""What happens if memory runs out once while the control plane plans, before any of its lines: nothing is left over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PASS_ON = frozenset(
     for name in ("LOAD_FAST", "STORE_FAST", "POP_TOP", "JUMP_FORWARD", "RETURN_VALUE", "NOP")
     if name in dis.opmap
 )
-"""Opcodes that allocate nothing and call nothing."""
+"""Opcodes that allocate nothing and call nothing, so that they cannot fail."""
 
 
 @functools.cache
@@ -46,15 +46,15 @@ def opcodes_of(code: CodeType) -> bytes:
 
 
 def only_passes_on(frame: FrameType) -> bool:
-    """Whether the opcode that the frame is about to run is one of `PASS_ON`."""
+    """Whether the next opcode of the frame is one of `PASS_ON`."""
     return opcodes_of(frame.f_code)[frame.f_lasti] in PASS_ON
 
 
 class MemoryRunsOut:
-    """Raises MemoryError before step number `at`, counted from 0, of the control plane's code; counts all steps.
+    """Counts the steps of the control plane's code, and raises MemoryError before step number `at`, counted from 0.
 
     Args:
-        each: the kind of step: "line" or "opcode". Opcodes that only pass values on cannot fail, so they are no steps.
+        each: the kind of step: "line" or "opcode". Opcodes of `PASS_ON` do not count.
     """
 
     def __init__(self, at: int, each: str) -> None:
@@ -64,7 +64,7 @@ class MemoryRunsOut:
         self.where = ""
 
     def run(self, call: Callable[[], object]) -> bool:
-        """Whether the call was interrupted."""
+        """Makes the call. Returns whether it was interrupted."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -93,10 +93,10 @@ class MemoryRunsOut:
 
 @dataclass
 class Case:
-    """A world, and a call that plans.
+    """A world, and a call to its manager that plans and is interrupted.
 
     Attributes:
-        again: a call that must work as usual once the request of the interrupted call has ended.
+        again: a call that must work as usual after the request of the interrupted call has ended.
     """
 
     world: DiskWorld
@@ -104,7 +104,7 @@ class Case:
     again: Callable[[], Any]
 
     def check_nothing_is_left(self) -> None:
-        """Ends earlier ops and the request, and checks that all slots and places can be allocated."""
+        """Ends all ops and requests, and checks that all host slots can be freed."""
         world, manager = self.world, self.world.manager
         manager.check_integrity()
         for op in [op for op in manager.tables.ops if op.role.value in ("load", "store")]:
@@ -132,7 +132,7 @@ def stores(world: DiskWorld, keys: Keys, blocks: BlockIds) -> Case:
 
 
 def store(gds: bool = False) -> Case:
-    """Stores into a full host tier, which evicts some blocks, or to disk."""
+    """A case that stores into a full host tier, which evicts blocks. `gds`: it stores directly to disk."""
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     world = DiskWorld(limits=limits)
     if not gds:
@@ -144,7 +144,7 @@ def store(gds: bool = False) -> Case:
 
 
 def store_of_what_is_read(gds: bool) -> Case:
-    """Stores blocks that are being read from disk, and others."""
+    """A case that stores blocks of which some are being read from disk."""
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     keys = chain(PAGES + 2)
     world = disk_world.written(keys[:PAGES], limits=traffic())
@@ -159,12 +159,12 @@ def store_of_what_is_read(gds: bool) -> Case:
 
 
 def _with_disk_of(world: DiskWorld, limits: Any) -> DiskWorld:
-    """A new manager over the same folders."""
+    """A world with a new manager for the same disks."""
     return DiskWorld(disk=world.disk.reopened(world.disk), limits=limits)
 
 
 def look(groups: int = 1, **facts: Any) -> Case:
-    """Looks up blocks, some in host memory and others on disk."""
+    """A case that looks up blocks, of which the first is in host memory and the others are on disk."""
     limits = traffic(**facts)
     if groups == 2:
         world, keys = two_groups(PAGES, limits=limits)
@@ -182,7 +182,7 @@ def look(groups: int = 1, **facts: Any) -> Case:
 
 
 def look_again() -> Case:
-    """Looks up after the wait, when the blocks are leased already."""
+    """A case that looks up again after the wait for a fetch, when the blocks are leased already."""
     looking = look()
     looking.call()
     looking.world.run()
@@ -190,7 +190,7 @@ def look_again() -> Case:
 
 
 def look_with_window() -> Case:
-    """Looks up groups of different rules, some of whose pages are on disk."""
+    """A case that looks up groups with different rules, some of whose pages are on disk."""
     world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8, Rule.WINDOW, 2)))
     keys = [chain(PAGES), chain(PAGES, seed=1)]
     for group, mine in enumerate(keys):
@@ -208,7 +208,7 @@ def look_with_window() -> Case:
 
 
 def prefetch(groups: int = 1, **facts: Any) -> Case:
-    """Prefetches blocks on disk."""
+    """A case that prefetches blocks from disk."""
     keys, limits = [chain(PAGES)], traffic(**facts)
     if groups == 2:
         world, keys = two_groups(PAGES, limits=limits)
@@ -222,7 +222,7 @@ def prefetch(groups: int = 1, **facts: Any) -> Case:
 
 
 def look_for_prefetched() -> Case:
-    """Looks up blocks during their prefetch."""
+    """A case that looks up blocks while they are being prefetched."""
     fetching = prefetch()
     fetching.call()
 
@@ -233,7 +233,7 @@ def look_for_prefetched() -> Case:
 
 
 def load(groups: int = 1, **facts: Any) -> Case:
-    """Loads what such a lookup has promised."""
+    """A case that loads what a lookup as in `look` has promised."""
     looking = look(groups, **facts)
     world, promised = looking.world, looking.call()
     assert promised.blocks

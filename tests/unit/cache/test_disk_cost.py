@@ -1,5 +1,5 @@
-"""The scheduler's thread does not loop over blocks in Python: a request of many blocks runs as many lines as a request
-of few.
+"""The scheduler's thread does not loop over blocks in Python: a request with many blocks runs as many lines of Python
+as a request with few.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEW, MANY = 24, 3000
 
 @contextmanager
 def counted(lines: list[int]) -> Iterator[None]:
-    """Appends the number of lines of the control plane that ran."""
+    """Counts the lines of the control plane that run in the `with` block, and appends their number to `lines`."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
@@ -49,13 +49,16 @@ def counted(lines: list[int]) -> Iterator[None]:
 
 
 def lines_of(blocks: int, measured: bool) -> list[int]:
-    """Number of lines for a store on its way to disk, a lookup that hits disk, the read's end, and the promise."""
+    """The number of lines that run for each step of `blocks` blocks: a store's end, the write's end, lookups that hit
+    disk, the read's end, and the promise. `measured`: the manager knows how long reads and steps take.
+    """
     lines: list[int] = []
     world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=WriteMode.THROUGH)
     manager, keys = world.manager, chain(blocks)
     cost = manager.cost
     for n in range(8 if measured else 0):
-        # Slow enough that each prefix is weighed, and fast enough that none is left to the engine to compute.
+        # Reads are slow enough that the manager compares each prefix with computing it, and fast enough that it reads
+        # all blocks.
         cost.fetch(DISK).see(n + 1, 1.0 + n, 0.0)
         cost.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
         cost.fetch(DISK).see(n + 1, 1.0 + n, world.now_s)
@@ -83,7 +86,7 @@ def lines_of(blocks: int, measured: bool) -> list[int]:
 
 @pytest.fixture
 def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No page moves here, so the simulated disk must not require it."""
+    """Switches off the simulated disk's checks, because no page moves in these tests."""
     monkeypatch.setattr("flexkv.simulation.symbolic_volumes.require", lambda *_: None)
 
 
@@ -94,7 +97,9 @@ def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
 
 
 def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
-    """Number of lines for a store and for its write, in which each block evicts another."""
+    """The number of lines that run for a store and for the plan of its write, twice. The second time each block evicts
+    another.
+    """
     lines: list[int] = []
     world = DiskWorld(slots=blocks, places=blocks, mode=WriteMode.THROUGH)
     manager = world.manager

@@ -1,4 +1,4 @@
-"""The driver that passes disk ops to the data plane. Here the data plane is a fake that moves symbols."""
+"""The driver that passes disk ops to the data plane. In these tests the data plane is a fake that moves symbols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
 
 class FakePlane:
-    """Ends ops after `steps` polls; takes at most `room` graphs."""
+    """A fake data plane that ends a graph after `steps` polls and accepts at most `room` graphs at a time."""
 
     def __init__(self, world: DiskWorld, steps: int = 1, room: int = 100) -> None:
         self.world = world
@@ -28,7 +28,7 @@ class FakePlane:
         self.error: Exception | None = None
         self.close_error: Exception | None = None
         self.strange: list[OpResult] = []
-        """Results to report just before the next one."""
+        """Results that `poll` returns just before the next real one."""
         self.queue: list[TransferGraph] = []
         self.submitted = 0
         self.closed = False
@@ -97,7 +97,7 @@ def test_pages_go_down_and_come_up() -> None:
 
 
 def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it were not reported, an idle engine would not poll for it."""
+    """If the driver did not count pending records as work, an idle engine would not poll until they are flushed."""
     driver, _ = make(DiskWorld())
     assert not driver.busy
     monkeypatch.setattr(SymbolicVolumes, "unflushed", True)
@@ -172,7 +172,7 @@ def test_a_data_plane_that_refuses_turns_the_disks_off(
 
 
 def unfit(op_id: int) -> dict[str, OpResult]:
-    """Results that a lane could report for the op in flight, and must not."""
+    """Results that a faulty lane could report for the op in flight, by what is wrong with them."""
     none, far = np.empty(0, np.int32), np.array([99], np.int32)
     return {
         "of an op that is not in flight": OpResult(OpId(op_id + 1000), OpStatus.OK, none),
@@ -212,7 +212,9 @@ def test_a_result_that_does_not_fit_turns_the_disks_off_and_leaves_nothing_pinne
 
 
 def test_a_tier_does_not_end_the_ops_of_another() -> None:
-    """The lane of the other tier may still move their bytes."""
+    """If a tier reports an op of another tier, the op stays in flight, because the other tier's lane may still move its
+    bytes.
+    """
     world = DiskWorld()
     world.store(chain(2))
     (op,) = world.take()
@@ -355,8 +357,8 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
 def test_a_part_that_hangs_leaves_the_others_their_time(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """A write hangs, and so does the lane's close. In the control, no time is reserved for the parts that close
-    later.
+    """A write hangs, and so does the lane's close; the journal still gets time to close. In the control, the driver
+    reserves no time for the parts that close later.
     """
     world = DiskWorld()
     driver, plane = make(world, steps=10**9)
@@ -382,7 +384,9 @@ def test_a_part_that_hangs_leaves_the_others_their_time(
 
 
 def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writes that it began succeed, so the lane ends in time, and so does the journal."""
+    """Close fails although the lane and the journal close in time, because the close began too few of the waiting
+    writes.
+    """
     world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world)
     world.store(chain(6))

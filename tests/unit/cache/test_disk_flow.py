@@ -1,4 +1,6 @@
-"""The whole disk tier behind a manager: pages written and read again, a lane that fails, a reset, dropped pages."""
+"""The complete disk tier of a manager: pages that are written and read again, a lane that fails, a reset, and dropped
+pages.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_forgetting_reaches_the_disk() -> None:
 
 @pytest.mark.parametrize(("status", "left"), [(OpStatus.LANE_DOWN, 4), (OpStatus.FAILED, 0)])
 def test_a_lane_to_the_engine_that_is_down_leaves_what_is_on_disk(status: OpStatus, left: int) -> None:
-    """Host memory drops its pages anyway: they have no other way to the engine."""
+    """A load fails. If its lane is down, pages stay on disk, because they may be good. Host memory drops its pages in
+    any case, because they cannot reach the engine by another lane.
+    """
     keys = chain(4)
     world = DiskWorld()
     world.store(keys)

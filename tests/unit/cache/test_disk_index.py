@@ -1,4 +1,6 @@
-"""The life of pages on disk: evicted, expired, lost with a disk, found again by the next process."""
+"""What happens to pages on disk: they are evicted, expire, are lost with a disk, or are found again by the next
+process.
+"""
 
 from __future__ import annotations
 

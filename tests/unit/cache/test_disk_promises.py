@@ -1,4 +1,4 @@
-"""Rules for every promise of pages on disk, whether they are streamed or come by a GDS load."""
+"""Rules for every promise of pages on disk, whether they are streamed or loaded by GDS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice between reading and computing, with a scripted clock: no real time passes."""
+"""The choice between reading pages and computing them. The clock is scripted, so no real time passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_a_line_is_believed_with_enough_and_recent_samples() -> None:
 def world_with(
     read_page_s: float, token_s: float, latency_s: float = 0.0, load_page_s: float = 0.0, **kwargs: object
 ) -> DiskWorld:
-    """A world with these measured times of reads, loads and steps."""
+    """A world whose manager has measured these times, in seconds: of reading a page, computing a token, beginning a
+    read, and loading a page.
+    """
     world = DiskWorld(slots=16, places=64, **kwargs)  # type: ignore[arg-type]
     rates, now_s = world.manager.cost, world.now_s
     for n in (8, 16, 32, 64, 128):
@@ -69,7 +71,7 @@ def world_with(
 
 
 def on_disk(world: DiskWorld, count: int, in_host: slice = slice(0)) -> np.ndarray:
-    """A chain on disk, part of which is in host memory too."""
+    """Puts a chain of `count` blocks on disk, and the blocks `in_host` also in host memory. Returns the keys."""
     keys = chain(count)
     world.store(keys)
     world.run()
@@ -99,7 +101,7 @@ def test_a_slow_disk_is_left_alone() -> None:
     left = world.manager.choice.last_left
     assert left is not None
     assert left.fetch_s > left.compute_s == pytest.approx(24.0)
-    # Until the request is released, the choice does not change and is counted once.
+    # Until the request is released, its choice does not change and is counted only once.
     assert world.match(keys).reads == 0
     assert counts.left == 1
 
@@ -141,7 +143,7 @@ def test_what_host_memory_has_behind_a_gap_makes_the_gap_worth_reading() -> None
     keys = on_disk(world, 12, in_host=slice(2, 8))
     result = world.match(keys)
     (read,) = world.take()
-    # Reading two pages saves eight blocks; the four after them are left to the engine.
+    # Reading two pages saves the computation of eight blocks. The engine computes the four blocks after them.
     assert (result.reads, read.pages) == (1, 2)
     assert world.tier.counts.left_pages == 4
     world.end(read)
@@ -208,5 +210,5 @@ def test_groups_with_a_window_are_all_or_nothing() -> None:
         world.store(window, group=1)
         world.run()
         world.drop_host()
-        # Eight pages to read against 24 tokens to compute.
+        # The manager compares eight pages to read with 24 tokens to compute.
         assert world.manager.match("r", [full, window], 0).reads == reads

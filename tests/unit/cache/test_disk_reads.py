@@ -1,5 +1,5 @@
-"""Pages that are read from disk for a lookup: which pages are read, which requests wait, and what is verified before it
-is promised.
+"""Pages that are read from disk for a lookup: which pages are read, which requests wait, and that pages are verified
+before they are promised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def test_host_blocks_are_leased_while_the_rest_is_read() -> None:
     world.store(keys[:3])
     result = world.match(keys)
     assert (result.blocks, result.reads) == (3, 1)
-    # Five slots are being filled by reads, three are promised: nothing may be evicted.
+    # Reads are filling five of the eight slots, and three are promised, so nothing may be evicted.
     assert world.store(chain(4, seed=9), name="other") == 4
     world.run()
     assert world.match(keys).blocks == 8
@@ -47,7 +47,7 @@ def test_a_damaged_page_is_a_miss_and_forgotten() -> None:
     assert world.tier.counts.failed_reads == 1
     assert len(world.tier) == 5
     assert keys[2].tobytes() not in {row[0] for row in world.disk.journal[0].values()}
-    # The recomputed page is stored and written again.
+    # When the engine has computed the page again, it is stored and written again.
     world.store(keys[2:3])
     world.run()
     world.drop_host()

@@ -1,5 +1,5 @@
-"""The order of use and the chains of blocks as the next process finds them, with real folders but without moving
-pages.
+"""The order of use and the chains of blocks that the next process finds on disk. The folders are real, but no page
+moves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 
 
 class Restarts:
-    """Opens the same two folders repeatedly; the wall clock is scripted."""
+    """Opens a disk tier on the same two folders again and again. The wall clock is scripted."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 1_000_000.0
@@ -48,7 +48,9 @@ class Restarts:
             self.tier = None
 
     def write(self, index: DiskTier, keys: Keys) -> None:
-        """Writes a chain, and waits until it is durable and so has its time of use."""
+        """Puts a chain into the index as written, and waits until its records, which have the time of its use, are
+        durable.
+        """
         assert self.tier is not None
         entries = index.begin_write(0, keys, np.full(len(keys), 4, np.int32), len(keys))[1]
         assert index.end_write(0, entries, np.ones(len(entries), np.bool_)).all()

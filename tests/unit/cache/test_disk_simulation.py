@@ -1,6 +1,4 @@
-"""The real manager with a disk tier compared with the model, step by random step; and broken managers that must be
-caught.
-"""
+"""The real manager with a disk tier is compared with the model after each step. Broken managers must be caught."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
-    """Every cause of failure occurs for pages in host memory, on disk, and between engine and disk."""
+    """The simulation covers all failure causes: each occurs in disk ops, in loads from host memory and in GDS loads."""
     said: dict[str, set[int]] = {}
 
     class Hears(LocalCacheManager):
@@ -137,7 +135,7 @@ def test_no_rule_is_broken_by_promises_of_what_comes_up(groups: str, seed: int) 
     report = Simulation(streaming).run()
     assert report.steps == STEPS
     assert report.verified_pages > 50
-    # Only prefixes of whole blocks are streamed, so a group with a window waits as usual.
+    # Only full-attention groups are streamed, so a request with a window group waits as usual.
     assert (report.streamed_pages > 5) == (groups != "hybrid")
     assert report.stats.streamed_pages == report.streamed_pages
 
@@ -169,7 +167,7 @@ def test_no_rule_is_broken_by_gds_stores(groups: str, seed: int) -> None:
     from_host = counts.written - counts.gds_written
     assert from_host <= report.stored_while_read + counts.failed_reads, "only what a read was bringing"
     assert counts.failed_writes > 0
-    # With a window, few requests have a load and a store in flight at once.
+    # With a window group, too few requests have a load and a store in flight at once.
     assert report.stats.discarded_pages > 0 or groups == "hybrid"
 
 
@@ -181,12 +179,14 @@ def test_a_seed_repeats_its_steps() -> None:
 def narrow_configs(
     stream: bool = False, gds_loads: bool = False, gds_stores: bool = False
 ) -> Iterator[SimulationConfig]:
-    """Has few slots and places, so that evictions and reuse are common, and does not rely on `check_integrity`."""
+    """Configurations with few host and disk slots, so that evictions and reuse are common. The simulation runs without
+    `check_integrity`.
+    """
     for seed in range(8):
         yield SimulationConfig(
             seed=seed,
             steps=12_000 if gds_stores else 4_000,
-            # Pages in host memory are not loaded from disk.
+            # GDS loads need pages that are on disk only, so host memory is smaller for them.
             groups=(GroupSpec(4, 5 if gds_loads else 14),),
             ranks=2 if gds_stores else 1,
             failure_rate=0.1 if gds_stores else 0.05,

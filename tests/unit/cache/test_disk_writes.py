@@ -1,4 +1,6 @@
-"""Pages that are written from host memory to disk: when, within which limits, and with which result."""
+"""Pages that are written from host memory to disk: when they are written, within which limits, and with which
+result.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_writes_beyond_the_bound_wait_and_then_drop() -> None:
     world = DiskWorld(slots=16, limits=traffic(write_pages=4, waiting_pages=6))
     for seed in range(4):
         world.store(chain(3, seed), name=f"w{seed}")
-    # Two stores wait for their plan; the other two found the queue full.
+    # The pages of two stores wait to be written. The other two stores found the queue full.
     assert world.tier.counts.dropped_writes == 6
     (write, part) = world.take()
     assert write.pages + part.pages == 4
@@ -104,7 +106,7 @@ def test_a_page_in_use_does_not_leave() -> None:
     world.manager.work.poll()
     world.store(chain(1, seed=1), name="b")
     (write,) = world.take()
-    # The page that was to be evicted is requested while it is being written.
+    # A request looks up the page that was to be evicted while the page is being written.
     result = world.match(keys)
     assert result.blocks == 15
     world.end(write)
@@ -142,7 +144,7 @@ def test_what_is_offered_again_and_again_waits_once() -> None:
     for _ in range(5):
         world.manager.work.offer_all()
         assert world.queue.waiting_pages == 20
-    # Pages that have left host memory stop waiting; newly stored pages wait.
+    # Pages that were evicted from host memory no longer wait to be written; newly stored pages do.
     world.drop_host(12)
     world.store(chain(6, seed=1), name="b")
     world.manager.work.offer_all()
