@@ -1,4 +1,6 @@
-"""A rank's cache over a pool of torch tensors on the CPU, in SGLang's order; SGLang is not needed."""
+"""One rank's cache over a pool of torch tensors on the CPU, in the order of SGLang's pools. SGLang need not be
+installed.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 3, 40, 4, 2, 8
 
 
 class World:
-    """One rank: the pool's tensors, the cache, loads and offloads."""
+    """One rank: the pool's tensors, and the cache with its loads and offloads."""
 
     def __init__(self, mover: Any = None, fails_requests: bool = True, **settings: Any) -> None:
         shape = (LAYERS, PAGES * PAGE_TOKENS, HEADS, HEAD_SIZE)
-        # K and V are halves of one allocation, as in SGLang.
+        # As in SGLang, K and V are the two halves of one allocation.
         self.pool = torch.randn((2, *shape), generator=torch.Generator().manual_seed(1))
         k, v = list(self.pool[0]), list(self.pool[1])
         handler = SglangHandler(PAGE_TOKENS, k_buffers=k, v_buffers=v)
@@ -42,12 +44,12 @@ class World:
         self.offloads = Offloads(self.cache)
 
     def page(self, number: int) -> torch.Tensor:
-        """A copy of a page's bytes in all layers."""
+        """A copy of a page's content in all layers."""
         first = number * PAGE_TOKENS
         return self.pool[:, :, first : first + PAGE_TOKENS].clone()
 
     def store(self, hashes: list[str], pages: list[int]) -> bool:
-        """Offloads pages and waits for the end."""
+        """Offloads pages and waits until the offload has ended. Returns whether it succeeded."""
         self.offloads.add(self.cache.keys(hashes), blocks(pages), None)
         assert self.cache.quiesce(30)
         assert self.offloads.completed() == 1

@@ -1,4 +1,6 @@
-"""Pools of the three engines as torch tensors on the CPU, each in its own order, and a rank's cache over one."""
+"""Pools of the three engines as torch tensors on the CPU, each in its engine's order, and one rank's cache over such a
+pool.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ NAMESPACE = b"n" * 32
 
 @dataclass(frozen=True)
 class EnginePool:
-    """One engine's pool. `numbers(b)` is block b as [layers, K and V, tokens, heads, head size], by plain indexing."""
+    """The pool of one engine. `numbers(b)` returns block b as [layers, K and V, tokens, heads, head size]; it uses
+    plain indexing only.
+    """
 
     handler: Any
     whole: torch.Tensor
@@ -60,7 +64,7 @@ def trtllm() -> EnginePool:
 def vllm(order: str, interior: Interior | None = None) -> EnginePool:
     sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * SIZE}
     whole = torch.zeros([sizes[axis] for axis in order])
-    # [layers, blocks, heads, tokens, K and V], whatever the order in memory.
+    # The axes of this view are [layers, blocks, heads, tokens, K and V], whatever their order in memory.
     logical = whole.permute([order.index(axis) for axis in "LBHNC"])
     names = [f"layer.{layer}" for layer in range(LAYERS)]
     item = whole.element_size()
@@ -98,7 +102,7 @@ POOLS: dict[str, Callable[[], EnginePool]] = {
 
 
 class Engine:
-    """A pool with a rank's cache over a disk folder; its content is random."""
+    """A pool with random content, and one rank's cache with a disk folder over it."""
 
     def __init__(self, pool: EnginePool, disk: Path, unit: str, **settings: Any) -> None:
         self.pool = pool
@@ -123,13 +127,15 @@ class Engine:
         self.loads = LoadBatches(self.cache)
 
     def store(self, hashes: list[str], blocks: list[int]) -> None:
-        """Stores blocks, and waits until they are in host memory; they are on disk when the cache is closed."""
+        """Stores blocks, and waits until they are in host memory. They are on disk when the cache has been closed."""
         self.cache.store("s", self.cache.keys(hashes), np.array(blocks, np.int32), lambda done: None, None)
         assert self.cache.quiesce(30)
         self.cache.manager.release("s")
 
     def find(self, hashes: list[str]) -> int:
-        """The number of leading blocks that are available; blocks on disk are fetched."""
+        """Looks blocks up, and fetches those that are on disk. Returns the number of leading blocks
+        that can be loaded.
+        """
         found = self.cache.match("r", self.keys(hashes), 30.0)
         self.cache.manager.check_integrity()
         return found
@@ -138,7 +144,7 @@ class Engine:
         return self.cache.keys(hashes)
 
     def load(self, hashes: list[str], blocks: list[int]) -> bool:
-        """Loads the blocks that were found. Returns whether all of them arrived."""
+        """Loads blocks that were found. Returns whether all of them arrived."""
         index = self.loads.start({"r": QueuedLoad(self.keys(hashes), np.array(blocks, np.int32))}, None)
         self.loads.set_consumer(index)
         for layer in range(LAYERS):

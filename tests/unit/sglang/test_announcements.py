@@ -1,5 +1,5 @@
-"""A router that knows only the announced pages predicts what a rank serves, through evictions, forgotten pages, flushes
-of the engine, resets and restarts. SGLang is not needed.
+"""A router that knows only the announced pages predicts what a rank serves, even when pages are evicted or dropped, or
+the engine is flushed, reset or restarted. SGLang need not be installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IDENTITY = bytes(32)
 
 
 class Page(str):
-    """A page's record: its hash, and who names it."""
+    """The record of a page: the page's hash, and the name of whoever announced it."""
 
     by: str
 
@@ -50,12 +50,12 @@ class Page(str):
 
 
 class Router:
-    """The pages that were announced to it, by medium. A page that is announced twice, or removed without having been
-    announced, is an error here, because the routers of Dynamo and llm-d count announcements.
+    """Keeps the pages that were announced to it, by medium. Fails if a page is announced twice, or removed without
+    having been announced, because the routers of Dynamo and llm-d count announcements.
 
     Args:
-        misses_one: a control: it misses the event that a prompt's first page leaves its last medium, and gets all
-            others.
+        misses_one: for control tests. The router ignores one event, which removes the first page of a prompt from the
+            last medium that has it.
     """
 
     def __init__(self, misses_one: bool = False) -> None:
@@ -100,7 +100,7 @@ class Router:
 
 
 def chain(prefix: int, parted: int, turn: int, pages: int) -> list[str]:
-    """Hashes of a prompt that diverges from a common prefix after `parted` pages."""
+    """Hashes of the pages of a prompt that shares its first `parted` pages with other prompts."""
     common = hashes_of(*((prefix, at) for at in range(parted)))
     return common + hashes_of(*((prefix, parted, turn, at) for at in range(pages - parted)))
 
@@ -110,11 +110,11 @@ FIRSTS = {
     for prefix in range(PREFIXES)
     for page in [*chain(prefix, 1, 0, 1), *chain(prefix, 0, 1, 1), *chain(prefix, 0, 2, 1)]
 }
-"""The first page of every prompt."""
+"""The first page of every prompt that the tests draw."""
 
 
 class Announced:
-    """A rank with little host memory and a disk, its router, and randomly drawn requests."""
+    """A rank with little host memory and a disk, its router, and random requests."""
 
     def __init__(
         self, worlds: Callable[..., World], folder: Path, router: Router, seed: int, **settings: Any
@@ -129,7 +129,7 @@ class Announced:
         self.router = router
         self.told = self.world.cache.announce(IDENTITY)
         self.shortened = 0
-        """How many lookups lost pages that they were about to read."""
+        """Number of lookups that lost pages which they were about to read."""
         self.resets = 0
         self._random = random.Random(seed)
 
@@ -143,7 +143,7 @@ class Announced:
         )
 
     def store(self, hashes: list[str]) -> bool:
-        """Offloads a node's pages, as the linker does, and waits for the end."""
+        """Offloads a node's pages as the linker does, and waits for the end. Returns whether they were stored."""
         named = [Named(Page(page), True) for page in hashes]
         keys = self.world.cache.keys(hashes)
         rows = self.told.begin_store(GROUP, keys, named)
@@ -160,7 +160,7 @@ class Announced:
             self.world.cache.poll()
 
     def settle(self) -> None:
-        """Waits until the disk has written all pages and the router has heard of them."""
+        """Waits until the disk has written all pages, and passes all announcements to the router."""
         self.write_all()
         ends_s = time.monotonic() + WAIT_S
         while self.told.has_more or self.told._news.removed or self.told._news.cleared:
@@ -173,10 +173,12 @@ class Announced:
         return pages
 
     def serve_one(self) -> tuple[int, int]:
-        """Serves a request and stores it; returns the pages that the router predicted, and those that were served.
+        """Serves a request and stores it. Returns the number of pages that the router predicted, and the number that
+        was served.
 
-        A lookup that reads from disk makes room in host memory. If an evicted page is written to a full disk, a page of
-        the prompt may be evicted from that disk; this is counted if the router hears of it.
+        A lookup that reads from disk evicts pages from host memory. If an evicted page is written to a full disk, the
+        disk may evict a page of this prompt. The router then predicts again from the new announcements, and `shortened`
+        counts the case.
         """
         hashes = self.prompt()
         self.settle()
@@ -235,8 +237,8 @@ def test_control_a_removal_that_is_not_heard_is_seen(make: Make) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["through", "evict"])
 def test_a_router_predicts_what_is_served_over_restarts(make: Make, mode: str) -> None:
-    """The router of each process hears only that process."""
-    is_left = False  # whether the process before left pages that the next one finds
+    """The router of each process gets only that process's announcements."""
+    is_left = False  # whether the previous process left pages that this one finds
     for number in range(1 + 2 * soak_factor()):
         announced = make(number, disk__mode=mode)
         announced.settle()
@@ -246,7 +248,7 @@ def test_a_router_predicts_what_is_served_over_restarts(make: Make, mode: str) -
             assert predicted == served
             announced.disturb()
         announced.world.cache.close()
-        is_left = not announced.resets  # pages of new weights have no name
+        is_left = not announced.resets  # pages computed with new weights cannot be found later
 
 
 def test_pages_of_an_earlier_process_are_announced(make: Make) -> None:
@@ -386,7 +388,7 @@ def test_many_new_pages_in_host_memory_keep_none_on_disk_waiting(
 
 
 def waiting(announced: Announced) -> int:
-    """How many announced pages routers hear of again with the next steps."""
+    """Makes flexkv announce all pages again. Returns the number of pages on disk that wait for this."""
     announced.told.forget_told()
     return len(announced.told._waiting[Medium.DISK])
 
@@ -430,22 +432,23 @@ def test_announced_pages_that_are_stored_again_do_not_wait(make: Make) -> None:
 def test_a_found_page_stays_in_the_file_if_a_store_names_it_in_another_way(
     make: Make, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
-    """As lazy stores do: they know only hashes, so their records have no tokens, and do not last for a page in a
-    caller's namespace."""
+    """Lazy stores know only hashes. So their records have no tokens, and for a page in a caller's namespace they do not
+    last.
+    """
     first, prompt = make(), chain(0, 3, 1, 3)
     first.store(prompt)
     first.settle()
     first.world.cache.close()
     second = make()
     keys = second.world.cache.keys(prompt)
-    # Before the second process has read of them in the file.
+    # The store begins before the second process has read the pages' records in the file.
     rows = second.told.begin_store(GROUP, keys, [Named(Page(page, "another"), lasts) for page in prompt])
     second.settle()
     assert second.router.has[Medium.DISK] == set(prompt)
     second.told.end_store(rows)
     monkeypatch.setattr(event_book, "SLACK_RECORDS", 0)
     monkeypatch.setattr(event_book, "RECORDS_PER_PAGE", 0)
-    second.store(hashes_of(7))  # its record makes the file too long
+    second.store(hashes_of(7))  # the record of this page makes the file too long, so it is rewritten
     second.settle()
     second.world.cache.close()
     third = make()
@@ -474,7 +477,7 @@ def test_a_found_page_that_was_written_anew_has_an_entry_for_the_next_process(ma
 
 
 class HasNone:
-    """Disks whose pages have all left."""
+    """Stands for a disk tier from which all pages have been removed."""
 
     in_use = True
 

@@ -1,5 +1,5 @@
-"""Loads and stores between disk and SGLang's pool without a page of host memory. They must be enabled by name, because
-a page that fails costs its request."""
+"""Loads and stores that bypass host memory, between disk and SGLang's pool. The user must enable them by name, because
+a page that fails to load costs its request."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def counts(world: World) -> tuple[int, int]:
-    """Numbers of pages loaded and stored without a page of host memory."""
+    """The number of pages that were loaded, and the number stored, without passing through host memory."""
     disk = world.cache.manager.tiers[1].counts
     return disk.gds_read, disk.gds_written
 
 
 def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch.Tensor]]:
-    """A rank with four pages that are only on disk, and their content."""
+    """A rank with four pages that are only on disk, and the content of these pages."""
     first = worlds(**settings(folder, **more))
     contents = [first.page(page) for page in PAGES]
     assert first.store(hashes_of(*PAGES), PAGES)
@@ -58,8 +58,8 @@ def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch
 
 
 def load(world: World, rid: str = "r") -> tuple[int, bool]:
-    """Looks up, loads, reads each layer once it is in place, and finishes. Returns how many pages were found, and
-    whether they arrived."""
+    """Looks the pages up, loads them, and waits for each layer. Returns how many pages were found, and whether all of
+    them arrived."""
     keys = world.cache.keys(hashes_of(*PAGES))
     found = world.cache.match(rid, keys, 0.0)
     index = world.loads.start({rid: QueuedLoad(keys[:found], blocks(TARGETS[:found]))}, None)
@@ -105,7 +105,7 @@ def test_a_damaged_page_fails_its_request_by_name_and_is_computed_next_time(
 
 
 def test_control_bytes_of_a_failed_load_are_wrong(worlds: Any, tmp_path: Path) -> None:
-    """Using them anyway would mean computing with the former bytes of the pages."""
+    """A request that used them would compute with the former content of its pages."""
     world, contents = restarted(worlds, tmp_path)
     spoil(tmp_path)
     assert load(world) == (4, False)
@@ -129,7 +129,7 @@ def test_without_the_opt_in_pages_come_through_host_memory(
 
 
 def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any, tmp_path: Path) -> None:
-    """Another load has failed between the promise and its load."""
+    """Between the promise and its load, another load fails, and flexkv stops using GDS for a while."""
     world, contents = restarted(worlds, tmp_path)
     keys = world.cache.keys(hashes_of(*PAGES))
     assert world.cache.match("r", keys, 0.0) == 4
@@ -143,7 +143,7 @@ def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any
 
 
 def fail_load(world: World, rid: str, cause: FailureCause) -> None:
-    """Makes the whole load that was promised to `rid` fail."""
+    """Makes all pages of the load that was promised to `rid` fail."""
     graph = world.cache.manager.begin_load(rid, [blocks(TARGETS)])
     assert graph is not None
     (op,) = graph.ops
@@ -158,7 +158,9 @@ def fail_load(world: World, rid: str, cause: FailureCause) -> None:
 def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
     worlds: Any, tmp_path: Path, cause: FailureCause
 ) -> None:
-    """Except for a load that was too late, after which the next may be late too."""
+    """The exception is a load that was too late: the next load may be too late as well, so nothing is promised for a
+    while.
+    """
     world, contents = restarted(worlds, tmp_path)
     world.pool[:, :, 5 * PAGE_TOKENS : 6 * PAGE_TOKENS] = contents[0]
     in_host = hashes_of("in host memory")
@@ -180,7 +182,7 @@ def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
 def test_an_offload_by_two_ways_ends_with_the_last_of_them(
     worlds: Any, tmp_path: Path, last_fails: bool
 ) -> None:
-    """Pages whose copy on disk is being read go to host memory, the others directly to disk."""
+    """Pages whose copy on disk is being read are stored in host memory, the others directly on disk."""
     world, _ = restarted(worlds, tmp_path, disk__gds_stores=True)
     straight = world.cache.manager.tiers[1].straight
     assert straight is not None
@@ -207,7 +209,9 @@ def test_an_offload_by_two_ways_ends_with_the_last_of_them(
 def test_promises_of_one_forward_wait_for_the_disk_together(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool, waits: list[float]
 ) -> None:
-    """The engine stands still meanwhile; and if one of the loads of a forward pass is lost, all of them are."""
+    """The engine does nothing else during the wait. If one of the loads of a forward pass is lost, all of them are, so
+    a further wait would be in vain.
+    """
     world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
     match, clock_s, waited = world.cache.match, [100.0], []
 

@@ -1,5 +1,5 @@
-"""One folder, several engines: a page stored from one pool arrives in another pool's order, or is a miss with a named
-reason.
+"""Several engines share one folder. A page stored from one engine's pool arrives in another pool's order, or is a miss
+with a named reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_every_number_arrives_at_its_layer_token_and_head(start: Start, tmp_path
     for number, target in enumerate(POOLS):
         disk = tmp_path / target
         shutil.copytree(tmp_path / "disk", disk)
-        # With verified host memory, a load checks digests that the conversion made.
+        # With `host.verify`, the load checks the digests that were computed when the page was converted.
         other = start(POOLS[target](), "other", disk, host__verify=bool(number % 2))
         others = {block: other.pool.numbers(block).clone() for block in range(1, 10) if block not in TO}
         assert other.find(PAGES) == 2, target
@@ -185,7 +185,9 @@ def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_pat
 
 
 def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
-    """The index was read at the start; each page identifies itself."""
+    """The second engine has read the other unit's index at its start, so it does not know what was overwritten later.
+    It notices because each page on disk identifies itself.
+    """
     slots = {"disk__bytes_per_folder": 3 * 8192}
     one = start(sglang(), **slots)
     one.store(PAGES, FROM)
@@ -207,7 +209,7 @@ def test_nothing_in_another_units_folder_changes(start: Start, tmp_path: Path) -
         files = [path for path in sorted((tmp_path / "disk").rglob("*")) if path.is_file()]
         return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
-    # A slab that was cut short has rows beyond its end: only its own unit drops them.
+    # The index has rows beyond the end of a truncated slab. Only the slab's own unit may drop these rows.
     [slab] = (tmp_path / "disk").rglob("*.slab")
     with open(slab, "r+b") as file:
         file.truncate(slab.stat().st_size // 2)
@@ -254,7 +256,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     assert other.find(PAGES) == 0
     assert not manager.tiers[2].present(0, other.keys(PAGES)).any()
     other.cache.manager.check_integrity()
-    # The page finally arrives, and is discarded, because its slot may belong to another page by now.
+    # Now the page arrives. It is discarded, because its slot may already belong to another page.
     hangs.set()
     other.close()
     assert "was not read within" in brought[0]
@@ -279,14 +281,14 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
     assert other.cache.manager.work.moving
     other.cache.close()
     assert not other.cache.manager.work.moving, "what hangs was given up"
-    # By now the host slots are free or hold other pages.
+    # By the time the read goes on, the host slots are free or hold other pages.
     hangs.set()
     assert ended.wait(60)
     assert brought[0].startswith("closed, and a page was not read within")
 
 
 def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
-    """After a reset an engine's pages belong to weights that only its process knows."""
+    """After a reset, only the engine's own process knows to which weights its pages belong."""
     one = start(sglang())
     one.cache.manager.reset()
     one.store(PAGES, FROM)

@@ -1,4 +1,4 @@
-"""Batches of pages from several threads: a wait in one thread does not delay the others."""
+"""Several threads load and store batches of pages. A wait in one thread does not delay the others."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LONG_S = 60.0
 
 
 class HeldReads:
-    """A unit's disk lane that holds back reads until they are released.
+    """A disk lane that holds reads back until the test releases them.
 
     Attributes:
-        asked: set once a read has been submitted.
-        go: set to let reads run.
+        asked: set when a read has been submitted.
+        go: set by the test to let reads run.
     """
 
     def __init__(self, plane: Any) -> None:
@@ -54,7 +54,7 @@ class HeldReads:
 
 @pytest.fixture
 def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, PageBatches, HeldReads]]:
-    """Pages 1 to 3 are only on disk, and its reads are held back."""
+    """A world in which pages 1 to 3 are only on disk, and reads from disk are held back."""
     settings = {"disk__folders": str(tmp_path), "disk__bytes_per_folder": 4 << 20}
     first = worlds(**settings)
     first.store(hashes_of(1, 2, 3), [1, 2, 3])
@@ -71,7 +71,7 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
 
 @contextmanager
 def in_thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs a call in a thread during the block; its result is in the list when the block has ended."""
+    """A context that runs `call` in a thread. After the block, the yielded list has the call's result."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
     thread.start()
@@ -144,8 +144,8 @@ def test_what_was_stored_goes_to_disk_without_further_calls(slow: Any) -> None:
 def test_a_load_that_did_not_run_costs_its_own_pages_alone(
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, fails_requests: bool
 ) -> None:
-    """Each page of a batch gets its own answer. The control: an engine that ends failed requests is promised nothing
-    for a while.
+    """Each page of a batch has a result of its own. The control: an engine that ends requests whose load fails is
+    promised nothing for a while.
     """
     world = worlds(fails_requests=fails_requests, load__deadline_s=0.5)
     batches = PageBatches(world.cache, LONG_S)

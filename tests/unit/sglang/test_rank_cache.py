@@ -1,4 +1,4 @@
-"""Loads and offloads of one rank: right bytes, leases, order, and losses."""
+"""Loads and offloads of one rank: the bytes are right, leases end, the order is kept, and losses are reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ LONG_S = 60.0
 
 
 def load(world: World, rid: str, hashes: list[str], pages: list[int]) -> tuple[int, bool]:
-    """Looks up, loads layer by layer and finishes. Returns how many pages were found, and whether they arrived."""
+    """Looks the pages up, loads them layer by layer, and finishes the load. Returns how many pages were found, and
+    whether all of them arrived.
+    """
     keys = world.cache.keys(hashes)
     found = world.cache.match(rid, keys, WAIT_S)
     index = world.loads.start({rid: QueuedLoad(keys[:found], blocks(pages[:found]))}, None)
@@ -100,7 +102,7 @@ def test_a_batch_of_more_requests_than_queue_places_is_loaded(worlds):
 
 
 def test_layers_of_a_batch_of_which_the_lanes_have_forgotten_graphs(worlds):
-    """The lanes remember 256 graphs whose results were taken."""
+    """Lanes remember only the last 256 graphs whose results were taken, and this batch has more."""
     world = worlds()
     world.store(hashes_of(1), [1])
     keys = world.cache.keys(hashes_of(1))
@@ -151,7 +153,7 @@ def test_a_page_that_does_not_verify_is_no_hit_and_then_a_miss(worlds):
 
 
 def test_an_offload_without_room_completes_without_storing(worlds):
-    # Two slots, both promised to a request, so that neither can be evicted.
+    # There are two slots. Both are promised to a request, so neither page can be evicted.
     world = worlds(host__bytes=2 * 4096, host__extent_bytes=2 << 20)
     assert world.store(hashes_of(1, 2), [1, 2])
     assert world.cache.match("r", world.cache.keys(hashes_of(1, 2)), WAIT_S) == 2
@@ -166,7 +168,7 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
         world.offloads.add(world.cache.keys(hashes_of(number)), blocks([number]), None)
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
-    # As if the first load were still under way: the loads after it must wait.
+    # Makes the first offload count as in flight again, so the offloads after it must wait.
     first.under_way = 1
     assert second.under_way == third.under_way == 0
     assert world.offloads.completed() == 0
@@ -231,11 +233,11 @@ def test_leases_that_are_never_followed_up_expire(worlds):
 
 
 def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
-    """The engine ends the requests of a load that failed, and may use their names again."""
+    """The engine ends requests whose load failed, and may use their names for new requests."""
     late = testing_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
     world = worlds(
         testing_ext.FaultyMover(c_ext.HostMover(), [late]),
-        fails_requests=False,  # otherwise nothing would be promised for a while
+        fails_requests=False,  # with True, nothing would be promised for a while
         load__deadline_s=0.01,
         transfer__stuck_s=30.0,
     )
@@ -346,7 +348,7 @@ def test_a_refused_cache_holds_no_folder(
 
     with monkeypatch.context() as broken:
         broken.setattr(rank_cache, "MetricReport", fails)
-        # The exception's traceback keeps all created objects alive.
+        # The exception's traceback refers to all objects that the start has made.
         with pytest.raises(RuntimeError) as caught:
             worlds(**settings)
     world = worlds(**settings)
@@ -371,7 +373,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def lose(world: World, count: int) -> None:
-    """Starts batches of one request whose page is missing."""
+    """Starts batches of loads for one request, whose pages are missing."""
     for number in range(count):
         index = world.loads.start(
             {"r": QueuedLoad(world.cache.keys(hashes_of("gone", number)), blocks([1, 2]))}, None

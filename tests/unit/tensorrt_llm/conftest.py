@@ -1,4 +1,4 @@
-"""Engines of one rank, closed after their test."""
+"""A fixture that makes engines of one rank and closes them after the test."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here. It makes the calls of the engine's
-connector manager and executor loop, in their order and with their checks, over a block-first pool in plain memory.
+"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here. It calls the connector as the
+engine's connector manager and executor loop do, in their order and with their checks. The pool is block-first, in plain
+memory.
 
-Its "model" writes the expected numbers into the pool. Before a chunk is computed, it compares every earlier position in
-the request's blocks with the expected numbers. It fills freed blocks with garbage, so that a copy out of a freed block,
-or a block that was not loaded, is noticed.
+The "model" writes the expected numbers into the pool. Before it computes a chunk, it compares all earlier positions of
+the request with the expected numbers. Freed blocks are filled with garbage, so a copy out of a freed block, or a block
+that was not loaded, is noticed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from tests.unit.tensorrt_llm.request import Request
 
 @dataclass(frozen=True)
 class Version:
-    """Differences between the engine's versions in how the connector is called.
+    """Differences between the engine's versions in how they call the connector.
 
     Attributes:
-        waits: whether it calls `wait_for_initialization`.
-        quiet: whether it builds no metadata in an iteration that computes nothing.
-        by_group: whether it passes the pool as a layout, and block numbers by layer group.
-        request_data, scheduler_output: make the arguments of `build_connector_meta`.
+        waits: whether the engine calls `wait_for_initialization`.
+        quiet: whether the engine builds no metadata in an iteration that computes nothing.
+        by_group: whether the engine passes the pool as a layout, and block numbers by layer group.
+        request_data, scheduler_output: constructors of the arguments of `build_connector_meta`.
     """
 
     waits: bool = True
@@ -47,20 +48,21 @@ BY_GROUP = Version(by_group=True)
 
 
 class Executor:
-    """One rank. Every rank gets the same requests in the same order.
+    """The executor of one rank. All ranks must get the same requests in the same order.
 
     Args:
-        scheduler: the connector's scheduler, on rank 0 only.
-        chunk: the most tokens in a context chunk.
+        scheduler: the connector's scheduler; None on ranks other than 0.
+        chunk: the largest number of tokens in a context chunk.
         version: the engine's version.
-        hooks: whether the forward pass calls the hooks of its layers; the replay of a CUDA graph does not.
+        hooks: whether the forward pass calls the hooks of its layers. The replay of a CUDA graph does not.
 
     Attributes:
-        in_layer: called in the forward pass at each layer, once the layer may be read.
-        kept: how many tokens of an offer the engine takes; it hands back the rest.
+        in_layer: called at each layer of the forward pass, when the layer may be read.
+        kept: returns, for the number of tokens that are offered, how many of them the engine takes. It hands the rest
+            back.
         calls: how often each hook was called.
-        wrong: (request, position) where a forward pass found wrong numbers.
-        loaded: tokens that each request did not compute because they were loaded.
+        wrong: (request, position) of each wrong number that a forward pass has read.
+        loaded: by request, the number of tokens that were loaded and not computed.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Executor:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Acts like a client that has disconnected: the request ends in its present state."""
+        """Ends the request in its present state, as when its client has disconnected."""
         if request.state != "done" and request.state != "saving":
             self._finish(request)
 
@@ -131,7 +133,7 @@ class Executor:
     # --- one iteration ---
 
     def step(self) -> bool:
-        """One iteration of the loop. Returns whether a forward pass ran."""
+        """Runs one iteration of the loop. Returns whether a forward pass ran."""
         batch = [r for r in self.requests if r.state in ("context", "generation")]
         ran = False
         if batch:
@@ -210,8 +212,8 @@ class Executor:
         return self.version.scheduler_output(new_requests=new, cached_requests=cached)
 
     def loaded_in_step(self, request: Request) -> bool:
-        """Whether this iteration's own lookup matched the request: only then does its first report leave the match
-        out.
+        """Whether the request was matched by a lookup of this iteration. Only in this case does its first report not
+        count the matched tokens.
         """
         return (
             request.matched > 0 and request.state == "context" and not getattr(request, "was_loading", False)
@@ -297,7 +299,7 @@ class Executor:
         for request_id in saved:
             self._local_saving[request_id] = self._pending_saving.pop(
                 request_id
-            )  # KeyError: unknown or repeated
+            )  # raises KeyError for an id that is unknown or was returned before
         for request_id in loaded:
             self._local_loading[request_id] = self._pending_loading.pop(request_id)
         said = self.group.allgather((list(self._local_saving), list(self._local_loading)))

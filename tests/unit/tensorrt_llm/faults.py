@@ -1,4 +1,4 @@
-"""Movers whose copies fail."""
+"""Movers whose copies fail or stall."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests import testing_ext
 
 
 class Faults:
-    """Makes one mover with one rule, and keeps it."""
+    """Makes a mover that follows one fault rule. `mover` is the last one made."""
 
     def __init__(self, action: int, kind: OpKind, times: int = -1, **where: Any) -> None:
         self._rule = testing_ext.FaultRule(action, kind=int(kind), times=times, **where)

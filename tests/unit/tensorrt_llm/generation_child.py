@@ -1,4 +1,5 @@
-"""The connector with one generation's package, in a separate process: its classes are bound when it is imported.
+"""Tests the connector with the package of one generation, in a separate process, because flexkv's classes get their
+base classes from the package when they are imported.
 
 python -m tests.unit.tensorrt_llm.generation_child GENERATION FOLDER
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def check(generation: str) -> dict[str, Any]:
-    """Runs prompts under the executor, with this generation's calls. Returns the results."""
+    """Runs prompts through the executor, which makes the calls of this generation. Returns the results."""
     from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker, api
     from tests.unit.tensorrt_llm.executor import Version
     from tests.unit.tensorrt_llm.world import PROMPT, World
@@ -55,7 +56,7 @@ def check(generation: str) -> dict[str, Any]:
 
 
 def other_signatures(package: Any) -> list[str]:
-    """Methods of the package's classes with a signature that flexkv's classes do not accept."""
+    """Methods of the package's classes whose parameters flexkv's methods do not accept."""
     from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 
     odd = []

@@ -1,7 +1,7 @@
-"""Packages named tensorrt_llm that contain only the connector's base classes, in the form of three generations.
+"""Writes packages named tensorrt_llm that contain only the connector's base classes, as three generations define them.
 
-G1 is 1.1 and 1.2, G2 is 1.3, and G3 came later. Each has its own module, abstract methods, fields of `RequestData`, and
-names that a connector may use from the package.
+G1 is versions 1.1 and 1.2, G2 is version 1.3, and G3 came later. Each generation has its own module, abstract methods,
+fields of `RequestData`, and names that a connector may use from the package.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FIELDS = {
         new_block_ids_by_layer_group: list = field(default_factory=list)
         """,
 }
-# Methods with a default in a version; the defaults of G3 raise or do nothing, which shows that a connector has its own.
+# Methods that have defaults in a generation. G3's defaults raise or do nothing, so a connector needs its own methods.
 WORKER_DEFAULTS = {
     "g1": "",
     "g2": "",
@@ -123,7 +123,7 @@ PLACES = {"g1": FLAT_PLACE, "g2": f"{FLAT_PLACE}/connectors", "g3": f"{FLAT_PLAC
 
 
 def write_package(folder: Path, generation: str, rank: int = 0) -> None:
-    """Writes the package below `folder`, which must then be added to the path."""
+    """Writes the package below `folder`. The caller must then add `folder` to the path."""
     place = folder / "tensorrt_llm" / PLACES[generation]
     place.mkdir(parents=True)
     for parent in (place, *place.parents):

@@ -1,4 +1,4 @@
-"""Operations that the ranks of an engine do together: all in this process, or two over a pipe."""
+"""Collective operations of an engine's ranks: of one rank in this process, or of two ranks over a pipe."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pickle
 from typing import Any, Protocol
 
 LONG_S = 120.0
-"""An executor that is still busy after this long is stuck."""
+"""If an executor is still busy after this many seconds, it is stuck."""
 
 
 class Group(Protocol):
-    """Operations that the ranks do together."""
+    """Collective operations of an engine's ranks."""
 
     rank: int
 
@@ -19,7 +19,7 @@ class Group(Protocol):
 
 
 class Alone:
-    """The group of one rank. Broadcast objects are pickled, as between processes."""
+    """The group of a single rank. Objects that are broadcast are pickled, as they would be between processes."""
 
     rank = 0
 
@@ -31,7 +31,7 @@ class Alone:
 
 
 class Pair:
-    """Two ranks in two processes over a pipe."""
+    """Two ranks in two processes that are connected by a pipe."""
 
     def __init__(self, rank: int, pipe: Any) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Orders that reach a rank later than its engine's message."""
+"""Orders that reach a rank later than the messages of its engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.unit.tensorrt_llm.world import World
 
 
 class LateOrders:
-    """Sits between a rank and its wire, and holds incoming orders until they are released, like a socket that is slower
-    than the engine's own messages. Preserves their order.
+    """Replaces a rank's wire. Keeps incoming orders back until they are released, as a socket does that is slower than
+    the engine's own messages. Does not change the order of the orders.
     """
 
     def __init__(self, world: World) -> None:

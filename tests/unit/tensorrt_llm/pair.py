@@ -1,4 +1,4 @@
-"""Two ranks in two processes run the same script, each step of it at the same time."""
+"""Runs one script on two ranks in two processes. Both ranks do each step of the script at the same time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.unit.tensorrt_llm.group import LONG_S, Pair
 from tests.unit.tensorrt_llm.world import World, settings
 
 Script = Callable[[World], Any]
-"""Runs on both ranks; must be a function of a module. `run_pair` returns its result for each rank."""
+"""A function that both ranks run. It must be a top-level function of a module, so that it can be pickled."""
 
 
 def run_pair(script: Script, environment: dict[str, str], **options: Any) -> list[Any]:
-    """Runs `script` on rank 0 here and on rank 1 in a separate process.
+    """Runs `script` on rank 0 in this process and on rank 1 in a separate process. Returns the results by rank.
 
     Raises:
-        AssertionError: the other process failed; the error has its traceback.
+        AssertionError: the script failed on rank 1; the error has the traceback from there.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     result, result_there = context.Pipe(duplex=False)
-    # The environment of both processes, which the connector reads.
+    # The connector of both processes reads its settings from the environment.
     saved = dict(os.environ)
     os.environ.update(settings(**environment))
     try:

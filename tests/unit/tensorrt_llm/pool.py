@@ -1,6 +1,6 @@
-"""The block-first pool of one rank in plain memory, and its expected numbers.
+"""The block-first pool of one rank in plain memory, and the numbers expected in it.
 
-They depend on all tokens up to a position, on salt, adapter, layer, head and rank.
+An expected number depends on all tokens up to its position, and on salt, adapter, layer, head and rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ GARBAGE = 0x7FA5A5A5
 
 @dataclass(frozen=True)
 class Shape:
-    """A pool: [blocks, layers, kv, heads * tokens * size] of 4 bytes, or four times as many elements of fp8.
+    """The shape of a pool, [blocks, layers, kv, heads * tokens * size]. Elements have 4 bytes; with fp8 there are four
+    times as many elements of one byte.
 
     Attributes:
         fp8: whether the engine passes elements of one byte.
@@ -35,8 +36,9 @@ class Shape:
 
 
 class HostTensor:
-    """The parts of a torch tensor that the connector uses, over an array: importing torch would cost each process
-    seconds."""
+    """The attributes and methods of a torch tensor that the connector uses, over an array. Importing torch would cost
+    each process seconds.
+    """
 
     device = SimpleNamespace(type="cpu", index=None)
 
@@ -73,7 +75,7 @@ class Pool:
         )
 
     def truth(self, request: Request, first: int, end: int) -> NDArray[np.uint32]:
-        """Expected numbers [layers, kv, heads, positions, size] of token positions [first, end)."""
+        """The numbers expected at token positions [first, end), as [layers, kv, heads, positions, size]."""
         s = self.shape
         chain = np.empty(end, np.uint32)
         state = (request.secret * 2654435761 + self.rank * 40503 + 17) & 0xFFFFFFFF
@@ -83,7 +85,7 @@ class Pool:
         rest = np.arange(s.layers * s.kv * s.heads * s.size, dtype=np.uint32).reshape(
             s.layers, s.kv, s.heads, 1, s.size
         )
-        # Finite floats only: a NaN's bits may change in a copy of floats.
+        # The bits must form finite floats, because copying a NaN as a float may change its bits.
         return (chain[first:end].reshape(1, 1, 1, -1, 1) + rest * np.uint32(9973)) & np.uint32(0x3FFFFFFF)
 
     def write(self, request: Request, first: int, end: int) -> None:
@@ -93,7 +95,7 @@ class Pool:
             self.words[block, :, :, :, position % self.shape.tokens] = truth[:, :, :, position - first]
 
     def wrong(self, request: Request, end: int) -> list[int]:
-        """Positions before `end` with wrong numbers."""
+        """Positions before `end` whose numbers are wrong."""
         truth = self.truth(request, 0, end)
         return sorted(
             {
@@ -104,7 +106,9 @@ class Pool:
         )
 
     def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
-        """Does the same for one layer; `truth` has the expected numbers of the positions to compare, from 0 on."""
+        """Positions whose numbers are wrong in one layer. `truth` has the expected numbers of all positions to compare,
+        which begin at 0.
+        """
         s, end = self.shape, truth.shape[3]
         here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]
         rows = here.transpose(1, 2, 0, 3, 4).reshape(s.kv, s.heads, -1, s.size)[:, :, :end]
@@ -112,7 +116,7 @@ class Pool:
 
 
 def layout_of(pool: Pool, window: int | None = None, groups: int = 1) -> Any:
-    """The pool as one region that holds K and V of every layer."""
+    """A layout that describes the pool as one region with K and V of every layer."""
     s = pool.shape
     size = s.layers * s.kv * s.heads * s.tokens * s.size * 4
     buffers = tuple(

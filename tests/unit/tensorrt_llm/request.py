@@ -1,4 +1,4 @@
-"""A request of the engine."""
+"""A request of the stand-in executor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class Request:
-    """A request as a connector sees it, with the executor's own state."""
+    """A request with the attributes that a connector reads, and with the executor's own state."""
 
     request_id: int
     tokens: list[int]

@@ -1,4 +1,6 @@
-"""Refusals and their reasons; geometry from the tensor, checked against the arguments."""
+"""Arguments that flexkv refuses, with the reasons; and the pool's geometry, which is read from the tensor and checked
+against the arguments.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ LLAMA = {
     "head_dim": 8,
 }
 REFUSED = "refused, or only as the runtime itself allows it with a connector"
-"""The reason in docs/identity.md of arguments that no engine with a connector has."""
+"""The reason that docs/identity.md gives for arguments that no engine with a connector can have."""
 
 LATENT = {"num_hidden_layers": 3, "num_attention_heads": 8, "kv_lora_rank": 6, "qk_rope_head_dim": 2}
 
@@ -150,7 +152,7 @@ def test_layouts_are_refused() -> None:
 
 
 def test_other_roles_stay_opaque() -> None:
-    """A region with an unknown role is moved whole, and never converted."""
+    """A region that has a buffer with an unknown role is copied as a whole, and never converted."""
     layout = layout_of(Pool(Shape(), 0))
     for buffer in layout.groups[0].regions[0].buffers[:1]:
         buffer.role = "index_key"

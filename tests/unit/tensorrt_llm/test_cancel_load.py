@@ -1,4 +1,4 @@
-"""An engine that hands back a promise: all of it, its end, or a part of a load that is under way."""
+"""The engine hands back a promise, completely or in part, before or during its load."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
     ([(0, 1000)], []),
     ([(0, 8)], [2, 3, 4, 5, 6]),
     ([(20, WHOLE)], [0, 1, 2, 3, 4]),
-    # If a block is handed back in part, its rest counts as loaded.
+    # A block that is handed back only in part is still loaded.
     ([(0, 10)], [2, 3, 4, 5, 6]),
     ([(22, WHOLE)], [0, 1, 2, 3, 4, 5]),
     ([(20, WHOLE), (0, 8)], [2, 3, 4]),
     ([(0, 8), (20, WHOLE)], [2, 3, 4]),
     ([(0, 16), (16, WHOLE)], []),
-    # Pieces that meet inside a block leave no part of it.
+    # If two ranges meet inside a block, they hand the complete block back.
     ([(0, 10), (10, WHOLE)], []),
     ([(10, WHOLE), (0, 10)], []),
     ([(0, 10), (8, WHOLE)], []),
@@ -51,11 +51,11 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
     ([(WHOLE, 40)], ALL),
     ([(8, 8)], ALL),
 ]
-"""Ranges handed back one after the other, and the blocks that are loaded."""
+"""Token ranges that are handed back one after another, and the blocks that are then still loaded."""
 
 
 def names(world: World, saving: list[int], loading: list[int]) -> tuple[list[int], list[int]]:
-    """Names ids to the worker, and asks until one is returned."""
+    """Passes the ids to the worker, then polls until the worker returns at least one id."""
     ends_s = time.monotonic() + LONG_S
     found: tuple[list[int], list[int]] = world.worker.get_finished(saving, loading)
     while not found[0] + found[1]:
@@ -66,7 +66,7 @@ def names(world: World, saving: list[int], loading: list[int]) -> tuple[list[int
 
 
 def filled(world: World, request: Request) -> list[int]:
-    """Indexes of the request's blocks with the right numbers; checks that the others still hold garbage."""
+    """Indexes of the request's blocks that hold the right numbers. Checks that all other blocks still hold garbage."""
     truth = world.executor.pool.truth(request, 0, WHOLE)
     found = []
     for ordinal, block in enumerate(request.blocks[:BLOCKS]):
@@ -84,7 +84,9 @@ def filled(world: World, request: Request) -> list[int]:
 def test_what_is_handed_back_is_not_written(
     make_world: Make, mode: str, ranges: list[tuple[int, int]], loaded: list[int]
 ) -> None:
-    """Other requests may read blocks that the engine meanwhile found in its own cache."""
+    """The engine hands back the part of a promise that it has meanwhile found in its own cache. Other requests may read
+    these blocks, so the load must not write to them.
+    """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": mode})
     request, blocks = promised(world)
     for start, end in ranges:
@@ -124,7 +126,7 @@ def test_an_engine_that_takes_a_part_computes_the_rest(
 
 
 def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> None:
-    """The engine computes the prompt, and may or may not wait for the promised load."""
+    """The engine computes the prompt. It may still name the promised load to the rank and wait for it."""
     world = stored(make_world)
     world.executor.kept = lambda tokens: 0
     for _ in range(3):
@@ -157,7 +159,9 @@ def test_a_load_under_way_is_taken_back_whole(make_world: Make) -> None:
 
 
 def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make) -> None:
-    """The rest counts as loaded: if the load were dropped, a failed one would be reported as loaded."""
+    """The engine counts the rest as loaded. If flexkv dropped the load, a load that failed would be
+    reported as loaded.
+    """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
@@ -171,8 +175,8 @@ def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make)
 
 
 def test_a_load_under_way_that_is_taken_back_in_two_pieces_is_awaited_no_more(make_world: Make) -> None:
-    """The load failed, so the rank returns it only once the engine has taken all of it back. The pieces meet inside a
-    block."""
+    """The load fails, so the rank returns it only after the engine has handed all of it back. The two ranges meet
+    inside a block."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
@@ -186,7 +190,7 @@ def test_a_load_under_way_that_is_taken_back_in_two_pieces_is_awaited_no_more(ma
 
 
 def test_a_promise_outlives_its_lease(make_world: Make) -> None:
-    """The engine may keep an offer for many steps before it has memory for it."""
+    """The engine may keep an offer for many steps before it has memory for the blocks."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
     manager = world.scheduler.side.ranks.unit.manager
@@ -218,7 +222,7 @@ def expire(manager: Any) -> None:
 
 
 def test_an_engine_with_memory_for_less_than_it_was_promised(make_world: Make) -> None:
-    """The engine gives only the blocks of the first chunk, and computes the tokens beyond them."""
+    """The engine provides blocks only for the first chunk, and computes the tokens after them."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks[:3])

@@ -1,4 +1,4 @@
-"""Requests that are cancelled or reset, and ranks whose scheduler has ended: every block is returned."""
+"""Requests that are cancelled or reset, and ranks whose scheduler has ended. Every block goes back to the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_request_that_is_cancelled_while_it_loads(make_world: Make) -> None:
 
 
 def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None:
-    """Only the computed blocks are stored."""
+    """Only the blocks that were computed are stored."""
     world = make_world(chunk=6)
     world.warm_up()
     request = world.request(PROMPT)
@@ -53,7 +53,7 @@ def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None
 def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
     make_world: Make,
 ) -> None:
-    """No forward pass reads its blocks, so the other requests do not wait for them."""
+    """No forward pass will read the blocks of the load, so other requests need not wait for it."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, {"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
     first = world.request(PROMPT)
@@ -135,7 +135,9 @@ def _preempted(world: World) -> float:
 def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
     make_world: Make,
 ) -> None:
-    """The engine has paused the request and asks again, and the client disconnects before the next forward pass."""
+    """The engine has paused the request and looks it up again. The client disconnects before the next forward pass, so
+    the new blocks hold no KV.
+    """
     world = make_world()
     world.warm_up()
     request = world.request(PROMPT, new_tokens=50)
@@ -148,7 +150,9 @@ def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(make_world: Make, ended: bool) -> None:
-    """By the time of the step its blocks belong to another request."""
+    """The request ends, or loses its blocks, before the step that would load. By then its blocks belong to another
+    request.
+    """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     manager = world.scheduler.side.ranks.unit.manager
     request, blocks = promised(world)

@@ -1,5 +1,5 @@
-"""Loads that the forward pass waits for layer by layer, forward passes that do not call those hooks, and forward passes
-that fail midway.
+"""Layerwise loads, for which the forward pass waits at each layer; forward passes that do not call the layers' hooks;
+and forward passes that fail midway.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ LAYERWISE = {"FLEXKV_LOAD_MODE": "layerwise"}
 TRUSTING = LAYERWISE | {"FLEXKV_LOAD_LAYER_HOOKS": "trust"}
 LONGER = [*PROMPT, *range(500, 540)]
 MORE = 68
-"""Tokens in whole blocks of 4, out of its 70 tokens."""
+"""Number of LONGER's 70 tokens that are in full blocks of 4."""
 
 
 def eager() -> Any:
-    """Arguments with which every forward pass calls its layers' hooks."""
+    """Arguments with which every forward pass calls the hooks of its layers."""
     return arguments(cuda_graph_config=None)
 
 
 def by_layer(make_world: Make, environment: dict[str, str] = LAYERWISE, **options: Any) -> World:
-    """A world that has stored PROMPT, and whose forward passes wait for each layer of their loads."""
+    """A world that has stored PROMPT, and whose forward passes wait at each layer for their loads."""
     return stored(make_world, environment, **({"llm_args": eager()} | options))
 
 
 @pytest.mark.parametrize(("ranks", "hooked"), [(1, True), (2, False)])
 def test_with_several_ranks_loads_end_before_the_forward(ranks: int, hooked: bool) -> None:
-    """A rank that lost a layer could not notify the others before they sample."""
+    """With several ranks, a rank whose load fails in a layer could not tell the others before they sample."""
     given = EngineArguments.of(arguments(ranks, cuda_graph_config=None))
     assert SchedulerSide(load_config({}, TRUSTING), given).by_layer is hooked
 
@@ -114,7 +114,7 @@ def test_control_a_forward_that_does_not_wait_reads_wrong_numbers(
 def test_where_hooks_may_not_fire_loads_end_before_the_forward(
     make_world: Make, llm_args: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trap: the hooks are never called, and every load is slow in every layer."""
+    """The test makes early reads visible: hooks are never called, and the copies of every layer are slow."""
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
     world = by_layer(make_world, llm_args=llm_args, hooks=False, movers=slow)
     assert "may run without the hooks of its layers" in caplog.text
@@ -123,7 +123,7 @@ def test_where_hooks_may_not_fire_loads_end_before_the_forward(
 
 
 def end_failed(world: World) -> None:
-    """Acts like the engine after a step that raises: its requests end."""
+    """Ends all requests, as the engine does after a step that raises."""
     for request in list(world.executor.requests):
         world.executor.cancel(request)
     world.executor.run()
@@ -145,7 +145,7 @@ def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(
     assert len(request.tokens) == len(LONGER)
     end_failed(world)
     rest_over(world)
-    # From now on loads end before the forward pass; nothing that the step computed was stored.
+    # From now on, loads end before the forward pass. Nothing that the failed step computed was stored.
     assert world.hit(world.serve(LONGER)) == WHOLE
     assert world.hit(world.serve(LONGER)) == MORE
     world.check()
@@ -167,11 +167,11 @@ def test_a_page_that_fails_in_a_layer_ends_the_step(make_world: Make, layer: int
 
 
 class BrokenForwardError(Exception):
-    """The error that a forward pass raises in these tests."""
+    """Raised by a forward pass in these tests."""
 
 
 def break_at(world: World, layer: int) -> None:
-    """Makes the forward pass of the next step raise at this layer."""
+    """Makes the forward pass of the next step raise at this layer, and runs the step."""
 
     def in_layer(reached: int) -> None:
         if reached == layer:
@@ -185,8 +185,8 @@ def break_at(world: World, layer: int) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
 def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> None:
-    """The engine ends the requests as if the step had run: blocks that it never wrote would be stored under the
-    prompt's keys.
+    """The engine ends the requests as if the step had run. Without a check, blocks that were never written would be
+    stored under the prompt's keys.
     """
     world = make_world({"FLEXKV_LOAD_MODE": mode}, llm_args=eager())
     world.warm_up()
@@ -202,7 +202,7 @@ def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> N
 
 @pytest.mark.parametrize("breaks", [True, False])
 def test_a_request_that_had_begun_before_a_broken_step_is_not_stored(make_world: Make, breaks: bool) -> None:
-    """Also if it was not in that step. The control: a step that ends."""
+    """This includes a request that was not in the broken step. The control: a step that ends."""
     world = make_world()
     world.warm_up()
     request, other = Request(900, list(PROMPT)), Request(901, list(PROMPT))

@@ -1,4 +1,4 @@
-"""Plugins beside TensorRT-LLM's connector: they ask for what its executor has stored, and end with it."""
+"""Plugins beside TensorRT-LLM's connector look up what the executor has stored. They end when the connector ends."""
 
 from __future__ import annotations
 

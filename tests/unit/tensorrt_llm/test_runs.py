@@ -1,4 +1,4 @@
-"""The connector under a stand-in executor: blocks are computed and loaded, and every byte is right."""
+"""The connector under a stand-in executor, which computes and loads blocks and checks every byte."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_fp8_blocks_are_moved_as_they_are(make_world: Make, tmp_path: Path, vers
 def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
     make_world: Make, tmp_path: Path, mode: str
 ) -> None:
-    """The model has 3 layers, the pool 4: a hit without the draft's layer would draft from the block's former
-    content."""
+    """The model has 3 layers, the pool has 4. If a hit did not bring the draft's layer, drafts would be computed from
+    the block's former content."""
     draft = Shape(layers=SHAPE.layers + 1)
     model = write_model(tmp_path, head_dim=SHAPE.size, layers=SHAPE.layers)
     given = arguments(model=model, cuda_graph_config=None, speculative_config={"decoding_type": "MTP"})
@@ -85,7 +85,7 @@ def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_loads_that_end_before_the_forward_need_no_hooks(make_world: Make, mode: str) -> None:
-    """The replay of a graph does not call the hooks of layers."""
+    """A replayed CUDA graph does not call the hooks of its layers."""
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
     world = stored(make_world, {"FLEXKV_LOAD_MODE": mode}, hooks=False, movers=slow)
     assert world.hit(world.serve([*PROMPT, 5])) == WHOLE
@@ -94,7 +94,7 @@ def test_loads_that_end_before_the_forward_need_no_hooks(make_world: Make, mode:
 
 
 def test_worker_and_scheduler_are_made_at_once() -> None:
-    """The engine makes the two classes in two threads, before there is a pool."""
+    """The engine constructs the two classes in two threads, before it has a pool."""
     ready = threading.Barrier(2)
 
     def make(kind: Any) -> Any:
@@ -178,13 +178,15 @@ def test_eviction_under_pressure(make_world: Make) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_hooks_are_called_as_often_as_the_engine_counts(make_world: Make, mode: str) -> None:
-    """As the engine's own tests count: three hooks once per forward pass, layer hooks once per layer and pass."""
+    """The engine's own tests count in this way: three hooks once per forward pass, and layer hooks once per layer and
+    forward pass.
+    """
     world = make_world({"FLEXKV_LOAD_MODE": mode})
     world.warm_up()
     for _ in range(2):
         world.serve(PROMPT, new_tokens=4)
     executor = world.executor
-    # An async load's own iteration starts without a forward.
+    # The iteration that begins an async load calls two of the hooks without a forward pass.
     without = 1 if mode == "async" else 0
     assert executor.calls["build_connector_meta"] == executor.passes + without
     assert executor.calls["start_load_kv"] == executor.passes + without
@@ -194,7 +196,7 @@ def test_hooks_are_called_as_often_as_the_engine_counts(make_world: Make, mode: 
 
 
 def test_the_driver_sees_wrong_bytes(make_world: Make) -> None:
-    """The control: if loads bring wrong bytes and nothing verifies them, the executor reports positions."""
+    """The control: if loads bring wrong bytes and nothing verifies them, the executor reports the wrong positions."""
     rule = testing_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
     world = stored(make_world, movers=lambda: testing_ext.FaultyMover(c_ext.HostMover(), [rule]))
     warm = world.serve(PROMPT)
@@ -216,7 +218,7 @@ def test_disk_tier_after_a_restart(make_world: Make, tmp_path: Path) -> None:
     second = make_world(disk)
     second.warm_up()
     assert lookup(second) == 0, "only what is in host memory and verified is promised"
-    # Nothing is computed meanwhile, so the hit can only come from disk.
+    # No request computes PROMPT before this hit, so its pages can only come from disk.
     wait_for_the_disk(second)
     assert second.hit(second.serve(PROMPT)) == WHOLE
     second.check()

@@ -1,5 +1,5 @@
-"""A request whose load between steps was taken back asks again. Its engine names loads only by the request's id, and
-may name a load to a rank before the rank has its order.
+"""A request asks again after its load between steps was taken back. The engine identifies a load only by the request's
+id, and may name it to a rank before the rank has the order of the load.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.unit.tensorrt_llm.world import end as world_end
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
 First = Callable[[World, LateOrders, Request], None]
-"""What happens to the request's first promise."""
+"""A function that ends the first promise of a request in some way."""
 
 
 def handed_back(world: World, late: LateOrders, request: Request) -> None:
-    """The whole promise is handed back before its blocks were given; the engine waits for nothing then."""
+    """The engine hands the complete promise back before the request has blocks, and so waits for no load."""
     world.scheduler.cancel_load(request, 0, WHOLE)
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
@@ -36,13 +36,13 @@ def handed_back_and_reset(world: World, late: LateOrders, request: Request) -> N
 
 
 def handed_back_late_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The rank does not have its order yet when the engine names the second load."""
+    """The rank does not have the order of the first load yet when the engine names the second load."""
     late.hold()
     handed_back_and_reset(world, late, request)
 
 
 def ordered_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The load is ordered, and is lost with its blocks before the engine has named it."""
+    """The load is ordered. A reset takes the request's blocks before the engine has named the load to the rank."""
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -59,7 +59,9 @@ def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> N
 
 
 def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """An engine without memory for any of the load: the order contains no copy, and no rank reports its end."""
+    """The engine has no memory for any block of the load. So the order contains no copy, and no
+    rank reports its end.
+    """
     world.scheduler.update_state_after_alloc(request, [])
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -77,8 +79,8 @@ FIRST: list[First] = [
 
 
 def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, list[int]]:
-    """The request asks again; if it was promised anything, the engine names it to the rank before the order arrives.
-    Returns the promise, and the positions with wrong numbers at the time when the rank reports it as loaded.
+    """The request asks again. If it is promised tokens, the engine names the load to the rank before the order arrives.
+    Returns the number of tokens promised, and the positions whose numbers are wrong when the rank reports the load.
     """
     tokens, is_async = world.scheduler.get_num_new_matched_tokens(request, 0)
     world.scheduler.update_state_after_alloc(request, request.blocks)
@@ -95,7 +97,7 @@ def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, li
 
 
 def end(world: World, request: Request) -> None:
-    """Ends the request, and checks that nothing of it is left on either side."""
+    """Ends the request. Checks that neither side keeps anything of it."""
     requests = world.scheduler.side.ranks.requests
     assert requests[900].may_be_named, "ranks may have to do with its load yet"
     world_end(world, request)
@@ -125,8 +127,8 @@ def test_no_load_is_taken_for_another_of_its_request(make_world: Make, first: Fi
 def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     make_world: Make, first: First
 ) -> None:
-    """The control: the same second load, for a request that counts as new. (The second takes the place of the first
-    only if both orders are late.)"""
+    """The control: the scheduler forgets the request before the second load. (The case that is left out does not fail:
+    both orders are late, so the second replaces the first.)"""
     world = stored(make_world)
     late = LateOrders(world)
     request, _ = promised(world)
@@ -138,8 +140,8 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
 
 
 def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
-    """The load ends while the request asks again: late messages about the first load could make the rank return a
-    second one that fails.
+    """The first load ends while the request asks again. Late messages about it could make the rank report a second load
+    that fails as loaded, so there is no second load.
     """
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
@@ -162,7 +164,9 @@ def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
 
 
 def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> None:
-    """Its first load waits until it is cancelled; another request has stored the page again."""
+    """The engine still waits for the first load, until the request is cancelled. Meanwhile another request has stored
+    the page again.
+    """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     late = LateOrders(world)
     request, blocks = promised(world)
@@ -177,7 +181,9 @@ def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> N
 
 
 def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None:
-    """The engine paused it: every rank is done with the first order, so the second cannot be mistaken for it."""
+    """The engine has paused the request. Every rank is done with the first order, so the second cannot be mistaken for
+    it.
+    """
     world = stored(make_world)
     late = LateOrders(world)
     request, blocks = promised(world)
@@ -192,7 +198,7 @@ def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None
 
 
 def ask_named(world: World) -> list[int]:
-    """Names the load, and waits until the rank has returned it and the scheduler knows."""
+    """Names the load to the rank. Waits until the rank has returned it and the scheduler knows that it has ended."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     ends_s = time.monotonic() + LONG_S
     while not loaded or world.scheduler.side.ranks.requests[900].load:

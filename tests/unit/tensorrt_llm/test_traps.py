@@ -1,4 +1,4 @@
-"""One test for each trap of TensorRT-LLM's connector interface."""
+"""One test for each trap in TensorRT-LLM's connector interface."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
 
 def loaded_by(world: World, request_id: int) -> list[int]:
-    """Names the request to the worker. Returns the first ids that the worker returns as loaded."""
+    """Names the request's load to the worker. Returns the first ids that the worker returns as loaded."""
     ends_s = time.monotonic() + LONG_S
     loaded: list[int] = world.worker.get_finished([], [request_id])[1]
     while not loaded and time.monotonic() < ends_s:
@@ -45,7 +45,9 @@ def loaded_by(world: World, request_id: int) -> list[int]:
 
 
 def test_a_lone_async_load_needs_no_metadata(make_world: Make) -> None:
-    """If nothing is scheduled, no metadata is built, so a load that started only there would never start."""
+    """If nothing is scheduled, the engine builds no metadata. A load that was ordered only in metadata would never
+    begin.
+    """
     world = stored(make_world, version=Version(quiet=True))
     built = world.executor.calls["build_connector_meta"]
     request = world.request(PROMPT, new_tokens=1)
@@ -57,7 +59,9 @@ def test_a_lone_async_load_needs_no_metadata(make_world: Make) -> None:
 
 
 def test_an_id_is_remembered_and_returned_once(make_world: Make) -> None:
-    """The engine names an id once; a load that takes many iterations is returned in a later one, and only there."""
+    """The engine names an id only once. If the load takes many iterations, the worker returns the id in a later
+    iteration, and only in that one.
+    """
     world, request, faults = stalled_load(make_world)
     steps(world)
     assert request.state == "loading"
@@ -65,13 +69,15 @@ def test_an_id_is_remembered_and_returned_once(make_world: Make) -> None:
     world.executor.run(until=lambda: other.state == "saving")
     faults.mover.release()
     world.executor.run()
-    steps(world)  # a second return would be a KeyError of the executor
+    steps(world)  # the executor would raise KeyError if the id were returned again
     assert world.hit(request) == WHOLE
     world.check()
 
 
 def test_a_save_in_flight_keeps_its_blocks(make_world: Make) -> None:
-    """Freed blocks are filled with garbage: if they were freed too early, the stored page would be garbage."""
+    """The executor fills freed blocks with garbage, so if the blocks were freed too early, the stored page would be
+    garbage.
+    """
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
     world.warm_up()
@@ -119,7 +125,9 @@ def test_metadata_that_stays_bound_is_carried_out_once(make_world: Make) -> None
 
 
 def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
-    """The engine cannot be notified: its request waits until it is cancelled, and the others continue."""
+    """The interface has no way to report a failed load. The request waits until it is cancelled, and other requests
+    continue.
+    """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request = world.request(PROMPT)
     steps(world)
@@ -135,8 +143,8 @@ def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
 def test_failed_loads_without_a_line_are_counted_in_the_log(
     make_world: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, at_end: bool
 ) -> None:
-    """The report comes in the next call after the minute is over, or when the rank is closed, even for a load that ends
-    with its lanes.
+    """The number is logged in the first call after the minute has passed, or when the rank is closed. It includes loads
+    that end only when the lanes are closed.
     """
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     monkeypatch.setattr(failed_ops, "MOST_LINES", 0)
@@ -153,7 +161,7 @@ def test_failed_loads_without_a_line_are_counted_in_the_log(
         world.worker.shutdown()
     else:
         ends_s = time.monotonic() + LONG_S
-        while not side._failed._periods:  # the failure is counted
+        while not side._failed._periods:  # until the failure is counted
             assert time.monotonic() < ends_s, "the load never failed"
             world.executor.step()
         assert request.state == "loading"
@@ -172,8 +180,8 @@ def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
 
 
 def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_world: Make) -> None:
-    """They are not promised to other requests either for a while, because this engine ends a request whose load fails.
-    Nothing is wrong with the pages.
+    """For a while, the pages are not promised to other requests either, because this engine ends a request whose load
+    fails. The pages themselves are good.
     """
     late = {"FLEXKV_LOAD_MODE": "sync", "FLEXKV_LOAD_DEADLINE_S": "0.02"}
     world = stored(make_world, late, movers=Faults(DELAY, OpKind.H2D, delay_s=0.1))
@@ -203,7 +211,9 @@ def test_a_planned_load_that_its_reset_took_away_is_no_failed_one(
 
 
 def test_an_order_waits_for_its_id(make_world: Make) -> None:
-    """A slow rank may get an order before it has enqueued the forward that last used the blocks."""
+    """A slow rank may get an order before it has enqueued the forward pass that last used the blocks. So it copies
+    nothing until the engine names the load's id.
+    """
     world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DISK_SEAL)))
     calls = faults.mover.calls
     request, blocks = promised(world)
@@ -216,15 +226,15 @@ def test_an_order_waits_for_its_id(make_world: Make) -> None:
 
 
 def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
-    """Its first report does not say how many tokens it took, so only blocks that are computed in any case are
-    stored.
+    """The request's first report does not say how many tokens the engine took, so only blocks that are computed in any
+    case are stored.
     """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request = Request(900, [*PROMPT[:28], *range(500, 530)])
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
     blocks = [world.executor.free.pop() for _ in range(15)]
     world.scheduler.update_state_after_alloc(request, blocks)
-    # It took 8 of the 28 tokens, and computes 24 more in a chunk: 32 of 58 in all.
+    # The engine took 8 of the 28 tokens and computes 24 more in a chunk, so 32 of the 58 tokens have KV.
     said = SimpleNamespace(request_id=900, computed_position=0, num_scheduled_tokens=24)
     world.worker.bind_connector_meta(
         world.scheduler.build_connector_meta(SimpleNamespace(new_requests=[said], cached_requests=[]))

@@ -1,4 +1,6 @@
-"""Two ranks as processes: each holds its own heads, and no block is used before both ranks' copies have ended."""
+"""Two ranks in two processes. Each has its own heads, and no block is used before the copies of
+both ranks have ended.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,24 @@ def test_both_ranks_load_their_heads() -> None:
 
 
 def test_latents_are_stored_once() -> None:
-    """MLA: all ranks hold the same bytes; only rank 0 stores them, and both load them."""
+    """With MLA, all ranks hold the same bytes. Only rank 0 stores them, and both ranks load them."""
     shape = Shape(blocks=12, kv=1, heads=1, tokens=64)
     assert run_pair(latent_hits, {}, shape=shape) == [128, 128]
 
 
 def latent_hits(world: World) -> int:
-    world.executor.pool.rank = 0  # the same bytes on both
+    world.executor.pool.rank = 0  # makes both ranks hold the same bytes
     prompt = [(3 * n) % 500 for n in range(130)]
     world.serve(prompt)
     return world.hit(world.serve(prompt))
 
 
 stalling: list[Any] = []
-"""The mover of this process, where its copies stall."""
+"""In the process of rank 1: its mover, whose copies stall. Elsewhere empty."""
 
 
 def stalls_on_rank_1() -> Any:
-    """Rank 1's first load stalls until it is released; rank 0's ends long before."""
+    """Makes rank 1's first load stall until it is released. Rank 0's ends long before."""
     if multiprocessing.parent_process() is None:
         return None
     rule = testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), times=1)
@@ -58,7 +60,7 @@ def stalls_on_rank_1() -> Any:
 
 
 def late_and_cancelled(world: World) -> list[Any]:
-    """A request that is cancelled while its load is under way on rank 1, and then async loads."""
+    """Cancels a request while its load is in flight on rank 1, then runs requests with async loads."""
     world.serve(PROMPT)
     request = world.request(PROMPT)
     world.executor.step()
@@ -78,7 +80,7 @@ def late_and_cancelled(world: World) -> list[Any]:
 
 
 def test_a_late_rank_holds_the_others() -> None:
-    """The engine continues when every rank has returned an id; ids that one rank returned early are not lost."""
+    """The engine continues only when every rank has returned an id. An id that one rank returned early is not lost."""
     assert run_pair(late_and_cancelled, {}, movers=stalls_on_rank_1) == [[True, True, WHOLE, WHOLE]] * 2
 
 
@@ -90,6 +92,6 @@ def corrupt_on_rank_1() -> Any:
 
 
 def test_wrong_bytes_of_one_rank_are_seen() -> None:
-    """The control."""
+    """The control for both tests: wrong bytes on rank 1 make a test fail."""
     with pytest.raises(AssertionError, match="rank 1"):
         run_pair(hits, {}, movers=corrupt_on_rank_1)

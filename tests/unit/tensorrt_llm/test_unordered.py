@@ -1,4 +1,4 @@
-"""Requests that were promised a load between steps which was never ordered, but which the engine names to its ranks."""
+"""Requests were promised a load between steps that was never ordered, but their engine names the load to its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, end, promi
 
 
 def named(world: World, looks: int = 50) -> list[int]:
-    """Tells the rank about request 900's load. Returns the ids that the rank then reports as loaded."""
+    """Names request 900's load to the rank. Returns the ids that the rank then reports as loaded."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     for _ in range(looks):
         if loaded:
@@ -26,8 +26,8 @@ def named(world: World, looks: int = 50) -> list[int]:
 
 
 def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
-    """Ends a request whose load the rank has not reported. Returns the ids that the rank returns as saved and
-    loaded."""
+    """Ends a request whose load the rank has not reported. Returns the ids that the rank returns as saved, and those
+    that it returns as loaded."""
     assert world.scheduler.request_finished(request, request.blocks), "the rank may keep its id"
     ends_s = time.monotonic() + LONG_S
     saved, loaded = world.worker.get_finished([900], [])
@@ -40,7 +40,7 @@ def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
 
 
 def nothing_left(world: World, request: Request) -> None:
-    """Checks that neither side still knows the request, and that others are served as before."""
+    """Checks that neither side still has a record of the request, and that other requests are served as before."""
     world.executor.free += request.blocks
     requests, rank = world.scheduler.side.ranks.requests, world.worker.side
     assert 900 not in requests
@@ -127,7 +127,7 @@ def test_a_request_that_is_never_named_leaves_nothing_behind(make_world: Make) -
 
 
 def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Make) -> None:
-    """The engine counts on it, even when it gives the blocks a second time."""
+    """The engine relies on the promise, even when it passes the blocks a second time after the error."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
     manager = world.scheduler.side.ranks.unit.manager
@@ -146,7 +146,7 @@ def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Mak
 
 
 def test_a_promise_that_a_reset_took_away_is_never_called_loaded(make_world: Make) -> None:
-    """The engine gives the blocks and has not asked again, so it may count on the earlier promise."""
+    """The engine passes blocks without having asked again, so it may rely on the promise from before the reset."""
     world = stored(make_world)
     request, blocks = promised(world)
     world.scheduler.request_reset(request)

@@ -1,4 +1,4 @@
-"""An executor with the connector's two classes, as in one rank of an engine."""
+"""The stand-in executor with the connector's two classes, as in one rank of an engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.unit.transfer.transfer_world import STALL
 SHAPE = Shape()
 PROMPT = [(7 * n) % 1000 for n in range(30)]
 WHOLE = 28
-"""Tokens in whole blocks of 4, out of the prompt's 30."""
+"""Number of PROMPT's 30 tokens that are in full blocks of 4."""
 
 Make = Callable[..., "World"]
-"""The fixture `make_world`: takes an environment and the arguments of `World`."""
+"""Type of the fixture `make_world`, a function that takes environment variables and the arguments of `World`."""
 
 
 def settings(**more: str) -> dict[str, str]:
-    """Variables for a small host tier."""
+    """Environment variables for a small host tier."""
     return {
         "FLEXKV_HOST_BYTES": "2MiB",
         "FLEXKV_HOST_EXTENT_BYTES": "2MiB",
@@ -41,7 +41,7 @@ def settings(**more: str) -> dict[str, str]:
 
 
 def arguments(ranks: int = 1, tokens: int = SHAPE.tokens, **more: Any) -> SimpleNamespace:
-    """The part of `TorchLlmArgs` that the connector reads."""
+    """The fields of `TorchLlmArgs` that the connector reads."""
     cache = {"tokens_per_block": tokens, "dtype": "auto", "host_cache_size": None} | more.pop("cache", {})
     given = {
         "model": "stand-in",
@@ -60,10 +60,10 @@ def arguments(ranks: int = 1, tokens: int = SHAPE.tokens, **more: Any) -> Simple
 
 
 class World:
-    """One rank.
+    """One rank: an executor and the connector's classes.
 
     Args:
-        movers: makes the mover of this rank's lanes.
+        movers: makes the mover of this rank's lanes. None: the product's mover.
     """
 
     def __init__(
@@ -92,23 +92,23 @@ class World:
         self._ids = itertools.count(100)
 
     def request(self, tokens: list[int], **more: Any) -> Request:
-        """Adds a request that the executor runs from the next iteration on."""
+        """Adds a request, which the executor runs from the next iteration on."""
         return self.executor.add(Request(next(self._ids), list(tokens), **more))
 
     def serve(self, tokens: list[int], **more: Any) -> Request:
-        """Runs one request to its end."""
+        """Adds a request, and iterates until all requests are done."""
         request = self.request(tokens, **more)
         self.executor.run()
         return request
 
     def serve_beside(self, tokens: list[int]) -> Request:
-        """Runs one request to its end, whatever the state of the others."""
+        """Runs one request until it is done, whatever the state of the others."""
         request = self.request(tokens)
         self.executor.run(until=lambda: request.state == "done")
         return request
 
     def warm_up(self) -> None:
-        """Iterates until every rank has joined, because nothing is promised before that."""
+        """Iterates until every rank has joined, because flexkv promises nothing before that."""
         ends_s = time.monotonic() + LONG_S
         for number in itertools.count():
             assert time.monotonic() < ends_s, "the unit does not become usable"
@@ -123,7 +123,9 @@ class World:
         return self.executor.loaded[request.request_id]
 
     def check(self) -> None:
-        """Checks that no forward pass read a wrong number, no block is lost, and the manager's state is consistent."""
+        """Checks that no forward pass has read a wrong number, that no block is lost, and that the manager's state is
+        consistent.
+        """
         assert self.executor.wrong == []
         assert self.executor.idle
         assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
@@ -139,7 +141,7 @@ class World:
 
 
 def stored(make_world: Make, environment: dict[str, str] | None = None, **options: Any) -> World:
-    """A world that has stored PROMPT."""
+    """A world that has computed and stored PROMPT."""
     world: World = make_world(environment, **options)
     world.warm_up()
     world.serve(PROMPT)
@@ -147,7 +149,7 @@ def stored(make_world: Make, environment: dict[str, str] | None = None, **option
 
 
 def promised(world: World) -> tuple[Request, list[int]]:
-    """A request 900 that was promised PROMPT, and eight blocks for it that hold garbage."""
+    """Makes a request with id 900 that was promised PROMPT, and takes eight blocks for it, which hold garbage."""
     request = Request(900, list(PROMPT))
     assert world.scheduler is not None
     is_async = not world.scheduler.side.sync
@@ -157,7 +159,7 @@ def promised(world: World) -> tuple[Request, list[int]]:
 
 
 def stalled_load(make_world: Make) -> tuple[World, Request, Faults]:
-    """A world that has stored PROMPT, and a request for it whose load stalls until it is released."""
+    """A world that has stored PROMPT, and a request for PROMPT whose load stalls until it is released."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
     request = world.request(PROMPT)
@@ -172,7 +174,7 @@ def steps(world: World, count: int = 20) -> None:
 
 
 def lookup(world: World) -> int:
-    """Number of PROMPT's tokens that are promised to a request, which then ends."""
+    """Number of PROMPT's tokens that are promised to a request. Then ends the request."""
     request = Request(99, list(PROMPT))
     assert world.scheduler is not None
     tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)
@@ -181,7 +183,7 @@ def lookup(world: World) -> int:
 
 
 def end(world: World, request: Request) -> None:
-    """Ends a request that the executor does not know, while none of the executor's own requests wait."""
+    """Ends a request that the executor does not know. None of the executor's own requests may wait meanwhile."""
     assert world.scheduler is not None
     if not world.scheduler.request_finished(request, request.blocks):
         return
@@ -195,7 +197,7 @@ def end(world: World, request: Request) -> None:
 
 
 def wait_for_the_disk(world: World) -> None:
-    """Waits until all of PROMPT has been fetched."""
+    """Waits until all of PROMPT has been fetched from disk."""
     ends_s = time.monotonic() + LONG_S
     while lookup(world) < WHOLE:
         assert time.monotonic() < ends_s, "what lies on disk never came up"
@@ -203,7 +205,7 @@ def wait_for_the_disk(world: World) -> None:
 
 
 def rest_over(world: World) -> None:
-    """Ends the time for which nothing is promised after a load that failed."""
+    """Ends the time after a failed load in which nothing is promised."""
     assert world.scheduler is not None
     manager = world.scheduler.side.ranks.unit.manager
     assert isinstance(manager, LocalCacheManager)
@@ -213,7 +215,7 @@ def rest_over(world: World) -> None:
 
 
 def write_model(folder: Path, head_dim: int, layers: int) -> str:
-    """Writes the model's own file, which the pool is checked against."""
+    """Writes the model's configuration file, which is compared with the pool."""
     shape = {
         "num_hidden_layers": layers,
         "num_attention_heads": SHAPE.heads,
