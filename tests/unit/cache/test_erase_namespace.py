@@ -1,4 +1,4 @@
-"""Erasing the pages of a namespace that callers name: all of them, in every tier, and no others."""
+"""Erasing the pages of a named namespace: all of its pages are erased in every tier, and no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PAGES = 3
 
 
 def keys_in(name: str, pages: int = PAGES, group: int = 0) -> Keys:
-    """Keys of one chain of blocks, the same for every name, in the namespace of that name."""
+    """Keys of a chain of blocks in the namespace `name`. The blocks are the same for every name; only the namespace
+    differs.
+    """
     namespace = namespace_digest({"named": name}) + named_mark(name)
     blocks = EngineKeyChain(namespace, group)
     blocks.extend([bytes([block]) * 32 for block in range(pages)])
@@ -26,7 +28,9 @@ A, B, UNNAMED = keys_in("a"), keys_in("b"), keys_in("")
 
 
 def filled(manager_class: type[LocalCacheManager] = LocalCacheManager) -> DiskWorld:
-    """Pages of three namespaces: all on disk, and the first two of each in host memory."""
+    """A world with the pages of three namespaces. All pages are on disk, and the first two of each namespace are in
+    host memory too.
+    """
     world = DiskWorld(slots=16, manager_class=manager_class)
     for keys in (A, B, UNNAMED):
         world.store(keys)
@@ -110,7 +114,7 @@ def test_each_group_is_searched() -> None:
 
 
 class OnlyHost(LocalCacheManager):
-    """Looks for the namespace only in host memory."""
+    """A broken manager that erases the namespace only from host memory."""
 
     def erase_namespace(self, name: str) -> int:
         presence = self.tables.hub.presence
@@ -118,7 +122,7 @@ class OnlyHost(LocalCacheManager):
 
 
 class TooMuch(LocalCacheManager):
-    """Also erases another namespace."""
+    """A broken manager that also erases another namespace."""
 
     def erase_namespace(self, name: str) -> int:
         return sum(self.forget(0, keys) for keys in (A, B))

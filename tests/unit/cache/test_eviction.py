@@ -1,4 +1,4 @@
-"""What each eviction policy evicts, compared with a model; and what a manager counts as a hit."""
+"""What each eviction policy evicts is compared with a model. Also what a manager counts as a hit."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ SEEDS = 4
 
 
 class Diverged(AssertionError):
-    """The index and the model differ."""
+    """Raised when the index and the model differ."""
 
 
 class Pair:
-    """An index and a model that go through the same random steps. A block of the model is its group and key.
+    """An index and its model, which go through the same random steps. The model identifies a block by its group and
+    key.
 
     Args:
         groups: number of groups that share the slots.
 
     Attributes:
-        spares: share of offers with spare blocks.
-        tells: whether the index is told that they are spare.
+        spares: share of the random stores whose blocks are spare.
+        tells: whether the stores tell the index that their blocks are spare.
     """
 
     spares = 0.3
@@ -55,7 +56,7 @@ class Pair:
         self.evicted = 0
 
     def some(self, most: int) -> list[bytes]:
-        """A part of one group's chain; all groups have the same keys."""
+        """At most `most` consecutive blocks of a random group's chain. All groups have the same keys."""
         group = bytes([self.random.randrange(self.groups)])
         first = self.random.randrange(len(self.universe))
         return [
@@ -70,12 +71,12 @@ class Pair:
         return np.concatenate([np.empty(0, np.uint32), *found])
 
     def same(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
-        """Checks keys that were found, all of them in the group of the expected blocks."""
+        """Checks that the index found the expected blocks, all of which are in one group."""
         if [key.tobytes() for key in found] != [block[1:] for block in expected]:
             raise Diverged(what)
 
     def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
-        """Checks keys that have just left; with several groups each comes with its group."""
+        """Checks which blocks the index has just evicted, and in which groups."""
         told = self.index.gone_groups().tolist() if self.groups > 1 else [0] * len(found)
         if len(told) != len(found):
             raise Diverged(f"{what}: {len(told)} groups of {len(found)} blocks")
@@ -205,7 +206,7 @@ def test_groups_that_share_slots_are_evicted_in_one_order(policy: str, soak_roun
 
 
 class SlotsApart(Pair):
-    """The index gives each group its own slots."""
+    """Control: the index gives each group its own slots, although the model shares them."""
 
     def __init__(self, policy: str, modelled: str, seed: int, groups: int) -> None:
         super().__init__(policy, modelled, seed, groups)
@@ -215,7 +216,7 @@ class SlotsApart(Pair):
 
 
 class GroupMistold(Pair):
-    """Attributes each evicted block to the group that needed room."""
+    """Control: attributes all evicted blocks to one group, whatever groups they were in."""
 
     def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
         first = self.random.randrange(self.groups)
@@ -231,13 +232,13 @@ def test_slots_apart_or_a_group_mistold_do_not_pass(policy: str, pair_class: typ
 
 
 class SparesUntold(Pair):
-    """The index treats spare blocks like any others."""
+    """Control: the index is not told which blocks are spare, so it treats them like all others."""
 
     tells = False
 
 
 class HitsUntold(Pair):
-    """The index is not notified of hits, so spare blocks stay spare."""
+    """Control: the index is not told of some hits, so that its spare blocks stay spare."""
 
     def step(self) -> None:
         super().step()
@@ -281,7 +282,7 @@ def load(manager: LocalCacheManager, wanted: np.ndarray, request: str) -> None:
 
 
 def left_after_scan(manager: LocalCacheManager, of: np.ndarray, blocks: int) -> int:
-    """The number of these blocks that are left after so many others were stored, each by its own request."""
+    """Stores `blocks` other blocks, each for a separate request. Returns how many of the blocks `of` are left."""
     for number in range(blocks):
         store(manager, keys(1, 1000 + number), f"scan {number}")
         manager.end_request(f"scan {number}")
@@ -296,7 +297,7 @@ def test_blocks_that_another_request_loaded_outlive_a_scan(policy: str, left: in
     manager.end_request("a")
     load(manager, wanted, "b")
     assert left_after_scan(manager, wanted, 20) == left
-    assert left_after_scan(manager, wanted, 40) == 0  # one capacity more, and no longer
+    assert left_after_scan(manager, wanted, 40) == 0  # the bonus lasts for one capacity
 
 
 def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
@@ -310,7 +311,9 @@ def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
 
 
 def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
-    """The prompt's chunks are reordered whenever their number has doubled, and at its end."""
+    """A request stores its prompt chunk by chunk. When the manager then puts its blocks in access order, this must not
+    count as a hit.
+    """
     manager = manager_of("bonus_lru")
     wanted = keys(4)
     manager.match("a", [wanted], 0)
@@ -321,8 +324,8 @@ def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
 
 
 def test_a_request_that_keeps_asking_hits_its_blocks_once() -> None:
-    """Otherwise the policy's time would advance with the engine's steps, and a bonus would be worth less than one
-    capacity.
+    """If each lookup of a waiting request counted as a hit, the policy's time would advance with the engine's steps,
+    and a bonus would be worth less than one capacity.
     """
     manager = manager_of("bonus_lru")
     wanted, waiting = keys(4), keys(2, 1)

@@ -1,4 +1,4 @@
-"""Loads that go from disk to the engine without a page of host memory, outcome by outcome, and when they are chosen."""
+"""Loads from disk to the engine that bypass host memory: each of their outcomes, and when the manager chooses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FASTER = traffic(gds_loads=GdsUse.WHERE_FASTER)
 
 
 def written(keys: Keys, limits: DiskTraffic = ALWAYS, **kwargs: object) -> DiskWorld:
-    """A world with GDS loads, in which `keys` are on disk and not in host memory."""
+    """A world that uses GDS loads, in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
@@ -38,7 +38,7 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     assert (from_disk.kind, from_disk.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
     assert len(from_disk.slots) == 0
     assert [bytes(key) for key in tag_fields(from_disk.tags)["key"]] == [bytes(key) for key in keys[2:]]
-    # The places hold exactly these pages.
+    # The op's disk slots have exactly these pages.
     for place, key in zip(from_disk.places.tolist(), keys[2:], strict=True):
         content = world.disk.content[0][place]
         assert content[0][0] == bytes(key)
@@ -49,7 +49,9 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
 
 
 def test_a_page_that_failed_bars_the_stores_of_what_follows_and_no_other() -> None:
-    """The load's pages are counted from the promise's start, and its first two come from host memory."""
+    """If a load fails, the stores of later blocks of the request are revoked. The first two blocks come from host
+    memory, so page 1 of the GDS load is block 3 of the promise.
+    """
     keys = chain(6)
     world = written(keys)
     world.store(keys[:2])
@@ -89,11 +91,12 @@ def test_only_a_page_whose_content_failed_is_forgotten(cause: FailureCause) -> N
     assert done.failed_blocks.tolist() == [1, 2, 3]
     forgotten = 2 if cause in (FailureCause.UNKNOWN, FailureCause.CONTENT) else 0
     assert len(world.tier) == 4 - forgotten
-    # A disk that does not deliver its pages is counted like one that delivers wrong pages, on both ways.
+    # A page that the disk does not deliver is counted like a page with wrong content, in GDS loads and in reads to host
+    # memory.
     counted = 2 if cause <= FailureCause.SOURCE else 0
     counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)
-    # If the failure would repeat, or may be the disk's fault, a read through host memory checks the page.
+    # If a GDS load would fail again, or the disk may be at fault, the page is read to host memory, which checks it.
     reads = 1 if cause in (FailureCause.SOURCE, FailureCause.TRANSPORT) else 0
     assert world.look(keys[:1], "next").reads == reads
 
@@ -124,7 +127,7 @@ def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
 def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(status: OpStatus) -> None:
     keys, others = chain(4), chain(4, 100)
     world = written(np.concatenate((keys, others)))
-    # A lane that delivered a part of a load stays in use.
+    # A lane that delivered some pages of a load stays in use.
     world.look(others)
     world.end_load(world.load(4), failed=[3], status=OpStatus.FAILED)
     assert world.look(others[:3], "still").reads == 0
@@ -149,7 +152,7 @@ def test_places_are_kept_until_every_rank_has_reported() -> None:
     op = world.load(6)
 
     def left_after(seed: int) -> int:
-        """Number of `keys` still on disk after two more pages were to be written."""
+        """Writes two more pages to disk. Returns how many of `keys` are still there."""
         world.drop_host()
         world.store(chain(2, seed), name=f"other {seed}")
         world.run()
@@ -206,7 +209,7 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     for _, graph in world.manager.work.poll():
         for op in graph.ops:
             world.lane.submit(op)
-    # Block 3 is only in host memory: its write has not ended.
+    # Block 3 is only in host memory, because its write has not finished.
     world.manager.work.poll()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
@@ -233,7 +236,9 @@ def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None
 
 
 def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
-    """Loads `keys` in so many seconds, on whichever way is chosen. Returns whether it was a GDS load."""
+    """Loads `keys` in `seconds`, by a GDS load or through host memory as the manager chooses. Returns whether it was a
+    GDS load.
+    """
     world.drop_host()
     result = world.look(keys)
     if result.reads:
@@ -268,7 +273,7 @@ def test_the_slower_way_is_tried_again_when_nothing_was_heard_of_it_for_long() -
         through(world, keys, seconds)
     ways = []
     for _ in range(12):
-        # The disk is now faster than the way through host memory.
+        # A GDS load is now faster than a load through host memory.
         ways.append(through(world, keys, 0.05))
         world.now_s += RELIABLE_S / 6
     assert not ways[0]

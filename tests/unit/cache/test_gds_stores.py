@@ -1,4 +1,6 @@
-"""Stores from engine blocks to disk without a page of host memory: stripes, then the seal, outcome by outcome."""
+"""Stores from engine blocks to disk that bypass host memory. Each rank writes its stripes, then the manager's lane
+writes the trailers (the seal). Each outcome of both steps is tested.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def plan(world: DiskWorld, keys: np.ndarray, name: str = "w", tokens: int | None
 
 
 def stripes(world: DiskWorld, op: TransferOp, rank: int = 0, failed: list[int] | None = None) -> None:
-    """Reports that one rank has written its stripes; its digests are 100 * rank + page."""
+    """Reports that one rank has written its stripes. The digest that it reports for a page is 100 * rank + page."""
     digests = (100 * rank + np.arange(op.pages, dtype=np.uint64))[:, None]
     status = OpStatus.FAILED if failed else OpStatus.OK
     bad = np.array(failed or [], np.int32)
@@ -48,7 +50,7 @@ def end_seal(
     world: DiskWorld, op: TransferOp, status: OpStatus = OpStatus.OK, failed: tuple[int, ...] = ()
 ) -> None:
     if status is OpStatus.OK:
-        # The content that the simulated disk must have.
+        # Gives the simulated disk the content that a seal leaves.
         for place, identity in zip(op.places.tolist(), identities(op), strict=True):
             world.disk.content[0][place] = (identity, [])
     world.manager.work.complete(OpResult(op.op_id, status, np.array(failed, np.int32), "why"))
@@ -152,7 +154,7 @@ def test_what_was_computed_from_a_failed_load_is_not_sealed() -> None:
     assert stored.graph is not None
     world.manager.complete(0, OpResult(graph.ops[0].op_id, OpStatus.FAILED, np.array([3], np.int32)))
     assert on_disk(world, keys) == 3
-    # The blocks were revoked, so they may be stored again at once.
+    # The first store was revoked, so its blocks may be stored again at once.
     again = world.manager.begin_store("r", 0, keys[4:], np.array([8, 9], np.int32), 4)
     assert again.stored.tolist() == [0, 1]
     stripes(world, stored.graph.ops[0])

@@ -28,7 +28,7 @@ BEHIND = {
     "symbolic tier": ("tier_places",),
     "both": ("disk_places", "tier_places"),
 }
-"""Tiers behind host memory, by the settings of their room."""
+"""The tiers behind host memory, as names of the settings that give them slots."""
 
 
 def random_config(
@@ -96,7 +96,7 @@ def test_no_rule_is_broken_where_groups_share_slots(behind: str, soak_round: int
 
 
 class _OtherRules(LocalCacheManager):
-    """Looks up by rules other than those of its groups."""
+    """Base class of broken managers that look up pages by rules other than those of the groups."""
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
@@ -145,8 +145,9 @@ class BarsByBlocksOfTheFirstGroup(LocalCacheManager):
 
 
 class TakesFailedPagesForTokens(LocalCacheManager):
-    """Remembers a failed load by its page number in blocks of the first group: with other page sizes that is another
-    token."""
+    """A broken manager that computes the token of a failed page with the first group's page size. For groups with a
+    different page size the token is wrong.
+    """
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
@@ -159,7 +160,9 @@ class TakesFailedPagesForTokens(LocalCacheManager):
 
 
 class TellsOneGroupOfAllEvictions(LocalCacheManager):
-    """Attributes every eviction among groups that share slots to the group that needed room."""
+    """A broken manager. If groups share slots, it attributes every evicted page to the group for which the page was
+    evicted.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -167,7 +170,7 @@ class TellsOneGroupOfAllEvictions(LocalCacheManager):
 
 
 class SharesNothing(LocalCacheManager):
-    """Gives each group all slots for itself."""
+    """A broken manager that gives each group all slots, instead of letting groups share them."""
 
     def __init__(self, groups: Sequence[GroupSpec], *args: Any, **more: Any) -> None:
         super().__init__([replace(group, shares=None) for group in groups], *args, **more)

@@ -1,4 +1,6 @@
-"""A hit names the tier that supplied it: pages in host memory, waited for, streamed, or loaded directly."""
+"""A hit is attributed to the tiers that supplied its pages: host memory, or the tier from which pages were fetched,
+streamed or loaded directly.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ WAITS, STREAMS, STRAIGHT = traffic(), traffic(streams=True), traffic(gds_loads=G
 
 
 def half_in_host_memory(keys: Keys, limits: DiskTraffic) -> DiskWorld:
-    """The first two of `keys` are in host memory, the others only on disk."""
+    """A world in which the first two of `keys` are in host memory and the others only on disk."""
     world = disk_world.written(keys[2:], limits=limits)
     world.store(keys[:2])
     world.run()
@@ -68,13 +70,15 @@ def test_pages_that_failed_are_nobodys() -> None:
     world = half_in_host_memory(keys, WAITS)
     world.match(keys)
     (read,) = world.take()
-    # The third of four pages fails: the hit ends before it.
+    # The third of the four pages fails, so the hit ends before it.
     world.end(read, lambda page: page == 2)
     assert blocks_by_tier(world.match(keys)) == (2, 2)
 
 
 def test_of_what_was_fetched_only_blocks_after_the_start_count() -> None:
-    """Between two lookups, blocks that the request waited for may have entered the engine's own cache."""
+    """Between two lookups, the engine may have got blocks that the request waited for into its own cache. These blocks
+    do not count as hits.
+    """
     keys = chain(6)
     world = half_in_host_memory(keys, WAITS)
     world.match(keys)
@@ -106,8 +110,8 @@ def test_what_was_fetched_counts_once_over_tiers() -> None:
 
 
 def hybrid(on_disk: bool) -> tuple[DiskWorld, list[Keys]]:
-    """Eight pages of a full group, and half as many pages of a window group, each twice as large; in host memory, or
-    only on disk.
+    """A world with eight pages of a full group and four pages, twice as large, of a window group. `on_disk`: the pages
+    are only on disk, else they are also in host memory.
     """
     world = DiskWorld(groups=(GroupSpec(4, 16), GroupSpec(8, 16, Rule.WINDOW, 2)))
     keys = [chain(8), chain(4, seed=1)]
@@ -135,7 +139,7 @@ def test_of_groups_with_other_rules_each_tier_has_the_share_of_its_pages(on_disk
 
 
 def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
-    """Host memory by itself has a shorter hit, which is promised meanwhile."""
+    """Host memory alone has a shorter hit, which is promised while the request waits for the longer one."""
     world, keys = hybrid(on_disk=True)
     for group, first in ((0, slice(0, 4)), (1, slice(0, 2))):
         world.store(keys[group][first], group=group)
@@ -143,15 +147,15 @@ def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
     assert (result.tokens, result.reads) == (16, 2)
     world.run()
     result = world.manager.match("r", keys, 0)
-    # The window's first two pages are no longer needed; four of the ten needed pages, all of the full group, were in
-    # host memory.
+    # The longer hit does not need the window group's first two pages. It needs ten pages. Four of them, all of the full
+    # group, were in host memory.
     assert (result.tokens, result.by_tier) == (32, (13, 19))
     world.manager.check_integrity()
 
 
 def test_a_hit_that_needs_no_page_is_host_memorys() -> None:
-    """Every group continues after a whole chunk and needs no pages before it; nevertheless the request waited for
-    pages.
+    """A hit that ends with a complete chunk needs no pages, so it counts as host memory's, although the request has
+    waited for pages.
     """
     world, keys = DiskWorld(groups=(GroupSpec(4, 16, Rule.CHUNK, 8),)), [chain(3)]
     world.store(keys[0])
@@ -183,7 +187,9 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
 def test_pages_that_are_not_in_host_memory_are_waited_for(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are also weighed as pages to wait for, with the time that a fetch takes to begin."""
+    """When the manager compares fetching with computing, such pages count as pages to wait for, which includes the time
+    that a fetch takes to begin.
+    """
     world, keys = hybrid(on_disk=True)
     weighed: list[tuple[list[int], list[bool]]] = []
 

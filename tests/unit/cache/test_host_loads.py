@@ -1,4 +1,4 @@
-"""Loads from host memory: what they read, and the state after a failure."""
+"""Loads from host memory: which slots they read, and what a failure leaves."""
 
 from __future__ import annotations
 

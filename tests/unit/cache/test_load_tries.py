@@ -1,4 +1,6 @@
-"""Pages that a request's own loads failed to bring are not promised to it again, whatever the tiers still hold."""
+"""Pages that a request's own loads failed to load are not promised to the request again, even if the tiers still have
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def fail_a_load(
     start: int = 0,
     status: OpStatus = OpStatus.FAILED,
 ) -> int:
-    """Looks up, loads all that is promised and fails some of its pages. Returns how many blocks were promised."""
+    """Looks up `chain`, begins a load of all promised blocks, and reports the pages `failed` as failed. Returns how
+    many blocks were promised.
+    """
     blocks = manager.match(request, [chain], start * BLOCK_TOKENS).blocks
     if blocks:
         graph = manager.begin_load(request, [np.arange(blocks, dtype=np.int32)])
@@ -50,7 +54,7 @@ def test_what_came_before_the_failed_page_is_promised_once_more_and_then_nothing
     promised = []
     for failed in ([4], [1]):
         promised.append(fail_a_load(manager, chain, failed))
-        # Another request computed and stored it, so the page that a load did not bring is there again.
+        # Another request has computed and stored the failed page, so the page is in host memory again.
         store(manager, chain, "other")
     assert promised == [6, 4]
     assert manager.match("r", [chain], 0).blocks == 0
@@ -170,7 +174,9 @@ class Clock:
 def test_an_engine_that_ends_requests_whose_load_fails_is_promised_nothing_for_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its clients ask again under other ids."""
+    """If an engine ends a request whose load fails, its client sends the request again under a new id, so remembering
+    failed loads by request does not help.
+    """
     clock, chain = Clock(), keys(4)
     manager = LocalCacheManager(
         (GroupSpec(4, 16),), ManagerLimits(rest_s=30.0), tiers=unit_tiers(), clock=clock

@@ -1,4 +1,4 @@
-"""The whole cache manager: resets, its listener's notifications, and calls that break its contract."""
+"""The cache manager as a whole: resets, the notifications that its listener gets, and calls that break its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One span per op, for a process that traces; OpenTelemetry's own SDK receives them."""
+"""A process that traces gets one span per op. In these tests OpenTelemetry's own SDK receives the spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.unit.cache.host_world import end, ids, keys, make
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Spans received by a provider that is set for this test alone: a process normally sets its own once."""
+    """The spans that a tracer provider receives. The provider is set only for this test, although a process can
+    normally set one only once.
+    """
     memory = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))

@@ -1,5 +1,5 @@
-"""Times to live of single pages (`flexkv.ttl_s`) in host memory, on disk and in tiers behind it, and the time that is
-left.
+"""Times to live of single pages (`flexkv.ttl_s`) in host memory, on disk and in the tiers behind it, and how much time
+a page has left.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ TTL_S = 10
 
 
 def in_host(slots: int = 8) -> DiskWorld:
-    """A world whose disk is never written to."""
+    """A world whose disk is never written to, so that pages are only in host memory."""
     return DiskWorld(slots=slots, mode=WriteMode.OFF)
 
 
 def timed(keys: Keys = KEYS, **kwargs: Any) -> DiskWorld:
-    """A world in which `keys` are only on disk, and expire."""
+    """A world in which `keys` are only on disk, and expire after TTL_S."""
     world = DiskWorld(**kwargs)
     world.store(keys, ttl_s=TTL_S)
     world.run()
@@ -364,7 +364,9 @@ def test_groups_that_share_places_expire_apart() -> None:
 
 
 def test_a_tier_that_keeps_no_times_gets_no_page_that_expires() -> None:
-    """A store that machines share is such a tier."""
+    """A page that expires is not written to a tier that keeps no expiry, because the tier would serve it for ever. A
+    store that machines share is such a tier.
+    """
     assert not SymbolicTier.keeps_times
     world = DiskWorld()
     world.tier.keeps_times = False

@@ -1,5 +1,5 @@
-"""Prefetches: reads that begin before the engine first asks for a request. They promise nothing and take no room that
-requests wait for.
+"""Prefetches: fetches that begin before the engine first looks up a request. They promise nothing, and take no host
+slots that requests wait for.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def test_a_request_that_ends_in_the_queue_gives_its_slots_back() -> None:
 
 
 def test_reads_for_requests_that_have_ended_count_until_they_have_come() -> None:
-    """Clients that disconnect one after the other must not fill host memory with pages that no request waits for."""
+    """A prefetch counts against the limit until its reads have finished, even if its request has ended. Otherwise
+    clients that disconnect one after the other could fill host memory with pages that no request waits for.
+    """
     keys = chain(16)
     world = written(keys, slots=SLOTS)
     for name in range(8):
@@ -226,7 +228,7 @@ def test_what_streams_is_prefetched_as_a_lookup_reads_it(layers: bool) -> None:
 
 def test_several_groups_are_prefetched_together() -> None:
     world, keys = two_groups(4)
-    # A quarter of 16 slots: two blocks of each group.
+    # Prefetches may use a quarter of the 16 slots: two blocks of each group.
     assert world.manager.prefetch("r", keys, 0) == 2
     assert [op.pages for op in world.take()] == [2, 2]
     for op in list(world.lane.ops.values()):
@@ -235,7 +237,7 @@ def test_several_groups_are_prefetched_together() -> None:
 
 
 def test_groups_with_a_window_are_not_prefetched() -> None:
-    """Which of their pages are needed is known only once the end of the hit is known."""
+    """Which pages of a window group are needed is known only when the end of the hit is known."""
     world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, Rule.WINDOW, 2)))
     keys = [chain(6), chain(6, seed=1)]
     for group in range(2):
@@ -263,7 +265,7 @@ def test_a_request_that_has_been_looked_up_is_not_prefetched() -> None:
 
 
 class PrefetchPromises(LocalCacheManager):
-    """A prefetch that acts as a lookup that is never ended."""
+    """A broken manager: its prefetch acts like a lookup, whose lease nothing ends."""
 
     def prefetch(self, request_id: str, keys: Any, start_tokens: int = 0, settings: Any = None) -> int:
         return super().match(request_id, keys, start_tokens).reads
@@ -276,7 +278,7 @@ class PrefetchesWithoutBound(LocalCacheManager):
 
 
 class PrefetchDropsPins(LocalCacheManager):
-    """Lets prefetched pages be evicted while the read still writes them."""
+    """A broken manager that lets prefetched pages be evicted while the read still writes to them."""
 
     def prefetch(self, request_id: str, keys: Any, start_tokens: int = 0, settings: Any = NO_SETTINGS) -> int:
         fetches = super().prefetch(request_id, keys, start_tokens, settings)

@@ -1,5 +1,5 @@
-"""The real manager and the real remote tier over a store that lies, compared with the model; and broken tiers that must
-be caught.
+"""The real manager and the real remote tier, with a store whose answers may be wrong, are compared with the model.
+Broken tiers must be caught.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> N
 
 
 def _without_a_check(moves: StoreMoves, group: int, key: bytes) -> Any:
-    """Publishes the page before its trailer and digests were compared."""
+    """Replaces `StoreMoves.fetched` in a broken tier: publishes a page without comparing its trailer and digests."""
     value = moves.store.values.get((group, key))
     if value is None:
         return None
@@ -99,12 +99,16 @@ def _without_a_check(moves: StoreMoves, group: int, key: bytes) -> Any:
 
 
 def _trust_what_exists(tier: RemoteTier, plan: Any, entries: Any, suspect: Any) -> None:
-    """Trusts the store's answer although it did not deliver the page."""
+    """Replaces `RemoteTier.end_fetch` in a broken tier: keeps believing that the store has a page although the store
+    did not deliver it.
+    """
     tier.presence.unpin(entries)
 
 
 def _go_on_after_a_reset(tier: RemoteTier) -> None:
-    """Uses the names of the old weights for the new ones."""
+    """Replaces `RemoteTier.begin_reset` in a broken tier: pages of the new weights get the names of the old ones in the
+    store.
+    """
     tier.presence.clear()
 
 
@@ -128,7 +132,9 @@ def test_a_broken_tier_is_caught(
 def test_slots_that_are_free_before_the_helper_is_reaped_are_caught(
     writes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lets the helper's last write come when the slots may already have another page."""
+    """Host slots that a helper was writing may be reused only when the helper's process has ended. Here the helper
+    writes to them after that, when the slots may already have other pages.
+    """
     late: list[tuple[StoreMoves, int, int]] = []
     ended_by_death, move = StoreMoves.ended_by_death, TierMoves.move
 

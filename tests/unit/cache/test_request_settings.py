@@ -1,4 +1,4 @@
-"""What a request's settings allow its lookups: how much is promised, and from which tiers."""
+"""The effect of a request's settings on its lookups: how much is promised, and from which tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = chain(BLOCKS)
 
 
 class IgnoresSettings(LocalCacheManager):
-    """Promises every request all pages that there are."""
+    """A broken manager that ignores a request's settings, and promises all pages that it has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +31,7 @@ class IgnoresSettings(LocalCacheManager):
 def promised(
     settings: RequestSettings, start: int = 0, manager_class: type[LocalCacheManager] = LocalCacheManager
 ) -> tuple[int, MissReason | None]:
-    """Number of blocks in host memory that are promised, and why no more."""
+    """Looks up KEYS, which are in host memory. Returns how many blocks are promised, and the reason why no more are."""
     manager = make(manager_class=manager_class)
     store(manager, KEYS)
     match = manager.match("r", [KEYS], start, None, settings)
@@ -85,7 +85,7 @@ def test_a_request_that_waits_for_disk_gets_no_more_than_it_asks_for() -> None:
     assert match.outcome is Outcome.COMING
     world.run()
     assert world.manager.match("r", [KEYS], 0, None, settings).blocks == 2
-    # A piece of a session without settings, while the promise for the last piece still holds.
+    # The next input of a session has different settings, while the promise for the last input still holds.
     assert world.manager.match("r", [KEYS], 0, None, RequestSettings(skip_load=True)).blocks == 0
     world.manager.check_integrity()
 
@@ -94,7 +94,7 @@ def test_a_request_that_waits_for_disk_gets_no_more_than_it_asks_for() -> None:
 
 
 def on_disk(manager_class: type[LocalCacheManager] = LocalCacheManager) -> DiskWorld:
-    """Pages that are only on disk."""
+    """A world in which KEYS are only on disk."""
     world = DiskWorld(slots=BLOCKS, compute_if_faster=False, manager_class=manager_class)
     world.store(KEYS)
     world.run()

@@ -1,5 +1,5 @@
-"""A reset has two phases: every tier drops its pages at once; then each is waited for until no older page would survive
-a crash.
+"""A reset has two phases. First every tier drops its pages. Then the manager waits for each tier until no older page
+would survive a crash.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.unit.cache.disk_world import chain
 from tests.unit.cache.test_tier_seam import ToyTier, store
 
 Call = tuple[str, str, float]
-"""Phase, tier, and the time by which the phase must end."""
+"""A call of a reset to a tier: the phase, the tier's name, and the time by which the phase must end."""
 
 
 class WatchedReset:
-    """A manager over host memory and two toy tiers, and the phases of its reset in order.
+    """A manager with host memory and two toy tiers. It records the phases of its resets in order.
 
     Attributes:
         within: called in the second phase of each tier, with the tier's name.
@@ -58,7 +58,7 @@ class WatchedReset:
         return make
 
     def check(self, keys: Keys) -> None:
-        """Resets after these keys were stored, and checks the rules.
+        """Stores `keys`, resets the manager, and checks the rules of a reset.
 
         Raises:
             AssertionError: the reset breaks a rule.
@@ -83,7 +83,9 @@ class WatchedReset:
 
 
 def test_a_reset_that_is_begun_waits_for_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiers' own confirmation is polled; older pages are misses, and new ones are promised meanwhile."""
+    """`begin_reset` does not wait for the tiers; `poll_reset` polls whether they have confirmed. Until then older pages
+    are misses, and new pages are promised.
+    """
     watched = WatchedReset()
     manager, keys = watched.manager, chain(5)
     store(manager, keys)
@@ -125,7 +127,9 @@ def test_a_tier_that_does_not_confirm_a_reset_in_time_is_told_to_end_it(
 def test_a_further_reset_gives_a_tier_that_has_not_confirmed_the_last_one_no_more_time(
     monkeypatch: pytest.MonkeyPatch, confirmed: bool
 ) -> None:
-    """In the control the other tiers have confirmed it, so that this tier has all of its time."""
+    """A tier's time begins with the first reset that it has not confirmed. In the control the tiers confirm the first
+    reset, so that they have the full time for the second one.
+    """
     watched, now_s = WatchedReset(), 0.0
     manager = watched.manager
     monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: now_s))
@@ -167,7 +171,7 @@ def test_all_tiers_forget_before_the_first_is_waited_for() -> None:
 
 
 class WaitsBetween(LocalCacheManager):
-    """Each tier drops its pages and is waited for in turn, with its own time limit."""
+    """A broken manager: in turn, each tier drops its pages and is waited for, with its own time limit."""
 
     def reset(self) -> int:
         self.promises.end_all()
@@ -196,7 +200,7 @@ class KeepsLeases(LocalCacheManager):
 
 
 class ServesUntilTheEnd(LocalCacheManager):
-    """Host memory drops its pages only after the others have been waited for."""
+    """A broken manager: host memory drops its pages only after the wait for the other tiers."""
 
     def reset(self) -> int:
         self.promises.end_all()

@@ -1,6 +1,4 @@
-"""Requests that wait for room in host memory: whose turn it is, what they hold meanwhile, and when they stop
-waiting.
-"""
+"""Requests that wait in a queue for host slots: whose turn it is, what they hold meanwhile, and when they give up."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ ASKS_AGAIN = ManagerLimits(asks_again=True)
 
 
 def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
-    """A world in which all prompts are on disk and none in host memory, for an engine that repeats its lookups."""
+    """A world with all prompts on disk and none in host memory. Its engine repeats its lookups."""
     kwargs.setdefault("manager_limits", ASKS_AGAIN)
     world = DiskWorld(slots=slots, places=512, **kwargs)
     for number, keys in enumerate(prompts):
@@ -37,7 +35,7 @@ def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
 
 
 def ask(world: DiskWorld, name: str, keys: Keys) -> MatchResult | None:
-    """Looks up as an engine does in each step; None while the request waits."""
+    """Looks up as an engine does in each step. Returns None while the request waits."""
     if world.manager.still_waits(name):
         return None
     result = world.look(keys, name)
@@ -57,7 +55,7 @@ def end(world: DiskWorld, ops: Sequence[TransferOp]) -> None:
 
 
 def blocker(world: DiskWorld, pages: int) -> None:
-    """Leases so many host slots for another request."""
+    """Leases `pages` host slots for another request."""
     keys = chain(pages, seed=99)
     world.store(keys, "b")
     world.run()
@@ -65,10 +63,10 @@ def blocker(world: DiskWorld, pages: int) -> None:
 
 
 class Engine:
-    """Runs queued prompts as vLLM does: each step looks up all waiting ones, and admits up to `most` at a time.
+    """Runs queued prompts as vLLM does. Each step looks up waiting prompts, and admits at most `most` of them.
 
     Attributes:
-        loaded: by prompt, number of blocks that were not computed.
+        loaded: how many blocks of each prompt were loaded, by the prompt's name.
     """
 
     def __init__(self, world: DiskWorld, prompts: Sequence[Keys], most: int) -> None:
@@ -129,8 +127,8 @@ def test_prompts_of_all_sizes_are_served() -> None:
 
 
 def test_two_prompts_of_which_there_is_room_for_a_half_each_do_not_wait_for_each_other() -> None:
-    """Each prompt has seven pages, three of them in host memory, and there is no room for these and the rest of one
-    prompt together.
+    """Each prompt has seven pages, three of them in host memory. There are too few slots for these six pages and the
+    rest of one prompt.
     """
     a, b = chain(7, 1), chain(7, 2)
     world = queued([a, b], slots=8)
@@ -255,7 +253,7 @@ def test_who_waits_is_served_in_the_order_of_the_first_question() -> None:
 
 
 def waited_in_vain(wait_s: float, **kwargs: Any) -> tuple[DiskWorld, Keys]:
-    """A world in which request a waits for room that a lease keeps for good."""
+    """A world in which request a waits for host slots that another request's lease never frees."""
     keys = chain(6, 1)
     world = queued([keys], slots=8, limits=traffic(wait_s=wait_s), **kwargs)
     blocker(world, 4)
@@ -432,7 +430,7 @@ def test_groups_have_room_together_or_wait(rule: tuple[Rule, int]) -> None:
         world.run()
     world.manager.end_request("w")
     world.drop_host()
-    # Seven of the second group's slots are leased to another request, so only the first group has room.
+    # Another request has leased seven of the second group's eight slots, so only the first group has enough slots.
     others = chain(7, 3)
     world.store(others, "o", group=1)
     world.run()

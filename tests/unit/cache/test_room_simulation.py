@@ -1,5 +1,5 @@
-"""Many queued prompts and small host memory: the real manager's queue for room compared with the model, and broken
-queues.
+"""Many queued prompts and little host memory: the queue in which requests wait for host slots is compared with the
+model. Broken queues must be caught.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Groups whose pages have one size share their slots: the least recently used page leaves first, whatever its group."""
+"""Groups whose pages have the same size share their slots. The least recently used page is evicted first, whatever its
+group.
+"""
 
 from __future__ import annotations
 

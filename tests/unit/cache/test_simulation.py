@@ -1,6 +1,4 @@
-"""The real manager compared with the model, over more than 100,000 random steps; and broken managers that must be
-caught.
-"""
+"""The real manager is compared with the model in more than 100,000 random steps. Broken managers must be caught."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
 
 
 def test_eviction_policies_take_runs_apart() -> None:
-    """This shows that the runs above do not test one policy under two names."""
+    """Runs with different policies differ, so the tests above do not test one policy under two names."""
     differ = [
         Simulation(narrow).run() != Simulation(replace(narrow, policy="bonus_lru")).run()
         for narrow in narrow_configs(seeds=3)
@@ -93,7 +91,9 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def narrow_configs(seeds: int = 12, failure_rate: float = 0.05) -> Iterator[SimulationConfig]:
-    """Has few slots and short queues, so that eviction and BUSY are common, and does not rely on `check_integrity`."""
+    """Configurations with few slots and short queues, so that eviction and BUSY are common. The simulation runs without
+    `check_integrity`.
+    """
     for seed in range(seeds):
         yield SimulationConfig(
             seed=seed,
@@ -120,8 +120,9 @@ BYTES_ALONE = ["PublishesFailedPages", "IgnoresDiscard", "ReportsFailedLoadsAsGo
 
 @pytest.mark.parametrize("name", BYTES_ALONE)
 def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the model's checks of the manager's answers switched off, the symbols in blocks and slots still show the
-    fault."""
+    """Even if the model's checks of the manager's answers are switched off, the symbols in blocks and slots show the
+    fault.
+    """
 
     def require_bytes_only(holds: bool, what: str) -> None:
         if not holds and "bytes" in what:
@@ -130,6 +131,6 @@ def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     for part in ("run", "model", "world", "lookups", "requests", "ranks", "fault_events"):
         monkeypatch.setattr(f"flexkv.simulation.{part}.require", require_bytes_only)
     (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
-    # Even so, only one run in six serves a block computed from a failed load.
+    # With this failure rate, only one run in six serves a block that was computed from a failed load.
     configs = narrow_configs(seeds=60, failure_rate=0.2)
     assert "bytes" in caught_by(configs, manager_class, integrity_every=5)

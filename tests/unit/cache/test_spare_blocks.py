@@ -1,5 +1,5 @@
-"""Spare blocks are useful only to requests that branch off: they have a share of host memory, and beyond it they are
-evicted first, until a request uses them.
+"""Spare blocks are useful only to requests that diverge from a prompt. If they have more than their share of host
+memory, they are evicted first. A block that a request uses is no longer spare.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SPARE, OTHERS, LATER = keys(6, 1), keys(SLOTS - 6, 2), keys(6, 3)
 
 
 def offer(manager: LocalCacheManager, offered: Keys, request: str, spare: bool) -> int | None:
-    """Returns the store's op, if anything is to be stored."""
+    """Offers blocks for a store. Returns the store's op, or None if nothing is to be stored."""
     blocks = np.arange(len(offered), dtype=np.int32)
     plan = manager.begin_store(request, 0, offered, blocks, 0, spare=spare)
     return None if plan.graph is None else plan.graph.ops[0].op_id
 
 
 def full_of_spares() -> LocalCacheManager:
-    """A full manager whose spare blocks were stored last."""
+    """A manager whose host memory is full, and whose spare blocks were stored last."""
     manager = make(SLOTS)
     store(manager, OTHERS, "others")
     manager.end_request("others")
@@ -39,7 +39,9 @@ def full_of_spares() -> LocalCacheManager:
 
 
 def left_after(manager: LocalCacheManager) -> tuple[int, int]:
-    """The numbers of spare and of other blocks that are left after further blocks needed slots."""
+    """Stores LATER, for which other blocks are evicted. Returns how many spare blocks and how many other blocks are
+    left.
+    """
     store(manager, LATER, "later")
     manager.end_request("later")
     assert manager.present(0, LATER).all()

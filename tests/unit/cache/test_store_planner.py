@@ -1,4 +1,4 @@
-"""The planner of stores with a minimal engine: what is offered when, without any engine's classes."""
+"""The planner of stores with a minimal engine, without any real engine's classes: which blocks it offers, and when."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Request(StoreRequest):
     tokens: list[int]
     namespace: bytes = NAMESPACE
     generated: int = 0
-    """The last tokens, which are not of the prompt."""
+    """How many of the last tokens are generated, not of the prompt."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,7 +86,7 @@ class Request(StoreRequest):
 
 
 class Pool(StoreWatch):
-    """A pool whose free blocks keep their content until they are reused, in this order."""
+    """An engine's pool. Its free blocks keep their content until they are reused, in the order of `free`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Orders:
 
 
 class Engine:
-    """One engine with one KV group of full attention."""
+    """A minimal engine with one KV group of full attention."""
 
     def __init__(
         self,
@@ -191,7 +191,9 @@ class Engine:
         return request
 
     def step(self, *computed: tuple[Request, int]) -> list[int]:
-        """A step that computes each request up to so many tokens; returns the blocks that it stores."""
+        """Runs a step that computes each request up to the given number of tokens. Returns the blocks that are
+        stored.
+        """
         for request, tokens in computed:
             request.computed, request.step_end, request.certain = request.certain, tokens, tokens
         orders = Orders()
@@ -225,7 +227,7 @@ def test_blocks_are_stored_as_they_become_certain() -> None:
 
 @pytest.mark.parametrize("together", [1, 3])
 def test_generated_blocks_are_stored_some_at_a_time(together: int) -> None:
-    """The first of them also has the prompt's last tokens."""
+    """The first block with generated tokens also has the prompt's last tokens."""
     engine, tokens = Engine(EagerStores, generated_blocks=together), range(29)
     request = engine.start("one", tokens, 50)
     request.generated = 29 - 6
@@ -281,7 +283,7 @@ def test_a_tail_is_stored_at_the_end() -> None:
 
 
 def test_a_tail_that_the_limit_cuts_is_not_stored() -> None:
-    """The block may hold tokens beyond the limit."""
+    """If the limit ends within the tail, the tail is not stored, because its block has tokens beyond the limit."""
     for limit, stored in ((6, [50]), (9, [50, 51]), (11, [50, 51, 52])):
         engine = Engine(EagerStores, partial_blocks=True)
         request = engine.start("one", range(10), 50)
@@ -344,7 +346,9 @@ def test_lazy_stores_take_what_the_engine_hands_out_next() -> None:
 def test_what_the_engine_drops_before_it_is_stored_is_counted(
     monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
-    """The engine drops them by its own reset, which does not notify the connector; the control records nothing."""
+    """Blocks are lost when the engine resets its cache, of which the connector is not notified. In the control the
+    planner does not record the blocks, so it counts none.
+    """
     if not counts:
         monkeypatch.setattr(LazyStores, "_note_left", lambda *_: None)
     engine = Engine(LazyStores)
@@ -391,8 +395,10 @@ def test_control_a_hash_alone_does_not_prove_content(monkeypatch: pytest.MonkeyP
 
 
 def left_by(engine: Engine, name: str, namespace: bytes, found: int = 0) -> list[int]:
-    """A request of two blocks, of which it finds so many in the engine's own cache; returns what its end stores."""
-    engine.pool.free.clear()  # the engine has reused the blocks
+    """Runs a request of two blocks, of which it finds `found` in the engine's own cache. Returns the blocks that are
+    stored at its end.
+    """
+    engine.pool.free.clear()  # the engine has reused its free blocks
     request = engine.start(name, range(8), 50)
     request.namespace, request.own_from = namespace, found
     engine.step((request, 8))
@@ -431,7 +437,7 @@ def test_nothing_of_replaced_weights_is_stored(kind: type[RequestStores]) -> Non
     engine.stores.reset(dict(engine.pool.hash_by_block))
     taker = engine.start(
         "two", range(8), 50
-    )  # it takes the first request's blocks from the engine's own cache
+    )  # it shares the first request's blocks by the engine's own cache
     assert taker.stale
     engine.step((taker, 8))
     engine.finish(taker)

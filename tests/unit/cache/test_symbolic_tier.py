@@ -1,4 +1,4 @@
-"""The real manager with a symbolic tier, alone and after disks, compared with the model; and broken tiers that must be
+"""The real manager with a symbolic tier, alone or behind disks, is compared with the model. Broken tiers must be
 caught.
 """
 
@@ -98,7 +98,7 @@ def test_a_tier_that_says_it_has_what_it_lacks_costs_its_pages_only(monkeypatch:
 
 
 def _keep_old_epochs(tier: SymbolicTier) -> None:
-    """Drops nothing at a reset."""
+    """Replaces `SymbolicTier.begin_reset` in a broken tier: keeps all pages over a reset."""
 
 
 def _bring_whatever_is_there(
@@ -119,6 +119,8 @@ def _bring_whatever_is_there(
 def test_a_broken_tier_is_caught(
     owner: type[Any], name: str, broken: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier that keeps pages it could not deliver, keeps pages over a reset, or calls wrong bytes good."""
+    """The simulation catches tiers that keep pages that they could not deliver, keep pages over a reset, or report
+    wrong bytes as good.
+    """
     monkeypatch.setattr(owner, name, broken)
     assert re.search(words, caught_by(configs(), LocalCacheManager, integrity_every=10))

@@ -20,7 +20,9 @@ STEPS = 12
 
 
 def run(seed: str, blocks: int, model: type[TierModel] = TierModel) -> TierWorld:
-    """A world in which pages are found, kept, finished, evicted and released; checks it after each step."""
+    """Runs random steps in a world: pages are found, finished, evicted, removed and released. Checks the world after
+    each step, and returns it.
+    """
     rng = random.Random(seed)
     world = TierWorld(rng, model, blocks)
     world.check()
@@ -181,11 +183,11 @@ def test_pages_are_leased_where_they_lie() -> None:
 
 def test_tiers_in_turn_are_asked_in_windows_until_their_runs_are_longer() -> None:
     chain = keys(2000)
-    turns = 8 + 512  # eight short runs, and the window that follows them
+    turns = 8 + 512  # eight short runs, and the first window, which follows them
     host, disk = index_of(slots=2000), index_of(slots=2000)
     for i in range(2000):
         odd = i % 2 == 1
-        # After the first window the disk has every block; in the third one host memory has none.
+        # After the first window the disk has every block. After the second window host memory has none.
         if odd and i < turns + 512:
             host.finish(host.insert(0, chain[i : i + 1], 1)[1], np.ones(1, np.uint8))
         if not odd or i >= turns:

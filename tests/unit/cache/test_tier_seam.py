@@ -1,5 +1,5 @@
-"""The manager's view of a tier: no code outside `cache/tiers` knows a particular tier, and a new tier takes a page of
-code.
+"""The manager's view of a tier. No code outside `cache/tiers` knows a particular tier, and a new tier takes about a
+page of code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOTS = 16
 
 
 class ToyTier(Tier, Source, Sink):
-    """Pages in a dictionary, moved by the test: all that a tier needs."""
+    """A tier with all that a tier needs. It has no memory: the test itself ends its ops."""
 
     def __init__(self, context: TierContext) -> None:
         self.facts, self.counts = TierFacts("toy", write=WriteMode.THROUGH), TierCounts()
@@ -90,7 +90,7 @@ def make() -> LocalCacheManager:
 
 
 def run(manager: LocalCacheManager) -> list[OpKind]:
-    """Ends every op of the toy tier successfully. Returns the ops' kinds."""
+    """Reports success for every op of the toy tier until none is planned. Returns the ops' kinds."""
     kinds = []
     while planned := manager.work.poll():
         for tier, graph in planned:
@@ -159,7 +159,7 @@ FILES = [file for file in sorted(CACHE.rglob("*.py")) if not file.is_relative_to
 
 
 def imports_of(source: str) -> set[str]:
-    """Modules that a file imports."""
+    """The modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -170,7 +170,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def tiers_named(source: str) -> set[str]:
-    """Imports of tiers, except for the contract that all of them share."""
+    """The imported modules of tiers, except the modules that all tiers share."""
     shared = {f"flexkv.cache.tiers.{name}" for name in ("contract", "routes", "tables")}
     outside = ("flexkv.cache.tiers", "flexkv.storage")
     return {module for module in imports_of(source) - shared if module.startswith(outside)}

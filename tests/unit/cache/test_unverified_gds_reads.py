@@ -1,4 +1,4 @@
-"""GDS stores of blocks that are being read from disk, whose read may yet fail."""
+"""GDS stores of blocks that are being read from disk. The read may still fail, so the blocks must be stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = 4
 
 
 def stored_on_disk(keys: Keys, loads: GdsUse = GdsUse.ALWAYS) -> DiskWorld:
-    """A world that stores directly to disk, where `keys` are."""
+    """A world that stores directly to disk, and whose disk has `keys`."""
     world = make_world(limits=traffic(gds_loads=loads, gds_stores=True))
     (op,) = plan(world, keys, "first").graph.ops  # type: ignore[union-attr]
     stripes(world, op)
@@ -37,14 +37,14 @@ def keys() -> Keys:
 
 @pytest.fixture
 def loading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Blocks on disk, with their GDS load to engine blocks 0 to 3 under way."""
+    """A world with `keys` on disk, and their GDS load to engine blocks 0 to 3, which is in flight."""
     world = stored_on_disk(keys)
     assert world.look(keys).blocks == BLOCKS
     return world, world.load(BLOCKS)
 
 
 def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
-    """Reports that pages of a GDS load had wrong content."""
+    """Reports that `pages` of a GDS load had wrong content."""
     failed = np.array(pages, np.int32)
     causes = np.full(len(pages), FailureCause.CONTENT, np.uint8)
     world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, failed, "why", causes=causes))
@@ -52,7 +52,7 @@ def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
 
 
 def leading_hit(world: DiskWorld, keys: Keys) -> int:
-    """Number of blocks promised to another request once all copies have ended."""
+    """The number of blocks that are promised to another request after all copies have finished."""
     world.run()
     world.manager.end_request("r")
     blocks = world.look(keys, "later").blocks
@@ -124,7 +124,7 @@ def test_what_is_on_no_tier_goes_to_disk_beside_what_is_being_read(
     assert (to_host.kind, to_host.blocks.tolist()) == (OpKind.D2H, [10, 11, 12, 13])
     assert planned.stored.tolist() == [4, 5, 0, 1, 2, 3], "in the order of the ops"
     assert (planned.known, planned.dropped) == (0, 0)
-    # A failed load bars its request's stores by block number, whichever way they take.
+    # A failed load revokes its request's stores of later blocks, both those to disk and those to host memory.
     assert world.manager.discard_from("w", 5 * BLOCK_TOKENS) == 1
     assert world.manager.discard_from("w", 2 * BLOCK_TOKENS) == 3
     stripes(world, to_disk)
@@ -162,7 +162,7 @@ def test_what_the_offer_has_in_host_memory_is_not_evicted_for_the_rest(
 
 @pytest.fixture
 def reading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Blocks on disk, with their read to host memory under way."""
+    """A world with `keys` on disk, and their read to host memory, which is in flight."""
     world = stored_on_disk(keys)
     world.tier.straight.stop("a rank cannot")  # type: ignore[union-attr]
     world.look(keys)
@@ -199,7 +199,7 @@ def test_blocks_of_a_disk_that_was_lost_under_their_read_are_stored_on_the_other
 
 
 class TakesReadsForStored(LocalCacheManager):
-    """Counts pages that are being read from disk as stored, though the read may fail."""
+    """A broken manager that counts pages that are being read from disk as stored, although the read may fail."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

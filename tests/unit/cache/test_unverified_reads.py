@@ -1,4 +1,6 @@
-"""Blocks that are offered for a store while they are being read from disk, and whose read may yet fail."""
+"""Blocks that are offered for a store while they are being read from disk. The read may still fail, so the blocks must
+be stored.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
 from tests.unit.cache.test_disk_simulation import narrow_configs
 
 Coming = tuple[DiskWorld, Keys, TransferOp]
-"""A world, blocks on its disk, and their read under way."""
+"""A world, the keys of blocks on its disk, and the read of these blocks, which is in flight."""
 
 
 def offer(world: DiskWorld, keys: Keys, first_engine_block: int = 20, name: str = "computed") -> StorePlan:
-    """Offers blocks that another request has computed, in its own engine blocks."""
+    """Offers blocks for a store that another request has computed in different engine blocks."""
     blocks = np.arange(len(keys), dtype=np.int32) + first_engine_block
     plan = world.manager.begin_store(name, 0, keys, blocks, 0)
     world.manager.check_integrity()
@@ -38,7 +40,7 @@ def end_store(world: DiskWorld, plan: StorePlan, keys: Keys, status: OpStatus = 
 
 @pytest.fixture
 def coming() -> Coming:
-    """Four blocks on disk whose read a lookup has begun."""
+    """A world with four blocks on disk, whose read a lookup has begun."""
     keys = chain(4)
     world = written(keys)
     world.look(keys)
@@ -109,8 +111,9 @@ def test_a_streamed_load_takes_its_pages_from_the_read_all_the_same() -> None:
 
 
 def test_blocks_that_the_read_itself_fills_are_not_copied_back() -> None:
-    """A step plans its stores before its load has ended. If the load fails, the blocks are computed and offered
-    again."""
+    """A step plans its stores before its load has finished, so it offers blocks that the load itself fills. If the load
+    fails, the engine computes these blocks and offers them again.
+    """
     keys = chain(4)
     world = written(keys, limits=traffic(streams=True))
     world.look(keys)
@@ -168,7 +171,7 @@ def test_a_page_that_a_gds_load_found_bad_is_written_again_from_host_memory() ->
 
 
 class TakesReadsForStored(LocalCacheManager):
-    """Counts pages that are being read as stored, though they may never arrive."""
+    """A broken manager that counts pages that are being read as stored, although they may never arrive."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How long leased and awaited pages are kept: as long as promised, but not for ever."""
+"""How long the manager keeps pages that are leased or waited for: as long as it promised, but not for ever."""
 
 from __future__ import annotations
 

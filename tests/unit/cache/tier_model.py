@@ -1,5 +1,5 @@
-"""Computes what lookups over several tiers find and lease, slowly: page by page, with dictionaries
-instead of indexes.
+"""A model of lookups in several tiers. It computes page by page which pages a lookup finds and leases, with
+dictionaries instead of indexes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ SHORT_RUNS, SHORT_PAGES, WINDOW = 8, 32, 512
 
 @dataclass(slots=True)
 class Page:
-    """A block in a tier. `filler`: number of the op that fills a pending block, 0 for a store. `expiry`: 0 is never."""
+    """A block in a tier. `filler`: the id of the op that fills a pending block; 0 for a store. `expiry`: 0 means
+    never.
+    """
 
     tier: int
     group: int
@@ -33,7 +35,9 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A lookup's arguments. `room_pages`: over all groups. `coming`: whether pages that ops are filling count."""
+    """A lookup's arguments. `room_pages`: the most pages to find, over all groups. `coming`: pages that ops are filling
+    also count.
+    """
 
     keys: Sequence[Sequence[bytes]]
     start: int
@@ -45,7 +49,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """The pages of each group, and how each was found (ready or coming)."""
+    """What a lookup should find: the pages of each group, and for each page whether it is READY or COMING."""
 
     blocks: int = 0
     ready_blocks: int = 0
@@ -54,7 +58,7 @@ class Answer:
     expired: set[tuple[int, int, int]] = field(default_factory=set)
 
     def runs(self, group: int) -> list[tuple[int, int, int, int]]:
-        """(tier, state, first page, count) for each run of pages with one tier and state."""
+        """The runs of pages with the same tier and state, each as (tier, state, first page, count)."""
         rows, first = [], 0
         for (tier, state), alike in groupby((page.tier, state) for page, state in self.pages[group]):
             count = len(list(alike))
@@ -68,7 +72,9 @@ def count_runs(pages: Sequence[tuple[Page, int]]) -> int:
 
 
 class TierModel:
-    """Pages of all tiers with their leases. Each rule of a lookup is a method, so that a control can break it."""
+    """The pages of all tiers, with their leases. Each rule of a lookup is a method, so that a control can break the
+    rule.
+    """
 
     def __init__(self, tiers: int, groups: int) -> None:
         self.tiers, self.groups = tiers, groups
@@ -147,7 +153,7 @@ class TierModel:
     def _run(
         self, ask: Ask, group: int, keys: Sequence[bytes], expired: set[tuple[int, int, int]]
     ) -> list[tuple[Page, int]]:
-        """The run of the keys in the first tier that has the first key."""
+        """The run of `keys` in the first tier that has the first key, up to the first key that the tier lacks."""
         for tier, wanted, how in self._ways(ask, group, keys[0]):
             run = []
             for key in keys:
@@ -162,8 +168,8 @@ class TierModel:
         return []
 
     def _ways(self, ask: Ask, group: int, key: bytes) -> Iterator[tuple[int, State, int]]:
-        """In order of preference: a tier, the state that a page must have in it, and how the page then counts as
-        found.
+        """Where a lookup may find `key`, in order of preference: a tier, the state that the page must have in it, and
+        whether the page then counts as READY or COMING.
         """
         for tier in self.order(ask):
             yield tier, "ready", READY

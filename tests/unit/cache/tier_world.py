@@ -1,4 +1,4 @@
-"""Block indexes of several tiers, and the model of lookups over them; both hold the same pages."""
+"""The block indexes of several tiers, and the model of lookups in them. Both have the same pages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.unit.cache.tier_model import Answer, Ask, Page, TierModel
 
 NOW = 1000
 SEGMENTS = ((1, 1), (1, 3), (2, 40), (60, 70), (5000, 5000))
-"""Lengths of the parts of a chain that a tier has and lacks in turn."""
+"""Shortest and longest length, in blocks, of the parts of a chain that a tier has and lacks in turn."""
 
 
 class TierWorld:
-    """Tiers with random content.
+    """Tiers with random content, as real indexes and as a model.
 
     Args:
-        blocks: length of the chain that lookups ask for.
+        blocks: length in blocks of the chain that lookups ask for.
     """
 
     def __init__(self, rng: random.Random, model: type[TierModel], blocks: int) -> None:
@@ -47,7 +47,7 @@ class TierWorld:
     # --- pages ---
 
     def _fill(self, tier: int, group: int) -> None:
-        """Inserts parts of the chain, each in one state."""
+        """Inserts parts of the chain into a tier, each in one state."""
         rng = self.rng
         if tier > 0 and rng.random() < 0.1:
             return
@@ -57,7 +57,8 @@ class TierWorld:
         while at < self.blocks:
             end = min(self.blocks, at + rng.randint(shortest, longest))
             parts.append((at, end))
-            # Without a gap the next part follows directly, likely in another state.
+            # In three of ten cases there is no gap, and the next part, which may have a different state, follows
+            # directly.
             at = end + (0 if rng.random() < 0.3 else rng.randint(shortest, longest))
         if rng.random() < 0.3:
             rng.shuffle(parts)
@@ -67,8 +68,8 @@ class TierWorld:
             self.insert(tier, group, first, end, state)
 
     def _deal(self, group: int) -> None:
-        """Inserts the whole chain in short parts, each into some of the tiers, so that each part that one tier lacks is
-        in another.
+        """Inserts the complete chain in short parts, each into some of the tiers, so that every part is in at least one
+        tier.
         """
         rng, longest = self.rng, self.rng.choice((1, 3, 40))
         at = 0
@@ -111,7 +112,7 @@ class TierWorld:
                 self.model.remove(page)
 
     def pending(self, tier: int) -> list[Page]:
-        """One group's pages that ops are filling."""
+        """The pages of a random group that are pending in a tier."""
         group = self.rng.randrange(self.groups)
         return [p for p in self.model.pages.values() if (p.tier, p.group) == (tier, group) and not p.ready]
 
@@ -163,7 +164,7 @@ class TierWorld:
             self.model.end_lease([page for page, _ in pages])
 
     def take_over(self, found: Found, answer: Answer) -> None:
-        """Acts like an op: ends the leases through the tiers' own indexes."""
+        """Takes over the leases of a result, as an op does, and ends them through the tiers' own indexes."""
         found.detach()
         for group, pages in enumerate(answer.pages):
             entries = found.entries(group)
