@@ -233,7 +233,7 @@ class MiniEngine:
 
     def preempt_and_resume(self, name: str) -> int:
         """Resets the engine while a request runs: the step that reports the request as preempted has already looked it
-        up again and given it other blocks. Returns the number of external tokens that it gets.
+        up again and given it other blocks. Returns the number of external tokens that the request gets.
         """
         request = self._lose_blocks(name).request
         tokens = self.add(request)

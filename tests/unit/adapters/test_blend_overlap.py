@@ -174,9 +174,7 @@ def nothing(layer: int) -> None:
 
 
 def off_by(blended: BlendForward, rows: TurnedRows, skipped: Any) -> float:
-    """The largest difference between what was written to the pool and the expected keys and values
-    of the skipped rows.
-    """
+    """The largest difference between what is in the pool and the expected keys and values of the skipped rows."""
     worst = 0.0
     for layer in range(CHECK + 1, SHAPE.layers):
         slots = rows.in_buffer[skipped] + 40

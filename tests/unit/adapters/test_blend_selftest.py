@@ -163,9 +163,7 @@ def test_control_a_larger_limit_passes_over_a_late_fault(monkeypatch: pytest.Mon
 
 
 def test_layers_that_compute_all_rows_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the check layer, the runs that the oracle compares compute the same bits, so no
-    rounding is measured there.
-    """
+    """Up to the check layer, the runs that are compared compute the same bits, so no rounding is measured."""
     moved: list[float] = []
 
     def of(dtype: Any, keys: Any, output: float) -> Limits:

@@ -97,8 +97,8 @@ class PlannedStep:
 def forwards_of(
     engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
 ) -> list[list[str]]:
-    """Runs one step per plan ("" means no plan). Returns for each step which plan was used by three forward passes: the
-    target model's, the draft model's, and one after the step, as an idle rank makes it.
+    """Runs one step per plan ("" means no plan). Returns, for each step, the plan that each of three forward passes
+    used: the target model's, the draft model's, and one after the step, such as an idle rank runs.
     """
     pages = SimpleNamespace(
         take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None

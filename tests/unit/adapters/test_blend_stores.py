@@ -78,9 +78,7 @@ def arrival(pages: BlendPages, request: str) -> Any:
 
 
 def kept_planes(pages: BlendPages) -> np.ndarray:
-    """The segment's cached keys and values as a request gets them at position 0: [layers, 2, heads,
-    tokens, head_dim].
-    """
+    """The segment's cached keys and values, loaded for position 0: [layers, 2, heads, tokens, head_dim]."""
     pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
     assert arrival(pages, "r").tokens == (len(SEGMENT),)
     layers = pages.rows("r", [(0, len(SEGMENT))], 0, len(SEGMENT)).open(0)

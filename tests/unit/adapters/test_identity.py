@@ -263,9 +263,7 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
 
 
 def test_a_worker_is_attached_once(make_engine: Make) -> None:
-    """A second attachment would make new lanes, and the ends of ops in flight on the old lanes
-    would never be reported.
-    """
+    """A second attachment would make new lanes, and ends of ops on the old lanes would never be reported."""
     engine = make_engine()
     worker, unit = engine.workers[0], engine.unit
     lanes = worker._ops.engine
@@ -309,9 +307,7 @@ def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The engine whose worker is being set up, according to vLLM's current configuration. A test
-    may replace `engine`.
-    """
+    """vLLM's current configuration, which tells whose worker is being set up. A test may replace `engine`."""
     state = SimpleNamespace(engine=object())
     monkeypatch.setattr(local_engines, "get_current_vllm_config_or_none", lambda: state.engine)
     return state

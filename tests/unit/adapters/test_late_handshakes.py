@@ -77,9 +77,7 @@ def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
-    """An engine that finds the pages of an earlier one. With `reset`, it is reset before any rank
-    has made a handshake.
-    """
+    """An engine that finds an earlier one's pages. With `reset`, it is reset before any rank's handshake."""
     make_disk_engine().run(make_request(PROMPT, "before"))
     engine = make_disk_engine(**LATE)
     if reset:
@@ -178,8 +176,8 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
 def test_a_reset_before_the_block_pool_is_bound_is_carried_out(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: bool
 ) -> None:
-    """vLLM's MultiConnector forwards both calls, the reset first. The control: without the reset,
-    the pages are served.
+    """vLLM's MultiConnector forwards the reset and then the block pool. The control: without the reset, the pages are
+    served.
     """
     make = in_turn(make_engine, tmp_path)
     make().run(make_request(PROMPT, "before"))

@@ -46,9 +46,7 @@ def names() -> LoraNames:
 
 
 def wait_for_clock(folder: Path, moment_ns: int) -> None:
-    """Waits until a file written now gets a later time than `moment_ns`. File times advance in
-    steps of milliseconds.
-    """
+    """Waits until the time of a new file is later than `moment_ns`. File times advance in milliseconds."""
     probe = folder / "probe"
     ends_s = time.monotonic() + DEADLINE_S
     while True:

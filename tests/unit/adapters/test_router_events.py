@@ -1,6 +1,4 @@
-"""A router that knows only an engine's KV events predicts what is served, through evictions,
-dropped pages and resets.
-"""
+"""A router that knows only KV events predicts what is served, even after evictions, dropped pages and resets."""
 
 from __future__ import annotations
 

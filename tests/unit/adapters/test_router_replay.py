@@ -1,6 +1,4 @@
-"""With vLLM's own publisher: a router that joins late, or loses batches of events, rebuilds its
-view from the replay.
-"""
+"""A router that joins late or loses batches of events rebuilds its view from the replay of vLLM's own publisher."""
 
 from __future__ import annotations
 

@@ -83,9 +83,7 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
 def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     make_scheduled: Make, kind: str, overlap: bool, store: str
 ) -> None:
-    """The request runs alone in a small pool, is then aborted after its prompt, and then runs
-    beside another request.
-    """
+    """The request runs alone in a small pool, and then beside another one, where it is aborted after its prompt."""
     settings = {"store.mode": store, "store.inflight_pages": 6, "store.max_reference_share": 0.9}
     engine = make_scheduled(*KINDS[kind], overlap=overlap, blocks=60, **settings)
     engine.run("first", PROMPT, output=2)
@@ -248,7 +246,7 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
 
 
 def test_no_client_resets_under_requests_while_an_aborted_load_holds_blocks(make_scheduled: Make) -> None:
-    """This holds however long the load's copies take; vLLM would raise an error at such a reset."""
+    """vLLM would raise an error at such a reset, however long the load's copies take."""
     worker_class = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.H2D)))
     engine = make_scheduled(full(4), window(4, 9), blocks=128, worker_class=worker_class)
     engine.run("first", PROMPT)

@@ -184,8 +184,8 @@ def test_an_engine_that_slept_caches_again(make_sleeping: Make, store: str, rank
 
 
 def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleeping: Make) -> None:
-    """vLLM 0.33 may allocate for an async load when it takes a step's output, which is after the step that looked the
-    request up.
+    """vLLM 0.33 may allocate for an async load when it takes a step's output. A reset can then come before the next
+    step, which would order the load.
     """
     engine = stored(make_sleeping)
     assert engine.add(make_request(PROMPT, "two")) == 20

@@ -175,9 +175,7 @@ def test_images_swapped_within_one_block_are_apart(make_engine: Make) -> None:
 
 
 def test_a_prefix_of_three_tokens_is_a_hit(make_engine: Make) -> None:
-    """The documented example of a partial tail: 3 tokens are stored, then 7 tokens with the same
-    prefix are requested.
-    """
+    """The documented example of a partial tail: 3 tokens are stored, then 7 tokens that begin with them run."""
     engine = make_engine(**{"store.partial_blocks": True})
     assert engine.run(make_request([11, 12, 13], "hello")) == 0
     engine.forget()

@@ -133,9 +133,7 @@ class Engine:
         self.cache.manager.release("s")
 
     def find(self, hashes: list[str]) -> int:
-        """Looks blocks up, and fetches those that are on disk. Returns the number of leading blocks
-        that can be loaded.
-        """
+        """Looks blocks up, and fetches those on disk. Returns the number of leading blocks that can be loaded."""
         found = self.cache.match("r", self.keys(hashes), 30.0)
         self.cache.manager.check_integrity()
         return found

@@ -159,9 +159,7 @@ def test_a_load_under_way_is_taken_back_whole(make_world: Make) -> None:
 
 
 def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make) -> None:
-    """The engine counts the rest as loaded. If flexkv dropped the load, a load that failed would be
-    reported as loaded.
-    """
+    """The engine counts the rest as loaded. If flexkv dropped this load, a failed load would count as loaded."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)

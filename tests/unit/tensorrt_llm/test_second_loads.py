@@ -59,9 +59,7 @@ def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> N
 
 
 def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The engine has no memory for any block of the load. So the order contains no copy, and no
-    rank reports its end.
-    """
+    """The engine has no memory for the load. So the order contains no copy, and no rank reports its end."""
     world.scheduler.update_state_after_alloc(request, [])
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)

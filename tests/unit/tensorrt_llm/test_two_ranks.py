@@ -1,6 +1,4 @@
-"""Two ranks in two processes. Each has its own heads, and no block is used before the copies of
-both ranks have ended.
-"""
+"""Two ranks in two processes. Each has its own heads, and no block is used before both ranks' copies have ended."""
 
 from __future__ import annotations
 
