@@ -1,4 +1,4 @@
-"""`make bench` calls every program that it names with the option that it gives."""
+"""Every benchmark that `make bench` runs accepts the option `--json`, with which it is called."""
 
 from __future__ import annotations
 

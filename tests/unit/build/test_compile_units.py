@@ -1,4 +1,6 @@
-"""Which source files are compiled together: a few bindings in users' builds, a dozen files with a sanitizer."""
+"""Which source files are compiled together as one unit: a few bindings in users' builds, and a dozen files in builds
+with a sanitizer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SOURCES = {*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "tests" / "native").glob("*
 
 
 def programs(variant: Variant) -> list[NinjaFile]:
-    """The targets of a variant: the native tests, and both extensions."""
+    """Returns the ninja files of a variant: one for the native tests, and one for both extensions."""
     native, extensions = NinjaFile(variant), NinjaFile(variant)
     native.add_native_tests()
     extensions.add_extension("c_ext.so")
@@ -27,20 +29,20 @@ def programs(variant: Variant) -> list[NinjaFile]:
 
 
 def objects(ninja: NinjaFile) -> dict[str, str]:
-    """Each object that is compiled from C++, and its compiler command."""
+    """Returns the C++ file from which each object is compiled, by the object's name."""
     edges = [re.fullmatch(r"build (\S+\.o): cxx (\S+)( \| .*)?", line) for line in ninja.lines]
     return {edge[1]: edge[2] for edge in edges if edge}
 
 
 def sources_of(ninja: NinjaFile) -> dict[str, tuple[Path, ...]]:
-    """Each object, and its source files."""
+    """Returns the source files of each object, by the object's name."""
     given = objects(ninja)
     included = {name: unit.sources for name, unit in ninja.units.items()}
     return {name: included.get(file, (Path(file),)) for name, file in given.items()}
 
 
 def macros_left(text: str) -> set[str]:
-    """Macros that `text` defines for the code after it, without those that it defines only if they are missing."""
+    """Returns the macros that are still defined after `text`, except those that it defines only if they are missing."""
     defined = set(re.findall(r"^ *# *define +(\w+)", text, re.MULTILINE))
     ended = set(re.findall(r"^ *# *undef +(\w+)", text, re.MULTILINE))
     return defined - ended - set(re.findall(r"^ *# *ifndef +(\w+)", text, re.MULTILINE))
@@ -82,7 +84,7 @@ def test_what_users_run_has_one_object_for_each_file_and_for_a_few_bindings(
         for unit in ninja.units.values():
             assert 1 < len(unit.sources) <= BINDINGS_TOGETHER
             assert {source.parent.name for source in unit.sources} == {"bindings"}
-            # These pass on lists of tokens and keys in the hot path, so they are optimised.
+            # Readers convert lists of tokens and keys in the hot path. They are compiled alone, with optimisation.
             assert not any(source.stem.endswith("_reader") for source in unit.sources)
         times = Counter(source for sources in sources_of(ninja).values() for source in sources)
         assert set(times.values()) == {1}

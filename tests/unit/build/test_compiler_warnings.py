@@ -1,4 +1,5 @@
-"""Warnings are errors on request, and that does not recompile files that compiled cleanly."""
+"""On request, compiler warnings are errors. Switching this on or off recompiles no file that compiled without
+warnings."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ WARNS = "int none(int x) { int unused; return 0; }\n"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A build of two sources; the compiler warns of the second."""
+    """Makes a build of two source files. The compiler warns about the second one."""
     compile_one = noting_warnings(f"{compiler() or 'g++'} -Wall -Wextra -c $in -o $out")
     (tmp_path / "build.ninja").write_text(
         f"rule cxx\n  command = {compile_one}\nbuild clean.o: cxx clean.cpp\nbuild sub/warns.o: cxx warns.cpp\n"
@@ -79,7 +80,7 @@ def test_no_command_of_the_native_core_depends_on_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_kernel_that_spills_is_a_warning() -> None:
-    """tests/unit/cuda/ compiles such a kernel with these flags."""
+    """tests/unit/cuda/ shows that nvcc warns about such a kernel with these flags."""
     ninja = NinjaFile(Variant(CudaToolkit("nvcc", "/nowhere", (13, 0)), ""))
     (flags,) = (line for line in ninja.lines if line.startswith("nvccflags = "))
     assert KERNEL_FLAGS in flags

@@ -1,4 +1,4 @@
-"""The pages for contributors: the tests run their code, and the files and commands that they name exist."""
+"""The pages for contributors are right: their code blocks run, and the files and commands that they name exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMED = re.compile(r"`((?:flexkv|csrc|tests|benchmarks|docs)/[\w/.]+\.(?:py|h|cp
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code blocks of one language, without the indentation of a list."""
+    """Returns the page's code blocks in `language`. The indentation of blocks inside a list is removed."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", (FOLDER / page).read_text(), re.S | re.M)
     return [re.sub(rf"^{indent}", "", code, flags=re.M) for indent, code in found]
 
@@ -103,7 +103,7 @@ def test_the_metric_of_the_page_counts_and_is_in_the_table(monkeypatch: pytest.M
 def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text()
     named = set(NAMED.findall(text)) | set(re.findall(r"pytest ([\w/.]+)", text))
-    # tests/README.md also names files of its own folder.
+    # A page may name files relative to its own folder, as tests/README.md does.
     roots = (ROOT, page.parent, ROOT / "flexkv")
     real = [name for name in named if "NAME" not in name and name != "PATH"]
     assert [name for name in real if not any((root / name).exists() for root in roots)] == []
@@ -120,7 +120,7 @@ def test_every_folder_of_tests_has_a_row() -> None:
 
 
 def test_the_quick_files_exist() -> None:
-    """The files that `make check` runs."""
+    """The quick files are the test files that `make check` runs."""
     text = (ROOT / "Makefile").read_text()
     quick = text.partition("\nQUICK = ")[2].partition("\ncheck:")[0].replace("\\\n", " ")
     names = [*re.findall(r"\s((?:config|build)/\S+\.py)", quick), "layout", "observe"]

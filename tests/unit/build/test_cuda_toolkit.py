@@ -1,4 +1,4 @@
-"""Which variant of the build the environment selects."""
+"""Which variant of the build, with or without CUDA, the environment selects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from build_support.ninja_file import NinjaFile, Variant
 
 @pytest.fixture
 def no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without nvcc in any usual place."""
+    """Simulates a machine that has no nvcc in any of its usual places."""
     monkeypatch.setattr("build_support.cuda_toolkit.find_nvcc", lambda: None)
 
 

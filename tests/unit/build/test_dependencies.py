@@ -1,4 +1,4 @@
-"""docs/dependencies.md gives a reason for everything that is installed or imported."""
+"""docs/dependencies.md gives a reason for every package that is installed or imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NAME = re.compile(r"^\s*\"?([A-Za-z0-9_.-]+)")
 
 
 def declared() -> set[str]:
-    """Names in pyproject.toml's dependencies and in the requirements files that are explained one by one."""
+    """Returns the packages in pyproject.toml's dependencies, and in those requirements files whose packages the page
+    explains one by one."""
     project = (ROOT / "pyproject.toml").read_text()
     blocks = re.findall(r"^(?:dependencies|requires) = \[(.*?)\]", project, re.S | re.M)
     entries = [entry for block in blocks for entry in re.findall(r'"([^"]+)"', block)]
@@ -48,7 +49,7 @@ def test_the_gpu_extra_is_what_the_tests_install() -> None:
 
 
 def third_party(*folders: str) -> dict[str, set[str]]:
-    """Top-level modules of other packages -> files that import them."""
+    """Returns the files that import each top-level module of a third-party package, by the module's name."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -69,8 +70,8 @@ def test_every_import_from_elsewhere_has_a_reason() -> None:
 
 
 def test_what_runs_without_an_engine_needs_the_declared_dependencies_only() -> None:
-    """Only adapters import `torch` and packages that an engine brings, except for OPTIONAL. An extra may be missing,
-    and the code checks for that.
+    """Outside adapters and integration, flexkv imports only declared dependencies and extras. The modules in OPTIONAL
+    are excepted.
     """
     project = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.S | re.M)

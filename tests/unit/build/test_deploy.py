@@ -1,4 +1,4 @@
-"""Static checks of the files in deploy/: the tests do not run systemd or Docker."""
+"""Static checks of the files in deploy/. No test starts a service with systemd, or a container."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unit_settings(path: Path) -> configparser.ConfigParser:
 
 
 def commands() -> dict[str, list[str]]:
-    """The command line of every server in these files."""
+    """Returns the command line of every server in deploy/, by the name of its unit file or its compose service."""
     found = {path.name: shlex.split(unit_settings(path)["Service"]["ExecStart"]) for path in UNITS}
     return found | {name: service["command"] for name, service in compose()["services"].items()}
 
@@ -65,7 +65,7 @@ def test_units_are_whole(path: Path) -> None:
 def test_systemd_takes_the_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze on PATH: the unit files are parsed, not verified")
-    # systemd-analyze looks for the program, which is missing here.
+    # systemd-analyze checks that the program exists, but the server is not installed here, so the copy runs /bin/true.
     copy = tmp_path / path.name
     copy.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", path.read_text()))
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
@@ -134,7 +134,7 @@ def test_no_secret_is_written_down() -> None:
 
 
 def test_the_page_starts_what_the_files_start() -> None:
-    """The page's commands have the same flags."""
+    """The commands that the page shows have the same flags as those in the files."""
     for program, file in (("mooncake_master", "mooncake-master"), ("mooncake_client", "mooncake-owner")):
         flags = {word.partition("=")[0] for word in commands()[f"{file}.service"][1:]}
         shown = re.search(rf"^{program} (.*?)(?<!\\)$", PAGE, re.M | re.S)

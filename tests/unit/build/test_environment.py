@@ -1,4 +1,6 @@
-"""The environment is made in the right order, and only changed parts are made again."""
+"""`build_support.environment` installs the environment's parts in the right order, and installs only changed parts
+again.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def fake_pip(folder: Path, program: str) -> Path:
 
 
 def test_cudas_headers_and_compiler_go_where_no_python_looks(tmp_path: Path) -> None:
-    """In a separate folder, because the engine's own CUDA packages have other versions."""
+    """They are installed in a separate folder, because the engine needs other versions of the same CUDA packages."""
     (step,) = (step for step in steps("vllm", True) if step.name == "cuda-toolkit")
     python = fake_pip(tmp_path, 'echo "$@" >"$0.said"; exit 0')
     environment._pip_install(python, step, "some", None)

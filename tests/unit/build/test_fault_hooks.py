@@ -1,4 +1,6 @@
-"""Faults are decorators around movers, queues and devices: the product does not contain or name them."""
+"""Tests inject faults with decorators around movers, queues and devices. The product's code neither contains nor names
+these decorators.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PYTHON = re.compile(r"Fault(y|Rule|Action|$)|.*for_test|.*test_hook")
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Every name that Python code uses or defines."""
+    """Yields every name that Python code uses or defines."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -30,7 +32,7 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def has_hook(path: str, source: str) -> bool:
-    """Whether a file of the product names a fault."""
+    """Whether the source of a product file has a name for injected faults."""
     if path.endswith(".py"):
         return any(PYTHON.match(used) for used in names_in(source))
     code = re.sub(r"//[^\n]*", "", source)

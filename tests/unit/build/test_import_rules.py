@@ -1,4 +1,4 @@
-"""Imports run one way, and no engine is imported outside its adapter."""
+"""Packages import each other only in the allowed directions, and only its adapter imports an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
-# `storage.base`, `storage.tags` and `storage.striping` (only arithmetic) are that between cache and storage, and
-# `remote.base` and the counts of its `plane` (plain types) are that between the simulation and the store. `facts` has
-# what all of them use: keys of blocks and their rules (`facts.keys`), settings of requests (`facts.request_settings`),
-# and what ranks and their unit know of each other (`facts.ranks`).
+# ALLOWED lists the packages of flexkv that each package may import besides itself. Some packages may import only a few
+# modules of another one. Cache imports `transfer.graph` of transfer, and `storage.base`, `storage.tags` and
+# `storage.striping` (only arithmetic) of storage. The simulation imports `remote.base` and the counts of
+# `remote.plane`, which are plain types. `facts` has what all packages use: keys of blocks and their rules
+# (`facts.keys`), settings of requests (`facts.request_settings`), and what ranks and their unit tell each other
+# (`facts.ranks`).
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -103,7 +104,7 @@ RUNNER_ENGINES = frozenset({"transformers", "torch"})
 
 
 def imported_modules(source: str) -> Iterator[str]:
-    """Absolute names of the modules that a file imports; each name of a `from` import counts as a module too."""
+    """Yields the absolute names of the modules that a file imports. Each name in a `from` import counts as a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -116,7 +117,7 @@ def imported_modules(source: str) -> Iterator[str]:
 def violations(
     package: str, source: str, adapter: str = "", baselines: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Imports of one file that are forbidden to its package or to the adapter it belongs to."""
+    """Returns the modules that a file imports although its package, or the adapter it belongs to, may not."""
     found = []
     for module in imported_modules(source):
         parts = module.split(".")
@@ -153,7 +154,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def imports_upwards(room: str, source: str) -> list[str]:
-    """A control plane file's imports of rooms that are not below its own."""
+    """Returns the modules that a file of the control plane imports from layers (`room`) above its own."""
     below = CONTROL_PLANE[: CONTROL_PLANE.index(room) + 1]
     rooms = {module: module.split(".")[2] for module in imported_modules(source) if module.startswith(OWN)}
     return [module for module, other in rooms.items() if other not in below]
@@ -163,7 +164,7 @@ OWN = "flexkv.cache."
 
 
 def circle_in(imports: Mapping[str, Iterable[str]]) -> list[str]:
-    """Modules that import each other in a circle; empty if there is none."""
+    """Returns modules that import each other in a circle, or an empty list if no modules do."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -172,7 +173,7 @@ def circle_in(imports: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Imports that are only for type checkers count, because a reader follows them too."""
+    """Imports that only type checkers execute count too, because a reader of the code has to follow them."""
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "flexkv").rglob("*.py")
@@ -180,7 +181,7 @@ def test_no_module_imports_itself_through_others() -> None:
     imports: dict[str, set[str]] = {}
     for name, path in names.items():
         wanted = set(imported_modules(path.read_text()))
-        # `from package import name` names the package, and a module of it only where there is one of that name.
+        # `from package import name` imports the module `package.name` if it exists, and otherwise only the package.
         imports[name] = {each if each in names else each.rpartition(".")[0] for each in wanted} & names.keys()
         imports[name] -= {name, "flexkv"}
     assert len(imports) > 200
@@ -258,7 +259,7 @@ def test_a_right_import_is_not() -> None:
 
 
 def package_sources() -> dict[str, str]:
-    """Module -> source, of every module of the package."""
+    """Returns the source of every module of flexkv, by the module's name."""
     paths = sorted((ROOT / "flexkv").rglob("*.py"))
     named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
     return {name.removesuffix(".__init__"): path.read_text() for name, path in named.items()}
@@ -266,8 +267,8 @@ def package_sources() -> dict[str, str]:
 
 @cache
 def named_modules(source: str) -> tuple[str, ...]:
-    """The modules that a file imports, and each module that it names in a string, to import it on first use or to run
-    it as a process.
+    """Returns the modules that a file imports, and those whose names it has in a string, in order to import them on
+    first use or to run them as a process.
     """
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     programs = [name for name in strings if isinstance(name, str) and re.fullmatch(r"flexkv(\.\w+)+", name)]
@@ -275,7 +276,7 @@ def named_modules(source: str) -> tuple[str, ...]:
 
 
 def reached_modules(sources: dict[str, str], roots: tuple[str, ...]) -> set[str]:
-    """Modules that the roots import, directly or indirectly, and the packages that contain them."""
+    """Returns all modules that the roots import, directly or indirectly, and the packages that contain them."""
     reached: set[str] = set()
     waiting = list(roots)
     while waiting:
@@ -289,7 +290,7 @@ def reached_modules(sources: dict[str, str], roots: tuple[str, ...]) -> set[str]
 
 
 def not_serving(page: str) -> list[str]:
-    """Modules and packages that, according to the page, no module of a serving engine imports."""
+    """Returns the modules and packages that, according to the page, a serving engine does not import."""
     paragraph = " ".join(page.partition("Three quarters of the Python lines")[2].partition("\n\n")[0].split())
     rest = paragraph.partition("imports the rest:")[2]
     return [
@@ -303,7 +304,7 @@ def within(module: str, folders: list[str]) -> bool:
 
 
 def test_architecture_names_what_does_not_serve() -> None:
-    """The folders that the page names contain exactly the modules that engines never import."""
+    """The folders and files that the page lists contain exactly the modules that no engine imports."""
     sources = package_sources()
     reached = reached_modules(sources, NAMED_BY_ENGINES)
     assert set(NAMED_BY_ENGINES) <= reached

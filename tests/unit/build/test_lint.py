@@ -1,4 +1,4 @@
-"""The sources pass their linters and formatters."""
+"""All sources pass the linters, formatters and type checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.timeout(900)  # mypy without its cache, beside other tests
+@pytest.mark.timeout(900)  # mypy may run without its cache while other tests run
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_the_tree_is_clean(name: str) -> None:
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_the_oldest_python_is_what_is_checked_for() -> None:
         ("ruff", "flaw.py", "import os\n"),
         ("format", "flaw.py", "x = {  'a':1 }\n"),
         ("types", "flaw.py", "def f(x: int) -> str:\n    return x\n"),
-        # A module that the oldest supported Python lacks.
+        # The oldest supported Python does not have these modules and names.
         ("types", "flaw.py", "import tomllib\n"),
         ("types", "flaw.py", "from enum import StrEnum\n"),
         ("types", "flaw.py", "from typing import Self\n"),

@@ -1,4 +1,6 @@
-"""A native core of another source version is refused; the error names both versions and the remedy."""
+"""flexkv refuses a native core that was built from another version of the source. The error names both versions and the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def no_core(package: Path) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The package with its native core, linked file by file, except for the stub."""
+    """Makes a copy of the package with its native core. The files are symbolic links, except the stub, which a test can
+    change."""
     folder = tmp_path / "flexkv"
     folder.mkdir()
     for entry in [*STUB.parent.iterdir(), Path(c_ext.__file__)]:
@@ -67,7 +70,7 @@ def test_a_core_of_another_source_is_refused(
     package: Path, change: Callable[[Path], None], said: str
 ) -> None:
     change(package)
-    # Without `site`, because an editable install would find the working tree's core instead.
+    # -S leaves `site` out: with it, an editable install would import the working tree's core instead.
     command = [sys.executable, "-S", "-c", PROGRAM]
     environ = {"PYTHONPATH": str(package.parent)}
     done = subprocess.run(

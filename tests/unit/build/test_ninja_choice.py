@@ -1,4 +1,6 @@
-"""Which ninja is used: versions hash commands differently, so each would recompile what another has compiled."""
+"""Which ninja the build uses. It must always be the same one: versions of ninja hash commands differently, so each
+would recompile what another one has compiled.
+"""
 
 from __future__ import annotations
 

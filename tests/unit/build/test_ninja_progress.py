@@ -1,4 +1,4 @@
-"""A build reports its progress, and passes on the compiler's messages."""
+"""A build reports its progress, and shows the compiler's messages."""
 
 from __future__ import annotations
 

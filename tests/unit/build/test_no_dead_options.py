@@ -1,4 +1,4 @@
-"""Every setting is read by some code, and every metric is recorded by some code."""
+"""Some code reads every setting, and some code records every metric."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from flexkv.config.model import setting_fields
 from flexkv.observe import METRICS, PageLoss
 
 PACKAGE = Path(__file__).resolve().parents[3] / "flexkv"
-# These may read a setting where it is resolved together with others.
+# Code in these files of the config package counts as reading a setting, because it derives values from several
+# settings.
 RESOLVERS = ("config/memory.py", "config/sections.py")
 
 
 def text_outside(folder: str, *but: str) -> str:
-    """All code of the package outside `folder`, except for the files `but`."""
+    """Returns all code of the package outside `folder`, and the code of the files `but`, which are inside it."""
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != folder]
     return "\n".join(path.read_text() for path in [*paths, *(PACKAGE / name for name in but)])
 
@@ -26,7 +27,8 @@ CODE = text_outside("config", *RESOLVERS)
 @pytest.mark.parametrize("key", list(setting_fields()))
 def test_setting_is_read(key: str) -> None:
     section, name = key.split(".")
-    # `config.transfer.copy_threads`, or the section under its own name; `self.` is the section resolving itself.
+    # Code reads a setting as `config.transfer.copy_threads` or `transfer.copy_threads`; methods of the section itself
+    # read it as `self.copy_threads`.
     assert f"{section}.{name}" in CODE or f"self.{name}" in CODE
 
 

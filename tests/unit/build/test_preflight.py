@@ -1,4 +1,4 @@
-"""Whatever a machine lacks is named, with the command that installs it."""
+"""If a machine lacks something that a build needs, the error names it and the command that installs it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ exec "$@"
 
 @pytest.fixture
 def fake_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose apt-get records its arguments."""
+    """Simulates a machine on which apt-get only records its arguments."""
     for name in ("true", "env"):
         (tmp_path / name).symlink_to(f"/usr/bin/{name}")
     apt = tmp_path / "apt-get"

@@ -1,4 +1,6 @@
-"""The documentation lists every name that flexkv's modules keep for a whole process."""
+"""The documentation lists all state that flexkv keeps for the complete process: variables of modules, and changes to
+the process itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ OWN_PROCESSES = frozenset({"flexkv/plugins/keeper/__main__.py", "flexkv/remote/h
 
 
 def kept_names(source: str) -> list[str]:
-    """Module-level names that may change: neither constants (upper case), nor types, nor the logger."""
+    """Returns the module-level names that may change, which excludes constants (upper case), types and the logger."""
     found = []
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -28,7 +30,8 @@ def kept_names(source: str) -> list[str]:
 
 
 def written(source: str) -> list[str]:
-    """Changes that a file makes to the process: environment variables, signal handlers."""
+    """Returns the calls and assignments with which a file changes the process, such as its environment variables and
+    signal handlers."""
     nodes = list(ast.walk(ast.parse(source)))
     calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
     found = [text for text in calls if text.startswith(OUTSIDE) and text.rpartition(".")[2] not in READERS]
@@ -43,7 +46,7 @@ def package_files() -> list[Path]:
 
 
 def judged(page: str) -> set[tuple[str, str]]:
-    """Names and file names in the first column of the section's table."""
+    """Returns the pairs of a name and a file in the first column of the section's table."""
     section = page.split(SECTION)[1].split("\n## ")[0]
     found = set()
     for line in section.splitlines():

@@ -1,4 +1,4 @@
-"""Habits of prose over which a native reader stumbles stay out of docstrings, comments and Markdown.
+"""Docstrings, comments and Markdown are free of some habits of prose over which a native reader stumbles.
 
 A sentence opens with its subject or its verb, so not with "Of", "As of" or "As check()". A rate is "bytes per page":
 "per", and no article. Words that only contracts still use give way to plain ones, such as "must" and "of it".
@@ -53,7 +53,7 @@ LEGALESE = re.compile(
 
 
 class Passage(NamedTuple):
-    """One docstring, block of comments, or Markdown paragraph, list item or table cell."""
+    """A docstring, a block of comment lines, or a Markdown paragraph, list item or table cell."""
 
     line: int
     text: str
@@ -73,10 +73,10 @@ ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]|#+|>)\s+")
 
 
 def joined(comments: Iterator[tuple[int, bool, str]]) -> list[Passage]:
-    """Comments as passages: those alone on lines that follow each other make one.
+    """Joins comments to passages. Comments on consecutive lines that have nothing else become one passage.
 
     Args:
-        comments: (line, whether the comment stands alone on it, its text without signs) of each.
+        comments: for each comment its line, whether nothing else is on the line, and its text without comment signs.
     """
     found: list[Passage] = []
     grows = False
@@ -90,7 +90,7 @@ def joined(comments: Iterator[tuple[int, bool, str]]) -> list[Passage]:
 
 
 def python_passages(source: str) -> list[Passage]:
-    """Docstrings, those of attributes among them, and comments."""
+    """Returns the docstrings of a Python file, including those of attributes, and its comments."""
     docstrings = [
         Passage(node.lineno, node.value.value)
         for node in ast.walk(ast.parse(source))
@@ -107,7 +107,7 @@ def python_passages(source: str) -> list[Passage]:
 
 
 def cxx_passages(source: str) -> list[Passage]:
-    """Comments, without what only looks like one inside a string."""
+    """Returns the comments of a C++ file. Text inside a string that looks like a comment is not one."""
 
     def comments() -> Iterator[tuple[int, bool, str]]:
         for token in CXX_TOKEN.finditer(source):
@@ -121,7 +121,7 @@ def cxx_passages(source: str) -> list[Passage]:
 
 
 def markdown_passages(source: str) -> list[Passage]:
-    """Paragraphs, list items, headings and table cells, without blocks of code."""
+    """Returns the paragraphs, list items, headings and table cells of a Markdown file, without its blocks of code."""
     found: list[Passage] = []
     fenced = grows = False
     for number, line in enumerate(source.split("\n"), 1):
@@ -156,7 +156,7 @@ def passages(name: str, source: str) -> list[Passage]:
 
 
 def uses(habit: re.Pattern[str], name: str, prose: list[Passage]) -> list[str]:
-    """`file:line: words` of each use of a habit in the prose of a file."""
+    """Returns `file:line: words` for each use of a habit in the prose of a file."""
     return [
         f"{name}:{line + text.count(NEWLINE, 0, match.start('found'))}: {' '.join(match['found'].split())}"
         for line, text in prose
@@ -166,7 +166,7 @@ def uses(habit: re.Pattern[str], name: str, prose: list[Passage]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, list[Passage]]:
-    """The prose of every tracked file, by name."""
+    """The passages of every tracked file, by the file's name."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: nothing tells which files are the project's")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)

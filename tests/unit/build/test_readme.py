@@ -1,4 +1,6 @@
-"""README and docs: the commands they show are accepted, their links exist, and their claims hold."""
+"""README and docs are right: programs accept the commands that they show, their links lead somewhere, and their claims
+hold.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,17 @@ ONE_MINUTE_WORDS = 250
 
 
 def words(text: str) -> list[str]:
-    """Words as they are read: without links' targets, and without the bars of tables."""
+    """Returns the words that a reader sees, without the targets of links and the bars of tables."""
     return [word for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
 
 
 def first_words(text: str, count: int) -> str:
-    """The beginning of a text up to so many words, tables included."""
+    """Returns the first `count` words of a text, including those in tables."""
     return " ".join(words(text)[:count])
 
 
 def missing_answers(text: str) -> list[str]:
-    """The questions that one minute of reading the text does not answer."""
+    """Returns the questions whose answers are not in the text's first minute of reading."""
     begin = first_words(text, ONE_MINUTE_WORDS)
     answers = {
         "what flexkv does": "keeps the KV cache of vLLM, SGLang and TensorRT-LLM",
@@ -62,10 +64,10 @@ def missing_answers(text: str) -> list[str]:
 
 
 def shell_commands(text: str) -> list[list[str]]:
-    """Every command of the text's bash blocks, as the shell would split it."""
+    """Returns every command in the text's bash blocks, as the words into which the shell splits it."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     words = [shlex.split(block, comments=True) for block in blocks]
-    # Each word that starts a command splits the lines of such a block.
+    # shlex.split does not keep line ends, so each of these program names is taken to begin a new command.
     commands: list[list[str]] = []
     for word in (w for block in words for w in block):
         if word in ("make", "pip", "vllm", "python", "flexkv", "git"):
@@ -75,7 +77,7 @@ def shell_commands(text: str) -> list[list[str]]:
 
 
 def test_the_vllm_line_is_what_the_demo_and_the_tests_run() -> None:
-    """Except for the module path, which a working tree needs and an installed package does not."""
+    """The module path may differ: a working tree needs one, and an installed package does not."""
     (serve,) = (command for command in shell_commands(README) if command[:2] == ["vllm", "serve"])
     config = json.loads(serve[serve.index("--kv-transfer-config") + 1])
     assert config == {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
@@ -83,7 +85,7 @@ def test_the_vllm_line_is_what_the_demo_and_the_tests_run() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_transfer_config_is_one(page: Path) -> None:
-    """Each JSON object that sets `kv_connector` parses, and its extra config is accepted."""
+    """Each JSON object on the page that sets `kv_connector` is valid, and flexkv accepts its extra config."""
     text = page.read_text()
     for match in re.finditer(r"\{\s*\"kv_connector\"", text):
         config, _ = json.JSONDecoder().raw_decode(text[match.start() :])
@@ -126,7 +128,7 @@ def test_control_a_minute_without_an_answer_is_seen() -> None:
 
 
 def test_the_index_of_docs_leads_to_every_page() -> None:
-    """Each page has its own row that says when to read it; README links to the index."""
+    """In the index, each page has a row of its own that says when to read it. README links to the index."""
     rows = INDEX.partition("## Pages")[2].partition("\n## ")[0]
     pages = re.findall(r"^\| \[([a-z-]+\.md)\]\(\1\) \| \S", rows, re.M)
     assert sorted(pages) == sorted(page.name for page in DOCS if page.name != "README.md")
@@ -149,7 +151,7 @@ def test_the_index_of_docs_leads_to_every_page() -> None:
     ],
 )
 def test_every_file_has_its_row_in_the_page_of_its_folder(page: str, folder: str) -> None:
-    """Some files share a row with others."""
+    """A row may be for several files."""
     rows = [row for row in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if row.startswith("|")]
     named = {name.removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     files = {path.stem for path in (ROOT / "flexkv" / folder).glob("*.py")} - {"__init__"}
@@ -167,13 +169,14 @@ def test_folders_that_are_named_exist() -> None:
 
 
 def table_rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table whose first line begins with `heading`."""
+    """Returns the cells of the table whose first line begins with `heading`, row by row."""
     lines = page.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
-    """Each row of its first table is a row of the H200's table: name, then cold and hit for three lengths."""
+    """Each row of README's first table is also a row of the H200's table in docs/benchmarks.md. Its cells are a name,
+    and the times of a cold prompt and of a hit for three lengths."""
     rows = table_rows(README, "| time to first token, ms |")
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     measured = [[row[i] for i in (0, 1, 2, 4, 5, 7, 8)] for row in table_rows(page, "| H200, ms |")]
@@ -213,7 +216,8 @@ def test_settings_that_the_docs_name_exist() -> None:
 
 
 def test_the_container_page_sets_what_the_code_takes() -> None:
-    """Docker's command line and the pod's specification set the same variables."""
+    """On the page, Docker's command line and the pod's specification set the same variables, and flexkv accepts
+    them."""
     text = (ROOT / "docs" / "containers.md").read_text()
     (pod,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     (container,) = yaml.safe_load(pod)["spec"]["containers"]
@@ -237,7 +241,8 @@ def test_the_examples_of_bytes_per_token_are_right() -> None:
 
 
 def test_figures_are_whole() -> None:
-    """GitHub can draw each figure, every arrow of a sequence connects two participants, and a node has one label."""
+    """Each figure is of a kind that GitHub can draw. In a sequence diagram every arrow connects two participants that
+    are declared, and in a flowchart no node has two labels."""
     figures = [
         figure for page in PAGES for figure in re.findall(r"```mermaid\n(.*?)```", page.read_text(), re.S)
     ]

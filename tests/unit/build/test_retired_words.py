@@ -1,6 +1,7 @@
-"""Names that the field's own names replaced: none comes back into code, settings, metrics, log lines or docs.
+"""Retired words, which the field's usual words have replaced, do not occur in code, settings, metrics, log lines or
+docs.
 
-The glossary in docs/architecture.md has the words that replaced them.
+The glossary in docs/architecture.md has the words to use.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PROSE = {
 
 
 def texts() -> dict[str, str]:
-    """Every tracked text file except this one."""
+    """Returns the text of every tracked file except this one, by the file's name."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     found = {}
     for name in listed.stdout.decode().split("\0"):
@@ -60,7 +61,7 @@ def texts() -> dict[str, str]:
 
 
 def uses(pattern: str, among: dict[str, str], flags: int = 0) -> list[str]:
-    """`file:line` of each match of the whole word."""
+    """Returns `file:line` for each match of `pattern` as a complete word."""
     word = re.compile(rf"\b(?:{pattern})\b", flags)
     return [
         f"{name}:{number}"
@@ -73,7 +74,7 @@ def uses(pattern: str, among: dict[str, str], flags: int = 0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, str]:
-    """Text by file."""
+    """The text of every tracked file except this one, by the file's name."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: nothing tells which files are the project's")
     return texts()
@@ -90,7 +91,7 @@ def test_a_retired_word_is_gone_from_prose_too(tree: dict[str, str], now: str) -
 
 
 def test_a_retired_name_would_be_found() -> None:
-    """Control."""
+    """The control: the search finds every retired word in made-up files."""
     for former in NAMES.values():
         for name in former:
             assert uses(name, {"made/up.py": f"x = {name}(1)"}) == ["made/up.py:1"]

@@ -1,4 +1,4 @@
-"""`make soak` lengthens tests that exist."""
+"""`make soak` makes certain tests longer, and these tests exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRETCHED = (
 
 
 def collect(factor: str) -> subprocess.CompletedProcess[str]:
-    # Not the whole suite: other tests import engines when they are collected.
+    # Only these files are collected, because others import engines at collection, which takes long.
     files = sorted({f"tests/{name.partition('::')[0]}" for name in STRETCHED})
     options = ["-m", "soak", "--collect-only", "-q", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *files]

@@ -1,4 +1,4 @@
-"""Test files are repeated under load, and the first one that fails a round is named."""
+"""tests/steady.py repeats test files under load, and names the first file that fails a round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_fails_the_third_time():
 
 @pytest.fixture
 def rounds_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root whose test files really run, but without starting pytest: each round executes the file's tests."""
+    """A root folder for test files. A round calls the test functions of a file directly, without starting pytest."""
     monkeypatch.setattr(steady, "ROOT", tmp_path)
 
     def execute(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
@@ -69,7 +69,7 @@ def test_the_next_call_goes_on_where_the_last_one_stopped(
     assert "1/4" not in capsys.readouterr().out
     assert run(plans, Progress(state, "tree"), 60.0) == 0
     assert "passed" not in capsys.readouterr().out
-    # After a change of the tree all rounds run again.
+    # If the tree has changed since the last call, all rounds run again.
     assert run(plans, Progress(state, "another"), 60.0) == 0
     assert "passed: test_firm.py 1/4" in capsys.readouterr().out
 

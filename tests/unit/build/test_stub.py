@@ -1,4 +1,4 @@
-"""c_ext.pyi names what the native core has: each function, class and member, with its parameters."""
+"""c_ext.pyi declares exactly what the native core has: each function, class and member, with its parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from flexkv import c_ext
 
 STUB = ast.parse(Path(inspect.getfile(c_ext)).with_name("c_ext.pyi").read_text())
-# Names that exist only for type checkers.
+# Base classes of the stub's classes that exist only for type checkers, and not in the core.
 TYPES_ONLY = ("TypedDict", "Protocol")
-# Attributes that pybind11 and Python give to every class.
+# Attributes that every class has from pybind11 or Python.
 OF_EVERY_CLASS = set(dir(object)) | {"__module__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
 
 
@@ -60,7 +60,8 @@ def test_members_are_those_of_the_core(name: str) -> None:
 
 
 def parameters(native: object) -> list[str] | None:
-    """Names of the parameters that pybind11 writes into the first line of its doc; None for an overloaded function."""
+    """Returns the names of a native function's parameters, which pybind11 writes into the first line of its docstring.
+    None for an overloaded function."""
     first, _, rest = (getattr(native, "__doc__", "") or "").partition("\n")
     match = re.match(r"^\w+\((.*)\) -> ", first)
     if match is None or "Overloaded" in rest:
@@ -73,7 +74,8 @@ def parameters(native: object) -> list[str] | None:
 
 
 def callables() -> Iterator[tuple[str, ast.FunctionDef, object]]:
-    """Each function of the stub, and each method of its classes, with the core's object of that name."""
+    """Yields the name of each function of the stub and of each method of its classes, its node in the stub, and the
+    core's object of that name."""
     for name, node in functions(STUB.body).items():
         yield name, node, getattr(c_ext, name)
     for owner, tree in CLASSES.items():

@@ -1,5 +1,5 @@
-"""docs/systems.md: the files that it names exist and contain the names given for them; each row has a test or a
-reason.
+"""docs/systems.md is right: the files that it names exist and contain the names that it gives for them, and each row
+names a test or gives a reason why there is none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def rows_of(page: str) -> list[Row]:
-    """Rows of the tables of systems."""
+    """Returns all rows of the page's tables of systems."""
     tables = [part.partition("\n\n")[0] for part in page.split(HEADING)[1:]]
     return [
         Row(*(cell.strip() for cell in line.split("|")[1:-1]))
@@ -40,7 +40,7 @@ def paths_in(text: str) -> list[str]:
 
 
 def faults_of(row: Row) -> list[str]:
-    """What is wrong with a row, other than paths that do not exist."""
+    """Returns what is wrong with a row. Paths that do not exist are not reported here."""
     files = [ROOT / path for path in paths_in(row.where) if (ROOT / path).is_file()]
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     names = set(SPAN.findall(row.where)) - set(paths_in(row.where))

@@ -1,4 +1,4 @@
-"""Every FLEXKV_* variable that some code reads is a setting or documented as another use of the prefix."""
+"""Every variable FLEXKV_* that some code reads is a setting, or is documented as something else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.config.names import ALIASES, environment_name
 from flexkv.config.sources import OTHER_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]
-# Reads of the environment: os.environ[...], .get(...), getenv(...) and make's $${NAME...}.
+# Matches reads of the environment: os.environ[...], environ.get(...), getenv(...), and $${NAME...} in the Makefile.
 READ = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\(|\$\$?\{)\s*["']?(FLEXKV_[A-Z0-9_]+)""")
 
 PATTERNS = (
@@ -42,7 +42,7 @@ those that Mooncake's library reads are set; for a process that is started, all 
 
 
 def reads() -> Iterator[tuple[str, str]]:
-    """(file, variable) for every read of a variable with our prefix."""
+    """Yields (file, variable) for every read of a variable whose name begins with FLEXKV_."""
     for pattern in PATTERNS:
         for path in ROOT.glob(pattern):
             yield from ((str(path.relative_to(ROOT)), name) for name in READ.findall(path.read_text()))

@@ -1,4 +1,4 @@
-"""What gets installed: a wheel, a source archive, and an editable install."""
+"""What a wheel, a source archive and an editable install contain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 @pytest.mark.timeout(2 * BUILD_S)
 def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    # An earlier build leaves such a module if it has been renamed since.
+    # If a module was renamed after an earlier build, the build folder still has it under its old name.
     former = ROOT / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "flexkv"
     former.mkdir(parents=True, exist_ok=True)
     (former / "former_name.py").touch()
@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
     assert b"FaultyMover" not in zipfile.ZipFile(wheel).read(library)
 
-    # It works outside the working tree, with only its dependencies installed.
+    # The wheel's content works outside the working tree.
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)
     program = (
@@ -73,8 +73,8 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     path, standard, cuda = done.stdout.split()
     assert Path(path).is_relative_to(target)
     assert int(standard) >= 202002
-    # For other machines: it contains everything that this machine's toolkit can compile, whether this machine has a GPU
-    # or not.
+    # A wheel is for other machines too. So it contains everything that this machine's CUDA toolkit can compile, even if
+    # this machine has no GPU.
     assert cuda == str(Variant.from_environment().toolkit is not None)
 
 
@@ -98,7 +98,8 @@ def test_editable_install_imports_the_working_tree(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(environment))
     python = environment / "bin" / "python"
-    # The new environment sees the packages of this one (a venv of a venv sees only the system's).
+    # The new environment needs this one's packages. --system-site-packages does not provide them if this one is a venv
+    # itself.
     site = next(environment.glob("lib/python*/site-packages"))
     here = [path for path in sys.path if path.endswith("site-packages")]
     (site / "outer.pth").write_text("\n".join(here) + "\n")
@@ -106,6 +107,6 @@ def test_editable_install_imports_the_working_tree(tmp_path: Path) -> None:
     program = "import flexkv.c_ext as c, flexkv.config; print(c.__file__, c.build_info()['cuda'])"
     path, cuda = run(str(python), "-c", program, cwd=tmp_path).split()
     assert Path(path).parent == ROOT / "flexkv"
-    # Only for this machine: without a GPU, the CUDA kernels are left out.
+    # An editable install is only for this machine: if it has no GPU, the CUDA kernels are left out.
     assert cuda == str(Variant.from_environment(in_place=True).toolkit is not None)
     assert "Commands" in run(str(environment / "bin" / "flexkv"), "--help", cwd=tmp_path)

@@ -1,5 +1,6 @@
-"""`make test` shares files among workers: longest folders first; files that share a build or an engine stay
-together."""
+"""`make test` distributes test files to workers. The folders that take longest begin, and files that share a build or
+an engine run on the same worker.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FILES = ("unit/test_a.py", "unit/test_b.py", "native/test_c.py", "native/test_d.
 
 
 def run_files(folder: Path, workers: int) -> str:
-    """Runs FILES by this number of workers, with the suite's own order; returns what pytest printed."""
+    """Runs FILES with this number of workers, in the order of the suite's conftest. Returns what pytest printed."""
     for name in FILES:
         path = folder / "tests" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def test_what_belongs_together_runs_on_one_worker(tmp_path: Path) -> None:
 
 
 def test_the_longest_folders_begin(tmp_path: Path) -> None:
-    """With one worker, whose tests begin in the order in which several would take them."""
+    """The test has only one worker, so that the order in which folders begin can be read from its output."""
     lines = run_files(tmp_path, 1).splitlines()
     begun = [line.split("/")[1] for line in lines if line.startswith("tests/")]
     order = [folder for at, folder in enumerate(begun) if folder not in begun[:at]]

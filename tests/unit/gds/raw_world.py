@@ -1,5 +1,6 @@
-"""Raw files and an engine's pool in plain memory, and the expected result of a transfer between them, computed
-independently."""
+"""Raw files, an engine's pool in plain memory, and a reference that computes the expected result of a transfer between
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from flexkv import c_ext
 VLLM, TRTLLM, SGLANG = 0, 1, 2
 Bytes = NDArray[np.uint8]
 KEEP = 0xA5
-"""Content of a pool and its padding before a transfer: these bytes must survive wherever nothing is moved."""
+"""Value of every byte of a pool and its padding before a transfer. Bytes that the transfer does not move must keep
+it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One transfer. Strides that are None are dense; `gap` bytes lie between blocks of the pool."""
+    """The parameters of one transfer between files and a pool. `gap` is the number of bytes between blocks of the
+    pool."""
 
     backend: int
     kv: int
@@ -36,7 +39,7 @@ class Case:
     devices: int = 1
     files: int = 1
     round_robin: int = 1
-    kv_outermost: bool = False  # in each layer of a vLLM pool: [kv][block] instead of [block][kv]
+    kv_outermost: bool = False  # a layer of a vLLM pool is [kv][block] instead of [block][kv]
     ranks: int = 1  # ranks that share a file chunk
     rank: int = 0
     gap: int = 0
@@ -74,7 +77,7 @@ class Case:
         return -(-self.blocks // (self.devices * self.files)) + self.round_robin
 
     def place(self, block: int) -> tuple[int, int, int]:
-        """Device, file and offset of a block, by the documented rule."""
+        """Returns the device, the file and the offset in it of a block, by the documented rule."""
         turn, within = divmod(block, self.round_robin)
         device = turn % self.devices
         on_device = (turn // self.devices) * self.round_robin + within
@@ -87,7 +90,7 @@ class Case:
 
 @dataclass
 class Pool:
-    """An engine's pool as the backend lays it out."""
+    """An engine's pool, in the layout of the case's backend."""
 
     case: Case
     memory: list[Bytes] = field(default_factory=list)
@@ -112,7 +115,7 @@ class Pool:
             self.kv_stride = case.chunk if together else self.block_stride * case.blocks
             sizes = [self.block_stride * case.blocks * (1 if together else case.kv)] * case.layers
         for size in sizes:
-            # Starts on a 4 KiB boundary unless the case asks for odd addresses.
+            # The memory starts on a 4 KiB boundary, or at an odd address if the case's gap is odd.
             raw = np.full(size + 8192, KEEP, np.uint8)
             start = -raw.ctypes.data % 4096 + (3 if case.gap % 2 else 0)
             self.memory.append(raw)
@@ -134,7 +137,7 @@ class Pool:
 
 
 class World:
-    """Files, pool and manager of one case, with random bytes on the side that is read."""
+    """The files and the pool of one case. The side from which the transfer reads has random bytes."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
@@ -170,7 +173,7 @@ class World:
         return c_ext.GDSManager(self.paths, case.devices, case.round_robin, **given)  # type: ignore[arg-type]
 
     def arguments(self) -> tuple[object, ...]:
-        """The transfer functions' arguments after the manager, up to `is_read`."""
+        """Returns the arguments of a transfer function, from the one after the manager to `is_read`."""
         case, pool = self.case, self.pool
         return (
             np.array(case.layer_list, np.int32),
@@ -200,7 +203,8 @@ class World:
         return self.files[device, number][start : start + case.chunk]
 
     def expect(self) -> None:
-        """Applies the model's transfer to copies of `files` and `pool`; call it before the real transfer."""
+        """Computes the expected result of the transfer on copies of the files and the pool. Must be called before the
+        real transfer."""
         self.expected_pool = [tensor.copy() for tensor in self.pool.memory]
         self.expected_files = {key: content.copy() for key, content in self.files.items()}
         model = Pool(self.case)
@@ -216,7 +220,7 @@ class World:
         self.files = source
 
     def differences(self) -> list[str]:
-        """Every place where a byte of pool or files is wrong."""
+        """Returns a description of each pool tensor and file that differs from the expected result."""
         found = []
         for i, (tensor, expected) in enumerate(zip(self.pool.memory, self.expected_pool, strict=True)):
             wrong = np.flatnonzero(tensor != expected)

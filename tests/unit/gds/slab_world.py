@@ -1,5 +1,5 @@
-"""Ranks with their own pools over one disk tier: each moves its stripe by a GDS lane, and the manager's transfer engine
-seals and reads the same pages through host slots.
+"""Ranks with a pool each, and one disk tier. Each rank moves its stripe with a GDS lane. The manager's transfer engine
+seals the same pages, and can read and write them through host slots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def keys_of(places: Sequence[int]) -> NDArray[np.uint8]:
 
 
 class Rank:
-    """A pool of [layers * kv][blocks] runs, or [blocks][layers * kv] if `block_first`, each `skew` bytes apart."""
+    """A rank's pool of runs [layers * kv][blocks], or [blocks][layers * kv] if `block_first`, in plain memory."""
 
     def __init__(self, layers: int, kv: int, run: int, blocks: int, block_first: bool, seed: int) -> None:
         self.runs, self.blocks, self.run = layers * kv, blocks, run
@@ -159,7 +159,7 @@ class SlabWorld:
         return self.run(self.manager, self.op(OpKind.DISK_SEAL, places, (), (), digests, **change))[0]
 
     def store(self, places: Sequence[int], blocks: Sequence[int], **change: int) -> None:
-        """Writes every rank's stripe, then the trailer."""
+        """Makes every rank write its stripe of the pages, and then the manager's lane write their trailers."""
         written = self.write_stripes(places, blocks)
         assert [result.reason for result in written] == [""] * len(written)
         digests = np.concatenate([result.digests for result in written], axis=1)
@@ -172,7 +172,7 @@ class SlabWorld:
         )[0]
 
     def flip(self, place: int, offset: int) -> None:
-        """Damages a byte of a page's image on disk."""
+        """Flips a bit in the slot image of a page on disk, at `offset` in the image."""
         at = self.image_at(place) + offset
         with open(self.slabs.disks[place % self.unit.disks][0].path, "r+b") as slab:
             slab.seek(at)
@@ -183,7 +183,7 @@ class SlabWorld:
             os.fsync(slab.fileno())
 
     def image_at(self, place: int) -> int:
-        """Offset of the page's image in the file of its disk."""
+        """Returns the offset of the slot image at `place` in its disk's slab."""
         row = self.slabs.disks[place % self.unit.disks][0]
         return row.header_bytes + place // self.unit.disks * row.slot_bytes
 

@@ -1,4 +1,4 @@
-// A caller of the templates with libtorch's tensors, in a separate library.
+// A separate library that calls the transfer templates with libtorch's tensors.
 #include <torch/types.h>
 
 #include <string>
@@ -20,7 +20,7 @@ struct Pool {
                   : Type == BackendType::VLLM ? std::vector<int64_t>{kLayers, kKv, kBlocks, kChunk}
                                               : std::vector<int64_t>{kKv, kLayers, kBlocks, kChunk},
                   torch::kUInt8);
-  // [block][layer][kv][chunk], whatever the backend's own order.
+  // Returns a view [block][layer][kv][chunk] of the pool, whatever the backend's own order.
   torch::Tensor by_block() const {
     if constexpr (Type == BackendType::TRTLLM) return memory;
     if constexpr (Type == BackendType::VLLM) return memory.permute({2, 0, 1, 3});
@@ -41,7 +41,8 @@ struct Pool {
   }
 };
 
-// Stores and loads blocks of the backend's pool; 0 if every byte came back and no other changed.
+// Stores blocks of the backend's pool and loads them again. Returns 0 if every byte came back, and no byte
+// outside of the blocks changed.
 template <BackendType Type>
 int round_trip(const std::string& path) {
   flexkv::GDSManager manager({{path}}, {}, flexkv::choose_device(flexkv::kHostDevice, 0));
@@ -54,7 +55,8 @@ int round_trip(const std::string& path) {
       kBlockFirst ? kLayers * kKv * kChunk : kChunk, kBlockFirst ? kKv * kChunk : 0);
   const torch::Tensor layers = at::arange(kLayers, torch::kInt32);
   const torch::Tensor gpu = at::arange(2, 6, torch::kInt64), ssd = at::arange(3, -1, -1, torch::kInt64);
-  // The file has K of every layer, then V: no backend has this order, so every byte is transformed.
+  // In the file, K of all layers precedes V of all layers. No backend's pool has this order, so the transform
+  // must move every run.
   const auto move = [&](bool is_read) {
     flexkv::transfer_kv_blocks_gds_staged<Type>(manager, layers, handler, ssd, gpu, kChunk,
                                                 kKv * kLayers * kChunk, kLayers * kChunk, kChunk, 0, kBlocks,
@@ -67,7 +69,7 @@ int round_trip(const std::string& path) {
   pool.by_block().slice(0, 2, 6).zero_();
   if (pool.memory.any().template item<bool>()) return 2;
   if (manager.totals().io_calls != 8 || manager.totals().launches == 0) return 3;
-  // The blocks of the file as the reference expects them.
+  // The file's blocks must be where the reference implementation puts them.
   torch::Tensor file = torch::empty({4, kKv, kLayers, kChunk}, torch::kUInt8);
   FILE* stored = std::fopen(path.c_str(), "rb");
   const size_t read = std::fread(file.data_ptr(), 1, static_cast<size_t>(file.numel()), stored);
@@ -85,7 +87,8 @@ int round_trip(const std::string& path) {
 
 }  // namespace
 
-// By `gpu_block_type`; a result other than 0 says what was wrong.
+// Runs the round trip for the backend with this `gpu_block_type`. A result other than 0 identifies the check
+// that failed.
 extern "C" int round_trip(const char* path, int backend) {
   switch (backend) {
     case 0:

@@ -1,5 +1,5 @@
-"""libcufile is found in each of its usual places, and an error lists the searched places if it is missing. Each test
-runs a child, because a process that has loaded a library keeps it.
+"""flexkv finds libcufile in each of its usual places. If it is missing, an error lists the searched places. Each test
+runs a child, because a process cannot unload a library.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_what_was_searched_is_said(tmp_path: Path) -> None:
 
 
 def test_the_real_library_loads_without_a_gpu() -> None:
-    """The library has functions of the looked-up names, and reports its version without a driver."""
+    """The real library has all functions that flexkv looks up, and reports its version without a GPU's driver."""
     require(FOLDER / "cu13" / "lib" / "libcufile.so.0")
     found = find(FOLDER.parent)
     assert found["found"] == "in a wheel"

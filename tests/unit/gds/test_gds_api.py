@@ -1,4 +1,6 @@
-"""The functions as their callers know them: names, order, defaults, dtypes, and errors for bad input."""
+"""The interface of the transfer functions: names, order and defaults of their arguments, accepted dtypes, and errors
+for bad input.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ def test_bad_input_is_refused_and_nothing_moves(
 
 
 def test_a_pool_of_one_layer_is_the_backend_it_says(tmp_path: Path) -> None:
-    """A single address may be a layer-first pool of one layer: the type decides, not the count."""
+    """A pool with a single address may be a layer-first pool with one layer. The backend's type decides this, not the
+    number of addresses."""
     world = World(Case(VLLM, 2, 512, 1, 8, 8, True, True, 5, kv_outermost=True), tmp_path)
     manager = world.manager()
     world.expect()

@@ -1,4 +1,4 @@
-"""GDS_READ, GDS_WRITE and DISK_SEAL: blocks between pools and slabs without a host page."""
+"""The ops GDS_READ, GDS_WRITE and DISK_SEAL, which move blocks between pools and slabs without a host slot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_byte_comes_back_and_no_other_changes(
 ) -> None:
     folders = [tmp_path / str(disk) for disk in range(disks)]
     world = SlabWorld(folders, layers, kv, run, ranks, block_first=block_first, staged=staged)
-    # More pages than staging slots, in random order.
+    # There are more pages than staging slots, and their order is random.
     places, blocks, targets = [9, 2, 17, 4, 0, 11, 6], [3, 11, 0, 7, 5, 1, 8], [2, 0, 9, 10, 4, 6, 11]
     world.store(places, blocks)
     for number, rank in enumerate(world.ranks):
@@ -73,7 +73,7 @@ def test_pages_are_the_disk_lanes_pages(tmp_path: Path) -> None:
         for slot, block in ((0, 1), (1, 2)):
             stripe = world.pool.slot(slot)[at : at + rank.runs * rank.run]
             np.testing.assert_array_equal(stripe, rank.by_block[block].reshape(-1))
-    # In the other direction: written from host slots, loaded directly.
+    # The opposite combination: the manager writes pages from host slots, and the ranks load them directly.
     written = world.run(world.manager, world.op(OpKind.DISK_WRITE, [20, 21], slots=[1, 0]))
     assert written[0].reason == ""
     for number, rank in enumerate(world.ranks):
@@ -104,7 +104,7 @@ def test_a_page_is_there_when_it_is_sealed_and_not_before(world: SlabWorld) -> N
     assert "disk miss (trailer)" in unsealed.reason
     assert world.seal([3], written[0].digests).reason == ""
     assert world.load(0, [3], [1]).reason == ""
-    # Other bytes under an old trailer are not a page either: neither the new one nor the old one.
+    # After new stripes are written under the old trailer, the slot has neither the new page nor the old one.
     world.write_stripes([3], [5])
     before = world.ranks[0].memory.copy()
     torn = world.load(0, [3], [2])
@@ -155,7 +155,7 @@ def test_a_flipped_bit_costs_its_page_only(tmp_path: Path, part: str | int, stag
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [1])
     assert "disk miss" in result.reason
     np.testing.assert_array_equal(world.ranks[1].by_block[[9, 11]], stored)
-    # The other rank's bytes are good, and so is its page as long as the trailer is good.
+    # The damage is in rank 1's stripe or in the trailer. Rank 0 can still load the page if the trailer is good.
     assert world.load(0, [1], [9]).status is (OpStatus.OK if part == "stripe" else OpStatus.FAILED)
     world.close()
 
@@ -230,7 +230,7 @@ def test_a_page_that_was_promised_is_loaded_though_it_has_expired_since(tmp_path
     wanted = world.ranks[0].by_block[[2, 3]].copy()
     assert world.load(0, [0, 1], [4, 5]).reason == ""
     assert np.array_equal(world.ranks[0].by_block[[4, 5]], wanted)
-    # Control: for a fetch that was not promised to a request, the page has expired.
+    # The control: a fetch to host memory was not promised to a request, so for it the page has expired.
     (fetched,) = world.run(world.manager, world.op(OpKind.DISK_READ, [0], (), [3]))
     assert "expired" in fetched.reason
     world.close()
@@ -290,15 +290,15 @@ def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
     engine, rank = world.engines[0], world.ranks[0]
     stored = rank.by_block[:6].copy()
     dropped = 0
-    for _ in range(100):  # until the cancel comes before the disk's read
+    for _ in range(100):  # until a cancel comes before the disk read begins
         ops = [world.op(OpKind.GDS_READ, list(range(6)), list(range(6))) for _ in range(12)]
         ops.append(world.op(OpKind.GDS_READ, list(range(6, 12)), list(range(6, 12))))
         tickets = [ticket for op in ops if (ticket := engine.submit(TransferGraph((op,))))]
         assert len(tickets) == len(ops)
         dropped = engine.cancel(tickets[-1])
         assert engine.wait(tickets[-1], 60.0)
-        # Its blocks belong to the engine again, although other pages still move: the engine's next writes are not
-        # overwritten.
+        # The cancelled op's blocks belong to the engine again, although other ops are still in flight. What the engine
+        # writes to these blocks now must not be overwritten.
         rank.by_block[6:] = 0x11
         for ticket in tickets:
             assert engine.wait(ticket, 60.0)
@@ -310,7 +310,7 @@ def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
         if dropped:
             break
     assert dropped, "nothing was ever cancelled before it had moved"
-    # Without the cancel the load would have written them.
+    # The control: a load that is not cancelled does write to these blocks.
     assert world.load(0, list(range(6, 12)), list(range(6, 12))).reason == ""
     assert not (rank.by_block[6:] == 0x11).all(axis=(1, 2)).any()
 

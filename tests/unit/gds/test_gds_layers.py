@@ -1,4 +1,6 @@
-"""Layerwise GDS_READ: a page's layers come range by range, from any kind of pool, each verified by itself."""
+"""In a layerwise GDS_READ, the layers of a page arrive in ranges, into any kind of pool, and each range is verified
+separately.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ RANGES = (0, 1, 3)
 
 
 def load(world: SlabWorld, places: list[int], blocks: list[int], rank: int = 0) -> OpResult:
-    """A layerwise load that waits for every layer."""
+    """Runs a layerwise load, waiting for each layer in turn. Returns its result."""
     engine = world.engines[rank]
     op = replace(world.op(OpKind.GDS_READ, places, blocks, (), NO_DIGESTS), layerwise=True)
     ticket = engine.submit(TransferGraph((op,)))
@@ -93,7 +95,8 @@ def test_another_page_is_refused_at_its_first_range(world: SlabWorld, change: di
 
 
 def test_ranges_read_the_trailer_each_and_little_else_twice(tmp_path: Path) -> None:
-    """The cost of ranges: a trailer and at most one sector on each side of a range."""
+    """A layerwise read reads the trailer again for each range. Here ranges begin and end at sectors, so it reads no
+    other byte twice."""
     read = {}
     for layerwise in (False, True):
         world = SlabWorld([tmp_path / str(layerwise)], 32, 2, 4096)

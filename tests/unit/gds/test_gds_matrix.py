@@ -1,4 +1,6 @@
-"""Transfers between raw files and a pool, byte for byte, including untouched bytes, over sampled geometries."""
+"""Transfers between raw files and a pool, for random geometries. Every byte of files and pool is compared, including
+those that must not change.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ NO_URING = c_ext.uring_refusal()
 
 
 def sampled(seed: int) -> Case:
-    """A geometry drawn from its seed; about half of the geometries are aligned and use direct I/O."""
+    """Returns a random geometry that depends only on the seed. About half of the geometries are aligned for direct
+    I/O."""
     random = np.random.default_rng(seed)
 
     def one_of(*values: int) -> int:
@@ -71,7 +74,7 @@ def move(world: World, manager: c_ext.GDSManager) -> None:
 
 
 def levels(case: Case) -> dict[str, object]:
-    """A case's position on each axis of the matrix."""
+    """Returns the case's level on each axis of the matrix."""
     return {
         "backend": case.backend,
         "kv": case.kv,
@@ -94,7 +97,7 @@ IMPOSSIBLE = {frozenset({("layers", 1), ("layer range", "part")})}
 
 
 def missing_pairs(cases: list[Case]) -> set[frozenset[tuple[str, object]]]:
-    """Pairs of levels on two axes that no case covers."""
+    """Returns the pairs of levels, on two different axes, that no case covers."""
     seen = [levels(case) for case in cases]
     of_axis = {axis: {level[axis] for level in seen} for axis in seen[0]}
     wanted = {
@@ -128,7 +131,7 @@ def test_the_samples_cover_what_they_should() -> None:
     assert {c.layers for c in cases} >= {1, DEEP}
     assert {c.element_bytes for c in cases} == set(ELEMENT_BYTES)
     assert missing_pairs(cases) == set()
-    # The control: a matrix whose 80 layers are never written lacks that pair.
+    # The control: without the cases that write 80 layers, this pair is reported as missing.
     lame = [case for case in cases if case.layers < DEEP or case.read]
     assert frozenset({("layers", DEEP), ("direction", "write")}) in missing_pairs(lame)
     assert any(c.slots < c.moved and c.staged for c in cases)
@@ -137,7 +140,7 @@ def test_the_samples_cover_what_they_should() -> None:
 
 @pytest.mark.parametrize("where", ["pool", "file"])
 def test_a_dropped_tail_would_be_seen(where: str, tmp_path: Path) -> None:
-    """The control: with one byte less the comparison fails."""
+    """The control: if the transfer moves one byte less of each run, the comparison fails."""
     case = replace(sampled(0), read=where == "pool", chunk=250, layers=3, lo=0, hi=None, staged=True)
     world = World(case, tmp_path)
     manager = world.manager()
@@ -150,7 +153,8 @@ def test_a_dropped_tail_would_be_seen(where: str, tmp_path: Path) -> None:
 
 
 def test_staging_cuts_the_calls(tmp_path: Path) -> None:
-    """80 layers of K and V, layer-first: one call per block instead of 80 (vLLM) and 160 (SGLang)."""
+    """With 80 layers of K and V in a layer-first pool, staging needs one I/O call per block instead of 80 (vLLM) or 160
+    (SGLang)."""
     for backend, factor in ((VLLM, 80), (SGLANG, 160)):
         calls = []
         for staged in (True, False):

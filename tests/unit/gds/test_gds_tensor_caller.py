@@ -1,4 +1,6 @@
-"""The C++ template over torch tensors: compiled into a caller, linked to the extension alone, and run."""
+"""A C++ caller that uses the transfer template with torch tensors can be compiled, linked with only the extension and
+torch, and run.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_the_template_compiles_links_and_moves_bytes(tmp_path: Path) -> None:
         "-ltorch_cpu",
         "-lc10",
         f"-Wl,-rpath,{home}/lib",
-        # The extension must export everything that is needed at run time.
+        # The link fails if the extension does not export a symbol that the caller needs.
         "-Wl,-z,defs",
         "-Wl,--allow-shlib-undefined",
     ]

@@ -1,4 +1,6 @@
-"""The files and threads of a GDS lane end with it, even if the object that was to use the lane could not be made."""
+"""Closing a GDS lane closes its files and ends its threads, also if the object that should have used the lane could not
+be made.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ def world(tmp_path: Path) -> Iterator[SlabWorld]:
 
 
 def open_slabs() -> int:
-    """Number of this process's file descriptors of slabs, whichever object holds them."""
+    """Returns how many file descriptors of slabs this process has open."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+        with contextlib.suppress(FileNotFoundError):  # the descriptor with which listdir read the folder
             paths.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum(path.endswith(".slab") for path in paths)
 
@@ -102,7 +104,7 @@ def test_a_start_that_succeeds_serves_until_its_engine_is_closed(world: SlabWorl
     (result,) = world.run(engine, world.op(OpKind.GDS_READ, [3], [5]))
     assert result.status is OpStatus.OK
     assert engine.close(30.0)
-    assert open_slabs() == before  # even while the engine's object still exists
+    assert open_slabs() == before  # although the engine's object still exists
 
 
 def test_a_closed_lane_refuses_and_may_be_closed_again(world: SlabWorld) -> None:
