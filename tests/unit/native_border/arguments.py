@@ -1,6 +1,7 @@
 """Valid arguments for every call of the native core.
 
-They come from `ARGUMENTS` by the call's name, else from `BY_NAME` by the parameter's, else from the stub's annotation.
+An argument comes from `ARGUMENTS`, by the call's name. If the call is not there, it comes from `BY_NAME`, by the
+parameter's name, or else from the stub's annotation.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 TAG_BYTES = 40
 
 NEED_A_GPU = ("HostPool.pin", "TransferEngine.record", "cuda_identity")
-"""Calls that are refused here, whatever their arguments."""
+"""Calls that need a GPU, so that the core refuses them here, whatever their arguments."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
-"""Constructors of classes whose objects only come from calls of others."""
+"""Constructors of classes whose objects are only made by calls of other classes."""
 
 
 def _address(world: World) -> dict[str, object]:
@@ -194,7 +195,7 @@ OPTIONAL = {
 
 
 def valid_arguments(target: Target, world: World) -> dict[str, Any]:
-    """The arguments that a caller would give: parameters with a default may be left out."""
+    """The arguments that a caller would give. Parameters in `OPTIONAL` are left out."""
     if target.name in ARGUMENTS:
         return dict(ARGUMENTS[target.name](world))
     return {p.name: valid_argument(p, world, target) for p in target.parameters if not _optional(target, p)}

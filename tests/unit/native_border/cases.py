@@ -1,4 +1,5 @@
-"""Cases of the fuzzer: a few consecutive calls on shared objects, determined by a seed and the case's number.
+"""Cases of the fuzzer. A case is a few consecutive calls on shared objects, which a seed and the case's number
+determine.
 
 Each call has its own seed, so that a case can be run again with some of its calls left out.
 """
@@ -25,9 +26,9 @@ from tests.unit.native_border.world import TICKET_S, World
 MOST_CALLS = 6
 JOIN_S = 60.0
 AT_ONCE = 0.2
-"""Share of the calls that run beside another one: the same call, or a good one of the same class."""
+"""Share of the calls that run at the same time as another call: the same call, or a valid call of the same class."""
 TURNS = 3
-"""How often each of two concurrent calls is made: a single pair seldom overlaps."""
+"""How often each of two concurrent calls is repeated, because a single pair of calls seldom overlaps."""
 
 RAW_ADDRESSES = {
     ("transfer_kv_blocks*", "gpu_*"): "addresses of an engine's tensors, and what is added to them",
@@ -37,16 +38,19 @@ RAW_ADDRESSES = {
     ("GDSManager.__init__", "engine_stream"): "a cudaStream_t",
     ("rotate_rows", "stream"): "a cudaStream_t",
 }
-"""Arguments that the core must trust, because it cannot check that the memory exists. They get null, misaligned or
-negative values, values of another type, and valid ones. A `KvView` is trusted too: views of hostile runs are dropped
-and never read through."""
+"""Arguments that the core must trust, because it cannot check that the memory exists. These arguments get null,
+misaligned or negative values, values of a wrong type, and valid values. A `KvView` is trusted too: views of hostile
+runs are dropped and never read through.
+"""
 
 TIMED_SIZES = {
     ("time_transform", "blocks"): "moved as often as asked",
     ("time_transform", "layers"): "the same",
     ("time_transform", "repeats"): "the same",
 }
-"""Sizes that take time in proportion: two concurrent calls with 65,535 of them take a sanitizer a minute."""
+"""Sizes to which a call's time is proportional, and why. Under a sanitizer two concurrent calls with a size of 65,535
+take a minute.
+"""
 MOST_TIMED = 1024
 REFUSED_SIZE = 2**31 - 1
 
@@ -54,7 +58,7 @@ EXPECTED = (FlexKVError, TypeError, ValueError, hostile.HostileError)
 
 
 class Wrong(Exception):
-    """A call ended in a way that is not allowed; the message says how."""
+    """Raised if a call ended in a way that is not allowed. The message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class Fuzzer:
 
     def calls(self, case: int) -> list[Call]:
         rng = random.Random(f"{self.seed}/{case}")
-        # Each target gets its turn: the first calls of consecutive cases cycle through all of them.
+        # The first calls of consecutive cases cycle through all targets, so that every target is called.
         first = self.targets[(case + self.seed) % len(self.targets)]
         near = [t for t in self.targets if t.owner == first.owner] if first.owner else self.targets
         chosen = [first]
@@ -97,8 +101,10 @@ class Fuzzer:
         return [Call(target, rng.getrandbits(32)) for target in chosen]
 
     def run(self, case: int, only: Sequence[int] | None = None) -> None:
-        """Raises:
-        Wrong: a call raised an error that is not expected of it.
+        """Runs a case on new objects. `only`: numbers of the calls to make; None makes all.
+
+        Raises:
+            Wrong: a call ended in a way that is not allowed.
         """
         world = World(self.folder)
         try:
@@ -110,7 +116,7 @@ class Fuzzer:
             world.close()
 
     def run_valid(self, target: Target) -> None:
-        """Makes the call as a caller would, and lets its errors pass."""
+        """Makes the call once with valid arguments. Errors pass through, except those of calls that need a GPU."""
         world = World(self.folder)
         try:
             self.say(target.name)
@@ -131,7 +137,7 @@ class Fuzzer:
             made = partial(self._make, target, function, positional, named)
             beside, name = self._beside(target, function, given, world, rng)
         except FlexKVError:
-            return  # earlier calls closed an object that this one needs
+            return  # an earlier call has closed an object that this call needs
         self.say(f"{place}: {describe(target, positional, named)}{name}")
         if beside is None:
             made()
@@ -141,13 +147,13 @@ class Fuzzer:
     def _beside(
         self, target: Target, function: Callable[..., object], given: int, world: World, rng: random.Random
     ) -> tuple[Callable[[], None] | None, str]:
-        """The call that another thread makes at the same time, if any, and its name in the log."""
+        """Returns the call that another thread makes at the same time, or None, and how the log names it."""
         roll = rng.random()
         if roll > self.at_once:
             return None, ""
         if roll > self.at_once / 2 or target.owner in NOT_MADE:
-            # The same objects, but not the same buffers: if two calls write into one buffer, the race is their
-            # caller's.
+            # Both calls get the same objects but not the same buffers. If two calls write into one buffer, the race is
+            # their caller's fault.
             positional, named = self._arguments(target, world, random.Random(given))
             return partial(self._make, target, function, positional, named), " twice at once"
         other = rng.choice([t for t in self.targets if t.owner == target.owner])
@@ -198,7 +204,9 @@ class Fuzzer:
     # --- what is called, on what ------------------------------------------------------------------------------------
 
     def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
-        """The callable; a method is bound to a good object, or (with `rng`) sometimes to a bad one."""
+        """The function to call. A method is bound to a valid object, or, if `rng` is given, sometimes to an invalid
+        one.
+        """
         if not target.owner:
             return getattr(self.module, target.member)  # type: ignore[no-any-return]
         cls = self.classes[target.owner]
@@ -222,7 +230,9 @@ class Fuzzer:
         return self._no_object(name, rng)
 
     def _no_object(self, name: str, rng: random.Random) -> object:
-        """An object that looks like an instance of the class but is not."""
+        """An object to pass instead of an instance of the class: None, an instance that was never initialised, or
+        something else.
+        """
         cls = self.classes.get(name, object)
         heir = self._heir(cls)
         made: tuple[Callable[[], object], ...] = (
@@ -255,7 +265,7 @@ class Fuzzer:
             named[parameter.name] = bad
         deadline = named.get("deadline_s")
         if "gated" in world.kept and isinstance(deadline, int | float) and deadline > TICKET_S:
-            # A wait for a graph that nobody opens lasts until its deadline.
+            # A wait for a gated graph whose layers nobody opens lasts until its deadline.
             named["deadline_s"] = TICKET_S
         positional: list[object] = []
         if rng.random() < 0.05:
@@ -275,7 +285,7 @@ class Fuzzer:
         return self._hostile_like(valid, parameter, rng)
 
     def _hostile_like(self, valid: Any, parameter: Parameter, rng: random.Random) -> object:
-        """A value of the requested kind, but wrong."""
+        """A hostile value of the same kind as `valid`."""
         name = type(valid).__name__
         if name in self.classes:
             return self._no_object(rng.choice((name, name, *self.classes)), rng)
@@ -309,7 +319,7 @@ def named_in(table: dict[tuple[str, str], str], target: Target, parameter: Param
 
 
 def _bad_address(valid: Any, rng: random.Random) -> object:
-    """A value that must be refused before an address is used; or the valid value."""
+    """A value that the core must refuse before it uses an address, or the valid value."""
     if type(valid).__module__ == "numpy":
         wrong = valid.astype("f8")
         return rng.choice(
@@ -327,7 +337,9 @@ def describe(target: Target, positional: Sequence[object], named: dict[str, obje
 
 
 def _shown(value: object) -> str:
-    """Type and beginning of the value's text; hostile objects by their type alone."""
+    """How the log shows a value: its beginning, or its type and shape. Of other objects only the type is shown, because
+    hostile ones may raise in `__repr__`.
+    """
     kind = type(value).__name__
     if kind in ("int", "float", "str", "bytes", "bool", "NoneType"):
         return ascii(value)[:60]

@@ -1,4 +1,4 @@
-"""Valid arguments for the functions that copy and rotate raw memory."""
+"""Valid arguments for the native functions that copy and rotate raw memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs code that once crashed the process in a child, so that a crash is one failed test and not the end of all
-tests.
+"""Runs code that once crashed the process. It runs in a child process, so that a crash fails one test instead of ending
+the test run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def caught(function, *arguments, **named):
 
 
 def run(code: str) -> str:
-    """The output of `code`, which must end by itself, without a signal and without an exception."""
+    """Runs `code` in a child process. Returns its output. The code must end without a signal and without an
+    exception.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True, timeout=RUN_S
     )

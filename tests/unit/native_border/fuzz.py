@@ -19,14 +19,14 @@ from tests.unit.native_border.cases import AT_ONCE, MOST_CALLS
 
 CHILD_S = 600.0
 CASE_S = 90.0
-"""A case that takes longer counts as hung."""
+"""A case that takes longer than this counts as hung."""
 
 SHOWN_CHARACTERS = 4000
 
 
 @dataclass
 class Counts:
-    """How many calls of each name returned, and how many raised an allowed error."""
+    """How many calls of each function returned, and how many raised an allowed error."""
 
     returned: Counter[str] = field(default_factory=Counter)
     raised: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its last call, its output, and what is wrong about the end (empty if nothing is)."""
+    """How a child process ended. `why`: what is wrong with its end; empty if nothing is. `last`: the last line of its
+    log, which shows its last call.
+    """
 
     why: str
     last: str
@@ -55,7 +57,9 @@ class Ended:
 
 
 class CrashError(AssertionError):
-    """A call ended the process, or ended in a way that is not allowed; the message names seed, case and call."""
+    """Raised if a call ended the process, or ended in a way that is not allowed. The message names seed, case and
+    call.
+    """
 
 
 def fuzz(
@@ -66,8 +70,10 @@ def fuzz(
     case_s: float = CASE_S,
     at_once: float = AT_ONCE,
 ) -> Counts:
-    """Args:
-        at_once: share of the calls that run beside another one in a second thread.
+    """Runs the cases from `first` to `end` (exclusive) of a seed in a child process.
+
+    Args:
+        at_once: share of the calls that run at the same time as another call in a second thread.
 
     Raises:
         CrashError: a case went wrong.
@@ -82,7 +88,9 @@ def fuzz(
 
 
 class Run(Protocol):
-    """Runs cases `first` to `end` of a module and a seed, each with the given `calls` (all if none are given)."""
+    """A function that runs the cases from `first` to `end` (exclusive) of a module and a seed. Each case makes the
+    given `calls`, or all of its calls if none are given.
+    """
 
     def __call__(self, first: int, end: int, calls: tuple[int, ...] = ()) -> Ended: ...
 
@@ -136,7 +144,9 @@ def _last_line(log: Path) -> str:
 
 
 def _report(run: Run, first: int, ended: Ended) -> str:
-    """Runs the case again with fewer calls, and names the fewest that still go wrong."""
+    """Runs the failed case again with fewer calls, and reports the smallest set of calls found that still fails. If the
+    case does not fail alone, reports from which case on it fails.
+    """
     text = [f"a child {ended.why}", f"at {ended.last}"]
     if ended.last.startswith("case "):
         calls = _fewest_calls(run, ended)
@@ -147,12 +157,12 @@ def _report(run: Run, first: int, ended: Ended) -> str:
             )
         else:
             text.append(f"it takes cases {_latest_start(run, first, ended.case)} to {ended.case}")
-    said = ended.output  # a sanitizer's output begins with the fault, Python's ends with it
+    said = ended.output  # a sanitizer reports the fault first, Python last
     return "\n".join([*text, said[:SHOWN_CHARACTERS], said[SHOWN_CHARACTERS:][-SHOWN_CHARACTERS:]])
 
 
 def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
-    """The fewest calls of the case that still go wrong; empty if the case by itself ends well."""
+    """The fewest calls found with which the case still fails; empty if the case alone does not fail."""
 
     def is_wrong(chosen: tuple[int, ...]) -> bool:
         return bool(run(ended.case, ended.case + 1, chosen).why)
@@ -171,7 +181,7 @@ def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
 
 
 def _latest_start(run: Run, first: int, case: int) -> int:
-    """The latest case to start from so that `case` still goes wrong."""
+    """The latest case from which a child must start so that `case` still fails."""
     low, high = first, case
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,10 @@
-"""Runs cases of the fuzzer, in a separate process.
+"""Runs cases of the fuzzer in a separate process.
 
 `python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S AT_ONCE [CALLS]`
 
-LOG contains the call about to be made, so that the parent knows it if this process dies. Exit code 0: all calls ended
-as allowed; 3: one did not, and the last line of the output says how; 1: a case took longer than CASE_S. If SEED is
-`valid`, each call is made once with valid arguments.
+Before each call this process writes it to LOG, so that the parent knows the last call if this process dies. Exit code
+0: all calls ended as allowed. 3: a call did not, and the last line of the output says how. 1: a case took longer than
+CASE_S. If SEED is `valid`, each call is made once with valid arguments.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from tests.unit.native_border.recipes import NOT_MADE
 
 WRONG = 3
 MEMORY_BYTES = 1 << 30
-"""Memory that the process may use beyond that at its start. Not under AddressSanitizer, whose shadow is terabytes."""
+"""How much memory the process may use beyond what it uses at its start. There is no limit under a sanitizer, because
+AddressSanitizer maps terabytes.
+"""
 
 SWITCH_S = 1e-5
-"""Threads switch often, so that concurrent calls overlap in the core."""
+"""Python's switch interval. It is short, so that concurrent calls overlap in the core."""
 
 FILE_BYTES = 64 << 20
 GC_CASES = 50
@@ -46,7 +48,7 @@ def main() -> None:
     faulthandler.enable()
     module = importlib.import_module(name)
     told = open(log, "w", buffering=1, encoding="ascii", errors="backslashreplace")  # noqa: SIM115
-    os.chdir(folder)  # files with hostile relative paths stay there
+    os.chdir(folder)  # so that files with hostile relative paths are made in this folder
 
     def say(line: str) -> None:
         told.write(line + "\n")

@@ -1,4 +1,4 @@
-"""Values that no caller should give: for each kind of parameter, values that break careless code."""
+"""Hostile values: for each kind of parameter, values that no caller should give and that break careless code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DTYPES = ("u1", "i1", "i4", "u4", "i8", "u8", "f4", "f8", "c16", "?", ">i4", "O"
 
 
 class HostileError(Exception):
-    """The error that hostile objects raise: a call may pass it on."""
+    """The error that hostile objects raise. A call may pass it on to its caller."""
 
 
 class Raising:
-    """An object that raises in every protocol that a core may use."""
+    """An object that raises in every protocol that the core may use."""
 
     def _raise(self, *_: object) -> int:
         raise HostileError("hostile object")
@@ -47,7 +47,9 @@ class Index:
 
 
 class OnDemand(Sequence[Any]):
-    """A sequence that makes its items on demand and may claim a wrong length, at first or later."""
+    """A sequence that makes its items on demand. It claims `lengths` one after another, the last one from then on; they
+    may be wrong.
+    """
 
     def __init__(self, items: Sequence[object], *lengths: int) -> None:
         self.items, self.lengths = list(items), list(lengths)
@@ -62,14 +64,16 @@ class OnDemand(Sequence[Any]):
 
 
 def _copy(item: object) -> object:
-    """A new object of the same value, to which there is no other reference."""
+    """A new object with the same value, to which there is no other reference, so that it is freed if the core does not
+    keep it.
+    """
     if isinstance(item, int) and not isinstance(item, bool):
         return int(str(item)) if item < 10**9 else item
     return (*item,) if isinstance(item, tuple) else item
 
 
 class Tensor:
-    """A tensor of no real library, in host memory, that makes impossible claims."""
+    """An object like a tensor in host memory that makes impossible claims."""
 
     dtype, device = "int64", "cpu"
 
@@ -115,7 +119,7 @@ def text(rng: random.Random) -> object:
 
 
 def numbers(rng: random.Random, dtype: str = "") -> object:
-    """An array that is wrong, or valid but unusual."""
+    """An array that is invalid, or valid but unusual."""
     kind = dtype if dtype and rng.random() < 0.5 else rng.choice(DTYPES)
     shape = rng.choice(((0,), (1,), (4,), (4, 16), (0, 16), (3, 5), (2, 3), (), (2, 2, 2), (1, 0), (4, 5)))
     try:
@@ -172,7 +176,7 @@ def buffer(rng: random.Random) -> object:
 
 
 def sequence(rng: random.Random, items: Sequence[object]) -> object:
-    """`items`, some of them replaced, in a sequence that should not be trusted."""
+    """A sequence of `items`, some of which may be replaced, or a sequence that lies about them."""
     given = list(items) * rng.choice((1, 1, 2))
     if given and rng.random() < 0.6:
         given[rng.randrange(len(given))] = anything(rng)

@@ -1,4 +1,4 @@
-"""Makes a valid object of every class of the native core, small and quickly.
+"""Makes a small valid object of every class of the native core.
 
 A class without a recipe in `RECIPES` (or a reason in `NOT_MADE`) fails the completeness test.
 """
@@ -32,7 +32,7 @@ NOT_MADE = {
     "StreamPoint": "needs a GPU",
     "PageMover": "abstract: movers are made as their own classes",
 }
-"""Classes whose objects cannot be made here: their members are called with hostile objects alone."""
+"""Classes whose objects cannot be made here, and why. Their methods are called only on hostile objects."""
 
 
 def random_keys(count: int = 4, seed: int = 0) -> np.ndarray:
@@ -92,8 +92,8 @@ def _lookup(world: World) -> c_ext.TierLookup:
 
 
 def lookup_of_three(world: World) -> dict[str, object]:
-    """In each group: a page that is ready in host memory, one that is being filled there, and one in the tier behind
-    host memory.
+    """Arguments of a lookup of three pages per group: one that is ready in host memory, one that is being filled there,
+    and one that is ready in the tier behind host memory.
     """
     world.get("TierLookup")
     host, behind = world.get("BlockIndex"), world.kept["behind"]
@@ -110,7 +110,7 @@ def lookup_of_three(world: World) -> dict[str, object]:
 
 
 def lengths_of_three(world: World) -> dict[str, object]:
-    """The same for a lookup of two lengths."""
+    """Arguments of a lookup of two lengths, with the pages of `lookup_of_three`."""
     arguments = lookup_of_three(world)
     start = arguments.pop("start_block")
     return {**arguments, "start_tokens": start, "most": 2}
@@ -140,7 +140,7 @@ def _manager(world: World) -> c_ext.GDSManager:
 
 
 def head_to_token_major() -> tuple[Any, ...]:
-    """Two tokens of two heads, from head-major to token-major."""
+    """Arguments of a page conversion of two tokens and two heads from head-major to token-major order."""
     source, target = ((8, 2, 4, 1), (8, 2, 4, 1), 8), ((8, 4, 2, 1), (8, 4, 2, 1), 8)
     return (1, 2, 2, 2), 1, source, target
 

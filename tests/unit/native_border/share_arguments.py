@@ -1,4 +1,4 @@
-"""Valid arguments for the calls by which units tell each other about their pages."""
+"""Valid arguments for the calls with which units share their pages: boards and directories of peers."""
 
 from __future__ import annotations
 

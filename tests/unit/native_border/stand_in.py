@@ -1,4 +1,6 @@
-"""A module in place of the core, with faults that the fuzzer must find; the environment variable FAULT chooses one."""
+"""A module that the fuzzer tests instead of the core. It has faults that the fuzzer must find; the environment variable
+FAULT chooses one.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ MOST_CALLS = 20
 
 
 class Counter:
-    """Counts calls, over more than one case."""
+    """Counts the calls of all cases in this process, for a fault that takes several cases."""
 
     calls = 0
 
 
 def reads_an_address(where: int, times: int) -> int:
-    """Accepts any `where` that is not an integer, and fails with None."""
+    """Returns 0 for all arguments. If FAULT says so, it crashes, raises or hangs when `where` is None, races with other
+    threads, or aborts at call number MOST_CALLS.
+    """
     Counter.calls += 1
     if where is None and FAULT == "null":
         ctypes.string_at(0)

@@ -1,7 +1,8 @@
-"""Everything that a module offers to Python: every function, constructor, method and property, with its parameters.
+"""Finds everything that a module offers to Python: every function, constructor, method and property, with its
+parameters.
 
-They are found by introspection, so that a new binding is fuzzed without a line here. The parameters' types come from
-the stub; `tests/unit/build/test_stub.py` compares it with the core.
+It uses introspection, so that a new binding is fuzzed without a change here. The types of parameters come from the
+stub, which `tests/unit/build/test_stub.py` compares with the core.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SPECIAL = ("__len__", "__repr__", "__eq__")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter. `annotation`: that of the stub; empty if it has none."""
+    """A parameter of a target. `annotation`: its type in the stub; empty if the stub has none."""
 
     name: str
     annotation: str = ""
@@ -30,7 +31,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A callable. `owner`: its class; `member`: its name there."""
+    """A function, constructor, method or property. `owner`: its class; empty for a function. `member`: its name in the
+    class or module.
+    """
 
     kind: Kind
     owner: str
@@ -78,7 +81,7 @@ def _members(owner: str, cls: type, stub: dict[str, ast.FunctionDef]) -> Iterato
 
 
 def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter, ...]:
-    """The parameters as the core names them, with their annotations from the stub."""
+    """The parameters of a native function: their names in the core, and their annotations in the stub."""
     args = stub.args if stub else None
     known = [*args.posonlyargs, *args.args, *args.kwonlyargs] if args else []
     by_name = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in known}
@@ -88,7 +91,9 @@ def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter
 
 
 def _names(native: object) -> tuple[str, ...]:
-    """Names from the signature, or from the first line that pybind11 writes into the doc."""
+    """The names of a native function's parameters, from the first line that pybind11 writes into its docstring, or from
+    its signature.
+    """
     first = (getattr(native, "__doc__", "") or "").partition("\n")[0]
     match = re.match(r"^\w+\((.*)\) -> ", first)
     if match is not None:
@@ -102,7 +107,7 @@ def _names(native: object) -> tuple[str, ...]:
 
 
 def _stub_of(module: ModuleType) -> dict[str, ast.FunctionDef]:
-    """Functions by name, methods by `Class.name`; empty if the module has no stub."""
+    """The functions in a module's stub by name, and methods by `Class.name`; empty if the module has no stub."""
     path = Path(inspect.getfile(module)).with_name(f"{module.__name__.rpartition('.')[2]}.pyi")
     if not path.exists():
         return {}

@@ -1,5 +1,6 @@
-"""The structures and numbers that the native core passes to NVIDIA's libraries, compared with NVIDIA's own Python
-bindings."""
+"""The structures and numbers that the native core passes to NVIDIA's libraries are compared with NVIDIA's own Python
+bindings.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ BATCH: dict[str, tuple[str, Any]] = {
 
 
 def differences(make: Callable[[], Any], fields: dict[str, tuple[str, Any]], layout: Layout) -> list[str]:
-    """Fields that have another offset or width in NVIDIA's object than in our structure."""
+    """The fields of flexkv's structure whose offset or width differs from NVIDIA's."""
     _, total = layout[""]
     wrong = []
     for ours, (theirs, value) in fields.items():
         given = make()
-        if isinstance(value, tuple):  # a location: a kind, and a number
+        if isinstance(value, tuple):  # a memory location: its kind and its number
             place = getattr(given, theirs)
             place.type, place.id = driver.CUmemLocationType(value[0]), value[1]
             expected = value[0].to_bytes(4, "little") + value[1].to_bytes(4, "little")
@@ -68,7 +69,7 @@ def test_the_description_of_a_file_lies_as_theirs() -> None:
 
 
 def numbers_of_theirs() -> dict[str, int]:
-    """Every number of the driver's bindings: constants, and members of their enumerations."""
+    """All numbers in NVIDIA's bindings of the driver, by name: constants, and members of enumerations."""
     found: dict[str, int] = {}
     for name in dir(driver):
         value = getattr(driver, name)

@@ -1,7 +1,8 @@
-"""No input from Python crashes the native core: every function, constructor, method and property with hostile values.
+"""No input from Python crashes the native core: the tests call every function, constructor, method and property with
+hostile values.
 
-Seeds and case numbers determine everything except the threads' order; a failure names both, and the calls that caused
-it.
+A seed and a case number determine everything except the order in which threads run. A failure names both, and the calls
+that caused it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from tests.unit.native_border.surface import classes, targets
 
 CHILDREN = 3
 CASES = 1000 if not c_ext.build_info()["sanitizer"] else 450
-"""Cases per child; each case begins with the next call in turn, and makes up to five more."""
+"""Cases per child process. Each case begins with the next target in turn, and makes up to five more calls."""
 
 STAND_IN = "tests.unit.native_border.stand_in"
 LEAST_RETURNED = 0.2
-"""Share of the calls that return: hostile values only get deep into the core beside good ones."""
+"""The least share of calls that must return without an error. Hostile values get deep into the core only if the other
+arguments are valid.
+"""
 
 
 def test_every_class_has_a_recipe() -> None:
@@ -51,7 +54,7 @@ def test_no_hostile_call_crashes_the_core(soak_round: int) -> None:
     assert counts.returned.total() > LEAST_RETURNED * called.total()
 
 
-# AddressSanitizer itself ends a process that reads address 0.
+# How a child ends that reads address 0. Under AddressSanitizer, the sanitizer ends it.
 SEGFAULT = "ended with code 1" if c_ext.build_info()["sanitizer"] else "died by SIGSEGV"
 
 

@@ -1,6 +1,6 @@
-"""Concurrent hostile calls of two threads on shared objects do not race in the core.
+"""Hostile calls that two threads make at the same time on shared objects do not race in the core.
 
-Without ThreadSanitizer only a crash is found; under it the first data race ends the child.
+Without ThreadSanitizer the tests find only crashes. Under it the first data race ends the child process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.unit.native_border.surface import targets
 
 CASES = 300
 MOST_MISSED = 2
-"""Names that may not be called at all, because the call beside theirs has closed what they need."""
+"""How many targets may never be called, because a concurrent call has closed the objects that they need."""
 
 FIRST_SEED = 1000
-"""Different seeds from those of test_fuzz.py."""
+"""The first seed. It differs from all seeds of test_fuzz.py."""
 
 RACING = """
 static long counter = 0;

@@ -1,4 +1,6 @@
-"""Wrong objects: None, of another class, never initialised, or already taken."""
+"""Wrong objects are refused: None, objects of a different class, objects that were never initialised, or objects that a
+call has already taken.
+"""
 
 from __future__ import annotations
 

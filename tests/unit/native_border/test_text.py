@@ -1,4 +1,4 @@
-"""Text of any kind passes through: bytes that are not UTF-8 do not turn an error into another one."""
+"""Text of any kind is accepted. Bytes that are not UTF-8 in a message do not turn its error into a UnicodeError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.native_border.crash import run
 
 
 class Odd(str):
-    """An object whose repr cannot be encoded."""
+    """A string whose repr cannot be encoded."""
 
     def __repr__(self) -> str:
         return "\ud800" * 500

@@ -1,4 +1,4 @@
-"""Objects of one case of the fuzzer, made at their first use."""
+"""The objects that the calls of one case of the fuzzer share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferOp
 from tests.unit.native_border.recipes import BLOCKS, RECIPES, RUN, RUNS, WAIT_S
 
 TICKET_S = 0.2
-"""Time for a graph to end; behind a graph whose layers nobody opens it does not end."""
+"""How long to wait for a graph to end, in seconds. It does not end if an earlier graph waits for layers that nobody
+opens.
+"""
 
 NO_TICKET = 2**40
-"""A ticket of no graph: an engine with a full queue gives none."""
+"""A ticket that no graph has. It is used if the engine's queue is full, so that `submit` returns None."""
 
 
 class World:
-    """Objects of one case, made at their first use and then shared by its calls."""
+    """The objects of one case. Each is made at its first use, and then shared by the case's calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +30,7 @@ class World:
         self.memory = np.zeros((2 * RUNS, BLOCKS, RUN), np.uint8)
 
     def get(self, name: str) -> Any:
-        """The object of a class that this case's calls share."""
+        """The object of the class `name` that this case's calls share."""
         if name not in self.kept:
             self.kept[name] = self.fresh(name)
         return self.kept[name]
@@ -41,12 +43,12 @@ class World:
 
     @property
     def pointers(self) -> np.ndarray:
-        """Addresses of the layers of a pool, with K and V of each block together."""
+        """The addresses of the two layers of a pool. Each layer has K and V of each block together."""
         pair = RUNS * BLOCKS * RUN
         return np.array([self.memory.ctypes.data, self.memory.ctypes.data + pair], np.int64)
 
     def ticket(self) -> int:
-        """A ticket of a graph that has ended, unless graphs before it still wait for their layers to be opened."""
+        """The ticket of a graph that has ended, unless an earlier graph still waits for its layers to be opened."""
         engine = self.get("TransferEngine")
         if "ticket" not in self.kept:
             self.kept["ticket"] = engine.submit([self.op()], []) or NO_TICKET
@@ -58,13 +60,15 @@ class World:
         return TransferOp(OpId(next(self.numbers)), OpKind.D2H, 0, Priority.LOAD, ids, ids, layerwise)
 
     def gated(self) -> int:
-        """A ticket of a graph whose layers are not opened yet; if the queue is full, the ticket made last."""
+        """Submits a graph whose layers are not open, and returns its ticket. If the queue is full, returns the last
+        such ticket.
+        """
         made = self.get("TransferEngine").submit([self.op(layerwise=True)], [], None, True)
         self.kept["gated"] = made or self.kept.get("gated", NO_TICKET)
         return int(self.kept["gated"])
 
     def close(self) -> None:
-        """Closes the objects with threads; they may be closed twice."""
+        """Closes the objects that have threads. The case's calls may have closed them already."""
         for name in ("TransferEngine", "GDSManager", "HostPool"):
             if name in self.kept:
                 self.kept[name].close(*((WAIT_S,) if name == "TransferEngine" else ()))

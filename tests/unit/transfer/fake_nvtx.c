@@ -1,4 +1,4 @@
-/* An NVTX for tests: counts pushes and pops of each thread. */
+/* A fake NVTX library for tests: it counts the pushes and pops of each thread. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,4 +1,4 @@
-"""Compiles fake_nvtx.c, a fake NVTX."""
+"""Compiles fake_nvtx.c, a fake NVTX library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COMPILE_S = 180
 
 @functools.cache
 def build_fake_nvtx(folder: Path) -> Path:
-    """Builds the library in `folder`."""
+    """Builds the fake library in `folder`, and returns its path."""
     library = folder / "libfake_nvtx.so"
     command = [*(compiler() or "g++").split(), "-x", "c", "-std=gnu11", "-shared", "-fPIC"]
     command += [str(Path(__file__).with_suffix(".c")), "-o", str(library)]
-    # Without a sanitizer's runtime, which this process may run under.
+    # The compiler must not load the runtime of a sanitizer under which this process may run.
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(command, check=True, env=environ, timeout=COMPILE_S)
     return library

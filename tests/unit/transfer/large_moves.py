@@ -1,7 +1,7 @@
-"""Moves that are large, far apart or verified, between a host pool and memory of the CPU or of a GPU, with the same
-code.
+"""Checks of moves that are large, far apart or verified, between a host pool and an engine's pool in memory of the CPU
+or of a GPU. Both kinds of memory run the same code.
 
-`device` is a CUDA device, or None for plain memory.
+`device` is the number of a CUDA device, or None for plain memory.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def pattern(block: int, layer: int, run_bytes: int, salt: int = 0) -> Bytes:
 
 
 def pool_for(page_bytes: int, runs: int, slots: int, shared: bool = False) -> HostPool:
-    """A pool with room after each page for one digest per run."""
+    """A host pool whose slots have space after the page for one digest per run."""
     return HostPool(-(-(page_bytes + runs * DIGEST_BYTES) // 4096) * 4096, slots, shared=shared)
 
 
 class MovesWorld:
-    """A layer-first pool of `blocks` blocks, a host pool, and an engine between them.
+    """A layer-first pool of `blocks` blocks, a host pool, and a transfer engine between them.
 
     Args:
-        verify: stores make digests, and loads check them.
-        pool: the caller's pool; None makes one of `slots` slots.
+        verify: whether stores make digests and loads check them.
+        pool: a host pool of the caller's; None: the world makes one of `slots` slots.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class MovesWorld:
         self._ids = itertools.count(1)
 
     def wait_pinned(self, slots: int) -> None:
-        """Waits for pinned slots: the kernel reads only registered memory, so a test of it must not begin earlier."""
+        """Waits until `slots` slots are pinned. The copy kernel uses only registered memory, so its tests must not
+        begin earlier.
+        """
         if self.device is not None:
             self.pool.pin(self.device)
         assert self.pool.wait_ready(slots, LONG_S), self.pool.stopped_reason
@@ -107,7 +109,7 @@ class MovesWorld:
                 torch.cuda.synchronize(self.device)
 
     def holds(self, block: int, of: int | None, salt: int = 0) -> bool:
-        """Whether `block` has the bytes that `write` gave block `of`; None: zeros."""
+        """Whether `block` has the bytes that `write` gave to block `of`, or only zeros if `of` is None."""
         for layer in range(self.layers):
             run = self.memory[self._range(block, layer)]
             there = run if self.device is None else run.cpu().numpy()
@@ -140,7 +142,7 @@ class MovesWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """Bytes moved by each path of the GPU; empty for plain memory."""
+        """How many bytes each path of the GPU has moved; empty for plain memory."""
         lane = self.engine.cuda_lane
         return {} if lane is None else {path: moved for path, _, moved, _ in lane.counts() if moved}
 
@@ -151,8 +153,9 @@ class MovesWorld:
 
 
 def check_runs(device: int | None, run_bytes: int, kernel: bool = True) -> dict[str, int]:
-    """Moves blocks to host memory and back into others, and checks that they are equal and nothing else changed;
-    returns the bytes by path."""
+    """Moves blocks to host memory and back into other blocks, and checks that their bytes are equal and nothing else
+    has changed. Returns the bytes that each path moved.
+    """
     world = MovesWorld(device, 3, run_bytes, 6, 4, kernel=kernel)
     for block in (0, 1, 5):
         world.write(block)
@@ -168,7 +171,7 @@ def check_runs(device: int | None, run_bytes: int, kernel: bool = True) -> dict[
 
 
 def check_far_blocks(device: int | None) -> None:
-    """Checks a pool of more than 4 GiB, whose last blocks no 32-bit offset reaches."""
+    """Checks moves in a pool of more than 4 GiB, whose last blocks are beyond the range of a 32-bit offset."""
     run_bytes, blocks = 1 << 20, 2200
     world = MovesWorld(device, 2, run_bytes, blocks, 4)
     assert 2 * blocks * run_bytes > 1 << 32
@@ -177,14 +180,16 @@ def check_far_blocks(device: int | None) -> None:
         world.write(block)
     world.move(OpKind.D2H, [0, last], [0, 1])
     world.move(OpKind.H2D, [last - 1, 1], [1, 0])
-    # 2 GiB and 4 GiB before the last block: the places to which a wrapped offset would lead.
+    # An offset that wraps around would lead to a block 2 GiB or 4 GiB before the last one.
     for block, of in ((last, last), (last - 1, last), (1, 0), (0, 0), (2, None), (last - 2, None)):
         assert world.holds(block, of), block
     world.close()
 
 
 def check_digests(device: int | None, verify: bool) -> None:
-    """The load finds a flipped byte in host memory; without digests (a control) the flipped byte arrives."""
+    """Checks that a load with digests finds a flipped byte in host memory. Control: without digests the flipped byte
+    arrives.
+    """
     world = MovesWorld(device, 4, 4096, 6, 3, verify=verify)
     for block in (0, 1, 2):
         world.write(block)
@@ -201,8 +206,9 @@ SECOND_LAYERS, SECOND_RUN, SECOND_BLOCKS = 4, 8192, 4
 
 
 def _second_process(connection: Connection, descriptor: PoolDescriptor, device: int | None) -> None:
-    """Stores its own blocks, then loads the first process's bytes from the slots, and reports whether they are
-    right."""
+    """Runs in the second process: stores its own blocks, then loads the first process's bytes from the slots, and
+    reports whether they are right.
+    """
     pool = HostPool.attach(descriptor)
     world = MovesWorld(device, SECOND_LAYERS, SECOND_RUN, 2 * SECOND_BLOCKS, SECOND_BLOCKS, pool=pool)
     slots = list(range(SECOND_BLOCKS))
@@ -218,7 +224,9 @@ def _second_process(connection: Connection, descriptor: PoolDescriptor, device: 
 
 
 def check_second_process(device: int | None) -> None:
-    """A process attaches another process's pool and moves its own memory to and from it; both see the same bytes."""
+    """Checks that a process can attach another process's pool and move its own memory to and from the pool, and that
+    both processes see the same bytes.
+    """
     page = SECOND_LAYERS * SECOND_RUN
     pool = pool_for(page, SECOND_LAYERS, SECOND_BLOCKS, shared=True)
     assert pool.wait_ready(SECOND_BLOCKS, LONG_S)

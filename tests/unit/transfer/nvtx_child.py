@@ -1,5 +1,7 @@
-"""Opens a rank's lanes with the settings of its environment, moves pages by every lane that works without a GPU, and
-prints the calls to the fake NVTX at argv[1]. argv[2] is a folder for a disk tier."""
+"""A child process of test_nvtx.py. It opens a rank's lanes with the settings of its environment, moves pages by every
+lane that works without a GPU, and prints which calls the fake NVTX at argv[1] got. argv[2] is a folder for a disk
+tier.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def run_stages() -> None:
     device = HostDevice()
     stream = device.stream("compute")
     stream.run(lambda: None, "transform", 0)
-    stream.run(fail, "scatter", 0)  # its range ends too
+    stream.run(fail, "scatter", 0)  # the range of a stage that fails ends too
     assert stream.record().wait(LONG_S)
     assert device.close(LONG_S)
     with span("outer"), span("inner"):

@@ -1,4 +1,4 @@
-"""The transfer engine's errors about GPUs if there is none. With a GPU, tests/gpu/ runs."""
+"""The transfer engine's errors on a machine without a GPU. The tests in tests/gpu/ need a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_device_that_is_not_there_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("threads", [-1, 0, 17])
 def test_a_number_of_digest_threads_out_of_range_is_named(threads: int) -> None:
-    """Even without a GPU: the number is checked before the device is looked for."""
+    """The error comes even without a GPU, because the engine checks the number before it looks for the device."""
     with pytest.raises(ConfigError, match=rf"digest_threads={threads}: must be in \[1, 16\]"):
         TransferEngine(device=0, digest_threads=threads)
 

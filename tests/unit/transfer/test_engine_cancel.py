@@ -1,4 +1,6 @@
-"""Cancel: copies that were not issued end at once, those under way end when they are quiet, and each op ends once."""
+"""Cancel: copies that have not been issued are dropped at once, copies in flight run to their end, and each op ends
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def test_cancel_before_anything_was_issued(make_world: Callable[..., World]) -> 
 
 
 def test_cancel_while_pages_move_names_what_did_not_arrive(make_world: Callable[..., World]) -> None:
-    # 1 MiB pages: a piece is 8 of them. Page 3 hangs, so pages 0..7 are under way and 8..19 are not.
+    # Pages of 1 MiB: an item has 8 of them. Page 3 hangs, so pages 0 to 7 are in flight and 8 to 19 are not.
     world = make_world(
         layers=2,
         blocks=20,
@@ -57,7 +59,7 @@ def test_cancel_between_layers_stops_after_the_one_that_moves(make_world: Callab
     world.engine.cancel(ticket)
     world.mover.release()
     result = world.results(1)[op.op_id]
-    # Bytes of both pages moved, so the op is not CANCELLED: its targets are overwritten.
+    # Bytes of both pages have moved, so the op is FAILED and not CANCELLED, because its targets are overwritten.
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [0, 1])
     assert world.counter.count(OpKind.H2D)[0] == 4
 

@@ -1,4 +1,6 @@
-"""Close, drop and exit: no memory is freed under a moving copy, and nothing is left over."""
+"""Closing or dropping an engine, and the exit of the process: no memory is freed under a copy in flight, and nothing is
+left over.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: 
 
 
 class SlowAnswers:
-    """The native core, with a late answer to one call: the call has been carried out, and another thread continues."""
+    """Wraps the native engine, and delays the return of one of its calls. The call has been carried out, and meanwhile
+    the test lets another thread continue.
+    """
 
     def __init__(self, native: object, late: str) -> None:
         self._native = native
@@ -143,7 +147,7 @@ def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., 
     first.start()
     assert slow.done.wait(GENEROUS_S)
     second.start()
-    second.join(0.2)  # it waits for the first close, or it has already returned
+    second.join(0.2)  # the second thread waits for the first one, or it has already returned
     slow.go_on.set()
     first.join(GENEROUS_S)
     second.join(GENEROUS_S)

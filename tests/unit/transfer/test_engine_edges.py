@@ -1,4 +1,4 @@
-"""Edges: which op may start when, and how a failure travels along them."""
+"""Edges between ops: when an op may start, and how a failure travels along the edges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.transfer.transfer_world import CORRUPT, DELAY, FAIL, GENEROUS_S,
 
 
 def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Callable[..., World]) -> None:
-    # Two threads; page 2 of the store hangs. All other pages of the load must arrive meanwhile.
+    # There are two threads, and page 2 of the store hangs. Meanwhile all other pages of the load must arrive.
     world = make_world(
         rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=2)],
         copy_threads=2,
@@ -45,8 +45,8 @@ def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Call
 @pytest.mark.parametrize("kind", [EdgeKind.STREAM, EdgeKind.BARRIER])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_edges_order_the_bytes(make_world: Callable[..., World], kind: EdgeKind, threads: int) -> None:
-    # A chain through the same slots: block -> slot -> block -> slot -> block. With the delays a premature page would
-    # overtake.
+    # A chain of copies: block -> slot -> block -> slot -> block. The stores are delayed, so a load that started too
+    # early would copy old bytes.
     world = make_world(
         rules=[testing_ext.FaultRule(DELAY, kind=OpKind.D2H, delay_s=0.001)], copy_threads=threads
     )
@@ -133,7 +133,7 @@ def test_damage_between_store_and_load_is_found_by_the_digest(make_world: Callab
         for layerwise in (False, True):
             world = make_world(
                 rules=rules, run_bytes=3000, layers=3
-            )  # 9000 bytes: room for digests in the slot
+            )  # pages of 9000 bytes leave space for digests
             world.engine.detach_view(0)
             world.engine.attach_view(0, world.view, world.pool, 0, digest_offset=9000, owners=[world.memory])
             before = world.scribble()

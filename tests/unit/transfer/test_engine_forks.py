@@ -19,7 +19,7 @@ from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
 
 
 def in_forked_child(check: Callable[[], None]) -> int:
-    """Exit code of a child of this process that ran `check`; 99 if it had to be killed."""
+    """Runs `check` in a forked child of this process. Returns the child's exit code; 99 if it had to be killed."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""Lanes: which op goes first, that no op starves, and the effect of a device that hangs."""
+"""Lanes: which op goes first, that no op starves, and what happens if a device hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
-    """One thread, held in page 0 of a first op; pages of 8 MiB, so that each is a separate piece."""
+    """A world whose only copy thread is held in page 0 of a first op. Pages are of 512 KiB."""
     world = make_world(
         layers=2,
         blocks=blocks,
@@ -63,7 +63,7 @@ def test_loads_go_before_stores_whatever_came_first(make_world: Callable[..., Wo
 def test_a_waiting_load_gets_in_between_the_pieces_of_a_running_store(
     make_world: Callable[..., World],
 ) -> None:
-    # 512 KiB pages, 16 per piece: the store of 40 pages is three pieces.
+    # Pages of 512 KiB: an item has 16, so the store of 40 pages is three items.
     world = make_world(
         layers=2,
         blocks=48,
@@ -93,7 +93,7 @@ def test_endless_loads_do_not_starve_a_store(make_world: Callable[..., World]) -
 
 
 def threads() -> dict[str, str]:
-    """Names of the engines' threads, by number; one that ends meanwhile is left out."""
+    """The names of all transfer engines' threads, by thread id. A thread that ends meanwhile is left out."""
     names = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -103,7 +103,7 @@ def threads() -> dict[str, str]:
 
 def test_idle_threads_sleep(world: World) -> None:
     def wakes() -> int:
-        """How often these threads have gone to sleep so far."""
+        """How often the threads of this engine have gone to sleep so far."""
         said = [Path(f"/proc/self/task/{task}/status").read_text() for task in mine]
         return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in said)
 
@@ -113,12 +113,12 @@ def test_idle_threads_sleep(world: World) -> None:
     assert mine
     before = wakes()
     time.sleep(0.5)
-    # A poll per millisecond would be 500.
+    # With a poll per millisecond, each thread would go to sleep 500 times.
     assert wakes() - before < 50
 
 
 def test_threads_start_on_first_use_and_end_with_the_engine(make_world: Callable[..., World]) -> None:
-    earlier = threads()  # other tests' engines may still be ending
+    earlier = threads()  # engines of other tests may still be closing
 
     def started() -> list[str]:
         return sorted(name for task, name in threads().items() if task not in earlier)
@@ -151,7 +151,8 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
     down = next(lane for lane in world.engine.lanes() if lane.kind is OpKind.D2H)
     assert down.stuck == (hung.op_id,)
     assert f"op {hung.op_id} has not moved for 0.1" in down.reason
-    # Later ops end at once; ops that wait for them are skipped; the other direction has a thread left and works.
+    # Later ops of the lane end at once, and ops that wait for them are skipped. The other direction works, because one
+    # thread is left.
     late, after = world.op(OpKind.D2H, [3]), world.op(OpKind.H2D, [4], [3])
     results = world.run(queued, late, after, edges=[(1, 2, EdgeKind.BARRIER)])
     assert results[queued.op_id].status is results[late.op_id].status is OpStatus.LANE_DOWN
@@ -159,7 +160,7 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
     assert results[after.op_id].status is OpStatus.SKIPPED
     load = world.op(OpKind.H2D, [5])
     assert world.run(load)[load.op_id].status is OpStatus.OK
-    # The hung op has no result, is not cancellable, and keeps close() from succeeding.
+    # The hung op has no result and cannot be cancelled, and close() does not succeed.
     assert not world.engine.wait(hung_ticket, 0.05)
     assert world.engine.cancel(hung_ticket) == 0
     assert world.engine.poll() == []
@@ -171,7 +172,8 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
 
 
 def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[..., World]) -> None:
-    # One thread for both directions: a hung store takes the loads down too, since nothing could move them.
+    # One thread serves both directions, so a hung store takes the loads down too, because no thread is left to copy
+    # them.
     world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)], op_stuck_s=0.2)
     hung, store, load = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1]), world.op(OpKind.H2D, [2])
     world.submit(hung)
@@ -231,7 +233,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "moving\n"
         os.kill(child.pid, signal.SIGSTOP)
-        time.sleep(5.0)  # longer than op_stuck_s: according to the clock its copy has hung
+        time.sleep(5.0)  # longer than op_stuck_s: by the clock alone, the copy has hung
         os.kill(child.pid, signal.SIGCONT)
         child.stdin.write("\n")
         child.stdin.flush()
@@ -241,7 +243,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
 def test_progress_page_by_page_is_not_a_hang(make_world: Callable[..., World]) -> None:
     world = make_world(
         rules=[testing_ext.FaultRule(1, delay_s=0.1)], op_stuck_s=5.0
-    )  # far apart, because the machine may be busy
+    )  # delay and limit are far apart, because the machine may be busy
     op = world.op(OpKind.D2H, range(4))
     assert world.run(op)[op.op_id].status is OpStatus.OK
     assert all(lane.up for lane in world.engine.lanes())

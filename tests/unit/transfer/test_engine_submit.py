@@ -1,4 +1,4 @@
-"""Submit: the graphs that it accepts and refuses, and that a refusal leaves nothing behind."""
+"""Submit: which graphs the engine accepts and which it refuses. A refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_bad_op_is_refused_and_nothing_of_its_graph_is_queued(
     assert all(lane.open_ops == lane.held_places == 0 for lane in world.engine.lanes())
     assert world.engine.poll() == []
     assert world.mover.calls == 0
-    world.run(good)  # its id was not taken
+    world.run(good)  # the refused graph did not take the op's id
 
 
 def test_what_is_only_read_may_be_named_twice(world: World) -> None:
@@ -200,10 +200,10 @@ def test_a_full_queue_is_busy_for_the_whole_graph_and_loads_have_places_of_their
     one = world.submit(world.op(OpKind.D2H, [4]))
     assert world.engine.submit(TransferGraph((world.op(OpKind.D2H, [5]),))) is None
     loads = [world.op(OpKind.H2D, [10 + i], [20 + i]) for i in range(4)]
-    world.submit(*loads)  # stores do not use up their room
+    world.submit(*loads)  # stores do not use queue entries of loads
     world.mover.release()
     assert world.engine.wait(one, GENEROUS_S)
-    # Ended but not polled: the op still counts, so that results are bounded too.
+    # The op has finished but was not polled. It still counts, so that the number of results is limited too.
     assert world.engine.submit(two) is None
     assert len(world.results(8)) == 8
     assert world.engine.submit(two) is not None
@@ -255,14 +255,14 @@ def test_views_of_two_groups_may_share_memory_only_block_by_block(world: World) 
     rows = world.view.runs
     world.engine.attach_view(
         1, world.view, world.pool, owners=[world.memory]
-    )  # hybrid groups: the same blocks
+    )  # allowed, for hybrid groups: the same blocks
     shifted = rows.copy()
-    shifted[:, 0] += world.run_bytes  # block i lies where group 0 has block i + 1
+    shifted[:, 0] += world.run_bytes  # block i is where group 0 has block i + 1
     view = c_ext.KvView(shifted, world.blocks - 1, world.layers * world.run_bytes)
     with pytest.raises(GeometryError, match=r"groups 2 and 0: block 0 .* and block 1 .* share bytes"):
         world.engine.attach_view(2, view, world.pool)
     wider = rows[:1].copy()
-    wider[0, 1] = 2 * world.run_bytes  # with another stride, block 1 is block 2 of group 0
+    wider[0, 1] = 2 * world.run_bytes  # with this stride, block 1 is where group 0 has block 2
     view = c_ext.KvView(wider, world.blocks // 2, world.run_bytes)
     with pytest.raises(GeometryError, match="share bytes"):
         world.engine.attach_view(2, view, world.pool)

@@ -1,4 +1,4 @@
-"""Stores that are submitted before their layers are written, and copy each layer once it is opened."""
+"""Gated stores: they are submitted before their layers are written, and copy each layer after it is opened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(world: World, blocks: Sequence[int] = BLOCKS) -> TransferOp:
 
 
 def copied(world: World) -> int:
-    """Number of layers of pages that were copied out of the engine's pool."""
+    """How many layers of pages were copied from the engine's pool, summed over pages."""
     return int(world.counter.count(OpKind.D2H)[0])
 
 
@@ -40,7 +40,7 @@ def wait_copied(world: World, moves: int) -> None:
 
 
 def test_each_layer_is_copied_when_it_is_named_and_not_before(world: World) -> None:
-    """A step's forward pass, layer by layer: the page finally holds what the forward pass wrote."""
+    """A forward pass writes and opens the layers one after another. In the end the stored pages have what it wrote."""
     world.scribble(seed=1)
     op = store(world)
     ticket = gated(world, op)
@@ -71,7 +71,7 @@ def test_several_layers_and_graphs_at_once(world: World) -> None:
     world.engine.open_layers(tickets[:2], 2)
     wait_copied(world, 2 * 3 * 2)
     before = world.scribble()
-    # Layers 0 and 1 of the first two graphs keep their bytes; layers are opened once.
+    # Layers 0 and 1 of the first two graphs are not copied again, because a layer is opened only once.
     world.engine.open_layers(tickets, world.layers)
     world.engine.open_layers(tickets, 1)
     assert all(world.engine.wait(ticket, GENEROUS_S) for ticket in tickets)
@@ -112,7 +112,7 @@ def test_what_is_cancelled_before_its_last_layer_stores_nothing(
 
 
 def test_others_pass_a_store_at_its_gate(world: World) -> None:
-    """Later stores and loads do not wait for its forward pass."""
+    """Later stores and loads do not wait for a gated store's forward pass."""
     ticket = gated(world, store(world))
     world.run(world.op(OpKind.D2H, [7]))
     world.run(world.op(OpKind.H2D, [8], [7]))

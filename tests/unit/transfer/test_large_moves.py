@@ -1,4 +1,6 @@
-"""The moves of tests/gpu, in plain memory: long runs, a pool beyond 4 GiB, digests, a pool of two processes."""
+"""The checks of moves that tests/gpu also runs, here in plain memory: long runs, a pool of more than 4 GiB, digests,
+and a pool that two processes share.
+"""
 
 from __future__ import annotations
 

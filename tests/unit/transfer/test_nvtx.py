@@ -1,5 +1,6 @@
-"""Ranges for a profiler: when off, nothing is loaded or called; when on, every thread's ranges are balanced. The NVTX
-here is a fake."""
+"""NVTX ranges for a profiler. If they are off, no NVTX library is loaded or called. If they are on, each thread pops as
+many ranges as it pushes. The NVTX library here is a fake.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ RUN_S = 180
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake, compiled."""
+    """The path of the compiled fake NVTX."""
     return build_fake_nvtx(tmp_path_factory.mktemp("nvtx"))
 
 

@@ -1,4 +1,6 @@
-"""Host pools across processes: same bytes, dead creators, reused process ids."""
+"""Host pools that processes share: they see the same bytes. Also pools whose creator has died, and process ids that are
+reused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def pattern(slot: int, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def attach_and_answer(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Checks the creator's bytes, writes its own, and reports the result."""
+    """Runs in a process that attaches the pool: checks the creator's bytes, writes different bytes, and reports the
+    result.
+    """
     pool = HostPool.attach(descriptor)
     ready = pool.wait_ready(SLOTS, GENEROUS_S)
     wrong = [slot for slot in range(SLOTS) if not (pool.slot(slot) == pattern(slot, 1)).all()]
@@ -50,7 +54,9 @@ def create_and_hang(connection: Connection) -> None:
 
 
 def load_what_comes(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Loads slots 0 to 3 while the other process reports reads 8 (of the first three) and 9 as ended."""
+    """Runs in a process that attaches the pool: loads slots 0 to 3, which wait for read 8 (slots 0 to 2) and read 9
+    (slot 3) of the creator, and reports the result.
+    """
     pool = HostPool.attach(descriptor)
     memory = np.zeros((4, SLOT_BYTES), np.uint8)
     view = c_ext.KvView(np.array([[memory.ctypes.data, SLOT_BYTES, SLOT_BYTES, 0, 0]]), 4, SLOT_BYTES)
@@ -91,7 +97,7 @@ def test_two_processes_see_the_same_bytes() -> None:
 def test_a_load_waits_for_slots_that_another_process_fills() -> None:
     pool = HostPool(SLOT_BYTES, SLOTS, shared=True)
     assert pool.wait_ready(SLOTS, GENEROUS_S)
-    pool.native.settle(ids([3]), 7, True)  # an earlier read of the slot
+    pool.native.settle(ids([3]), 7, True)  # an earlier read of the slot, for which the load must not take it
     here, there = spawn.Pipe()
     worker = spawn.Process(target=load_what_comes, args=(there, pool.descriptor()))
     worker.start()
@@ -143,7 +149,7 @@ def create_much_and_hang(connection: Connection, slots: int) -> None:
 
 
 def test_a_creator_that_dies_during_bring_up_ends_the_wait_of_those_attached() -> None:
-    # A gigabyte takes far longer to touch than the kill does to arrive.
+    # The creator is killed while it touches a gigabyte of memory, which takes far longer than the kill.
     here, there = spawn.Pipe()
     slots = 1024
     creator = spawn.Process(target=create_much_and_hang, args=(there, slots))
@@ -175,7 +181,7 @@ def test_numbers_that_name_something_else_now_are_refused() -> None:
     foreign = os.memfd_create("flexkv-pool")
     os.ftruncate(
         foreign, descriptor.file_bytes
-    )  # right name, right size, not sealed: it could shrink while mapped
+    )  # name and size are right, but it is not sealed, so it could shrink
     with pytest.raises(ClosedError, match="sealed"):
         HostPool.attach(dataclasses.replace(descriptor, fd=foreign, token=bytes(16)))
     os.close(foreign)

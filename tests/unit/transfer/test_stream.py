@@ -1,4 +1,4 @@
-"""A stream is accepted from any library, and the error for anything else names it."""
+"""The engine accepts streams of any library. For anything else it raises an error that names the object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = 0x7F00_1234_5678
 
 
 class Speaks:
-    """An object with the stream protocol, like cuda.core's streams."""
+    """A stream with the protocol `__cuda_stream__`, like those of cuda.core."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -30,13 +30,13 @@ class Speaks:
 
 
 class SpeaksBoth(Speaks):
-    """A stream of a newer torch."""
+    """A stream like those of newer versions of torch, which have the protocol and the attribute `cuda_stream`."""
 
     cuda_stream = 5
 
 
 class Broken:
-    """Raises when asked for a number, and when asked for its name."""
+    """An object that raises in `__index__` and in `__repr__`."""
 
     def __index__(self) -> int:
         raise ValueError("no number")
@@ -117,7 +117,7 @@ def test_what_is_no_stream_is_named(stream: Any, words: str) -> None:
 
 
 class Native:
-    """Records the native engine's arguments."""
+    """Stands in for the native engine, and records the streams that it gets."""
 
     def __init__(self) -> None:
         self.streams: list[object] = []

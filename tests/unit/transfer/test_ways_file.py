@@ -1,5 +1,6 @@
-"""Measured ways of a GPU's copies: complete files with this GPU's key are used, and all others are refused by a
-ConfigError that says why. The lane that uses a table runs over the FAKE driver; nothing here ran on a GPU.
+"""The file with the measured thresholds for a GPU's copies (`transfer.ways_file`). A complete file with this GPU's key
+is used; any other is refused with a ConfigError that says why. The lane that uses the thresholds runs with the FAKE
+driver; nothing here ran on a GPU.
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ def test_the_link_is_what_both_ends_can_do(tmp_path: Path) -> None:
     (devices / "0000:17:00.0").symlink_to(gpu)
     assert pci_link("0000:17:00.0", devices) == (0, 0)
     (gpu / "current_link_width").write_text("16\n")
-    (gpu / "current_link_speed").write_text("2.5 GT/s PCIe\n")  # of an idle GPU: ignored
+    (gpu / "current_link_speed").write_text(
+        "2.5 GT/s PCIe\n"
+    )  # an idle GPU lowers its speed, so this is ignored
     (gpu / "max_link_speed").write_text("32.0 GT/s PCIe\n")
     assert pci_link("0000:17:00.0", devices) == (16, 5)
     (bridge / "max_link_speed").write_text("16.0 GT/s PCIe\n")
@@ -202,7 +205,7 @@ def test_the_driver_is_named_with_its_module_where_that_is_known(tmp_path: Path)
 
 
 def test_a_lane_goes_by_the_table_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the fake driver: the key is that of the fake GPU, and the file is a real one."""
+    """A lane on the fake driver uses the thresholds of a real file, whose key is that of the fake GPU."""
     gpu = FakeGpu()
     built_in, identity = gpu.ways(), gpu.identity()
     monkeypatch.setattr(c_ext, "cuda_identity", lambda _: identity)
@@ -220,7 +223,7 @@ def test_a_lane_goes_by_the_table_of_its_gpu(tmp_path: Path, monkeypatch: pytest
     assert told["d2h"] == "in batches"
     assert built_in["h2d"].startswith("kernel for runs below 64 KiB")
     assert built_in["d2h"].startswith("kernel for all runs")
-    # Without a GPU, or without the setting, nothing is read.
+    # Without a GPU, or without the setting, no file is read.
     assert ways_of(settings, None) is None
     assert ways_of(load_config(None, {}).transfer, 0) is None
     assert usable_ways(settings, 0) == ways
@@ -232,7 +235,9 @@ def test_a_lane_goes_by_the_table_of_its_gpu(tmp_path: Path, monkeypatch: pytest
 def test_a_gpu_that_the_table_is_not_of_goes_by_what_is_built_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine names one file for all its GPUs, and must run on all of them."""
+    """An engine has one setting of the file for all its GPUs, and must run on all of them. A GPU to which the file does
+    not belong uses the built-in thresholds.
+    """
     monkeypatch.setattr(
         ways_file, "this_key", lambda device: dataclasses.replace(KEY, device=f"GPU-{device}")
     )

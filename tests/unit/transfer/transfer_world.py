@@ -1,5 +1,6 @@
-"""A small world for the data plane's tests: an engine's pool in plain memory, a host pool, and an engine between
-them."""
+"""A small world for tests of the data plane: an engine's pool in plain memory, a host pool, and a transfer engine
+between them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from flexkv.transfer.host_pool import HostPool
 from tests import testing_ext
 
 GENEROUS_S = 30.0
-"""Deadline of every wait that is expected to end: far beyond what a loaded machine needs."""
+"""Deadline, in seconds, of every wait for something that must happen: far more than a busy machine needs."""
 
 FAIL, DELAY, STALL, CORRUPT = range(4)
 """Actions of a `testing_ext.FaultRule`."""
@@ -38,8 +39,8 @@ def ids(values: Sequence[int]) -> NDArray[np.int32]:
 
 
 class World:
-    """A layer-first pool of `layers` arrays [blocks, run_bytes], one group; the page of block b consists of all layers
-    of b.
+    """A transfer engine between a host pool and a layer-first pool of one KV group. The pool is `memory`, uint8
+    [layers, blocks, run_bytes]; the page of block b is memory[:, b].
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class World:
         self.op_ids = itertools.count(1)
 
     def scribble(self, seed: int = 0) -> NDArray[np.uint8]:
-        """Fills the engine's pool with random bytes; returns a copy."""
+        """Fills the engine's pool with random bytes. Returns a copy of them."""
         rng = np.random.default_rng(seed)
         self.memory[:] = rng.integers(0, 256, self.memory.shape, dtype=np.uint8)
         return self.memory.copy()
 
     def page(self, block: int) -> NDArray[np.uint8]:
-        """A block's bytes in the order of a page."""
+        """The bytes of a block, in the order in which a page has them."""
         return self.memory[:, block, :].reshape(-1)
 
     def stored(self, slot: int) -> NDArray[np.uint8]:
@@ -100,13 +101,15 @@ class World:
         return ticket
 
     def run(self, *ops: TransferOp, edges: Sequence[tuple[int, int, EdgeKind]] = ()) -> dict[OpId, OpResult]:
-        """Submits one graph and returns its results; there must be no others."""
+        """Submits the ops as one graph. Waits for and returns their results; there must be no other results."""
         ticket = self.submit(*ops, edges=edges)
         assert self.engine.wait(ticket, GENEROUS_S)
         return self.results(len(ops))
 
     def results(self, count: int) -> dict[OpId, OpResult]:
-        """Waits for `count` results by the event descriptor; each op must have reported once."""
+        """Waits for `count` results with the event descriptor, and returns them by op id. Each op must have reported
+        once.
+        """
         found: list[OpResult] = []
         while len(found) < count:
             readable, _, _ = select.select([self.engine.event_fd], [], [], GENEROUS_S)

@@ -1,4 +1,4 @@
-"""Devices of plain memory, whose threads must have ended after the test."""
+"""A device of plain memory for each test. Its threads must have ended after the test."""
 
 from __future__ import annotations
 

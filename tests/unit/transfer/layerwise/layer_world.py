@@ -1,5 +1,6 @@
-"""A small world for the pipelines: random chunks, paged memory, a straightforward reference, and a device that reorders
-streams."""
+"""A small world for tests of the pipelines: random chunks, paged memory, a straightforward reference, and a device that
+runs its streams in any allowed order.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ GENEROUS_S = 60.0
 
 
 def turn(layer: int, keys: Any, positions: RowPositions) -> None:
-    """A transform that depends on all its arguments: rotating twice, or rotating other bytes, is noticed."""
+    """A stand-in for the rotation that depends on all its arguments, so that tests notice if rows are rotated twice or
+    if other bytes are rotated.
+    """
     by = (positions.new - positions.old + layer + 1)[:, None, None]
     keys[:] = keys * 3 + by.astype(keys.dtype)
 
 
 class LayerWorld:
-    """One random case. Every value is an integer, so that equal results are exactly equal."""
+    """One random case: chunks, paged memory and stored rows. All values are integers, so that results can be compared
+    exactly.
+    """
 
     def __init__(self, seed: int, layers: int | None = None, planes: int | None = None) -> None:
         self.random = random.Random(seed)
@@ -49,7 +54,8 @@ class LayerWorld:
         slots = numbers.permutation(self.blocks * self.block_tokens)[: self.chunks.rows]
         self.slots: RowNumbers = slots.astype(np.int64)
         shape = (self.planes, self.blocks, self.heads, self.block_tokens, self.width)
-        # Heads before tokens, as in some engines, so that rows are not contiguous; or with other bytes between.
+        # Rows need not be contiguous: heads may come before tokens, as in some engines, or there may be other bytes
+        # between rows.
         self.memory = [numbers.integers(-1000, 1000, shape).astype(np.int32) for _ in range(self.layers)]
         order = chosen.choice(["heads first", "tokens first", "padded"])
         self.memory = [
@@ -76,7 +82,9 @@ class LayerWorld:
         return [PageRows([rows]) for rows in self.stored[layer]]
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[np.int32]]:
-        """Loads everything, rotates, zeroes, scatters. `failed_from`: chunk -> the first layer in which it is lost."""
+        """The paged memory after a load: all rows are loaded, rotated, zeroed in gaps and lost chunks, and scattered.
+        `failed_from`: the first layer in which a chunk is lost, by the chunk's number.
+        """
         out = []
         for layer in range(self.layers):
             rows = np.zeros((self.planes, self.chunks.rows, self.heads, self.width), np.int32)
@@ -103,7 +111,7 @@ class LayerWorld:
         return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S, prefetch_layers)
 
     def load(self, pipeline: LoadPipeline) -> PipelineReport:
-        """Runs one next, one send per layer, and a final next."""
+        """Runs a pipeline: one `next`, one `send` per layer, and a final `next`, which returns the report."""
         steps = pipeline.run()
         next(steps)
         for layer in range(self.layers):
@@ -115,7 +123,7 @@ class LayerWorld:
 
 
 class ReorderedEvent(Event):
-    """An event, reached when the device has run everything before it."""
+    """An event that is reached when the device has run everything before it in its stream."""
 
     def __init__(self, device: ReorderingDevice) -> None:
         self._device = device
@@ -132,7 +140,7 @@ class ReorderedEvent(Event):
 
 
 class ReorderedStream(Stream):
-    """A queue of (work, event waited for, event reached)."""
+    """A stream of the reordering device: a queue of work, waits for events, and records of events."""
 
     def __init__(self, device: ReorderingDevice) -> None:
         self._device = device
@@ -173,8 +181,9 @@ class ReorderingDevice(LayerDevice):
     """A device that runs queued work only when the host waits, and then in any order that the streams' events allow.
 
     Attributes:
-        given: stage and layer of all work, in the order of submission; ran: in the order of execution.
-        buffers: shapes of the requested buffers.
+        given: stage and layer of all work, in the order of submission. ran: stage and layer of all work, in the order
+            of execution.
+        buffers: the requested buffers.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Loads whose caller takes each layer out of its buffer and writes it itself."""
+"""Loads whose caller itself takes each layer from the pipeline's buffer and writes it to its own memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def load(
     lost: int | None = None,
     see: Callable[[Any], None] | None = None,
 ) -> dict[int, str]:
-    """Writes the chunks' rows of each layer to the slots of `world.memory` and then takes the next step. The next
-    layers begin before that.
+    """Acts as the caller: writes the chunks' rows of each layer to the slots of `world.memory`, and then takes the next
+    step. The loads of the next layers begin before the caller writes. Returns the failed chunks, with reasons.
 
     Args:
-        lost: a chunk whose rows are missing from layer 1 on.
+        lost: the number of a chunk whose rows are missing from layer 1 on; None if no chunk's are.
         see: called with each layer's buffer.
     """
 
@@ -79,8 +79,8 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
-    """The world's expected result, minus the rows that the caller does not write: gaps, and a chunk's rows from the
-    layer on in which the chunk is lost.
+    """The world's expected result, except for rows that the caller does not write, which keep their content: gaps, and
+    the rows of a lost chunk from the layer on in which it is lost.
     """
     found = world.expected()
     for layer, paged in enumerate(found):
@@ -104,7 +104,7 @@ def gapped_world() -> LayerWorld:
 
 
 def values_of_gaps(world: LayerWorld, layers: CallerLayers | PagedLayers) -> set[int]:
-    """The content of gaps in the buffers of a load whose device allocates memory that is full of 77."""
+    """The values in the gaps of a load's buffers. The device allocates memory that is full of 77."""
     numbers = np.arange(world.chunks.rows, dtype=np.int64)
     slots = numbers if isinstance(layers, CallerLayers) else world.slots
     pipeline = LoadPipeline(ReorderingDevice(0), layers, slots, world.chunks, turn, GENEROUS_S)
@@ -125,7 +125,7 @@ def test_control_paged_memory_gets_zeros() -> None:
 
 
 class NoScatterToLoad(LoadPipeline):
-    """Control: a layer's buffer is refilled as soon as there is another layer for it."""
+    """Control: a pipeline that refills a layer's buffer without waiting until the caller has taken the layer."""
 
     def _buffer_is_leaving(self, layer: int) -> bool:
         return True

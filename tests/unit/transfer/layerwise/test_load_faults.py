@@ -1,4 +1,4 @@
-"""The load pipeline when chunks are lost, parts raise or hang, or its caller stops early or misuses it."""
+"""The load pipeline if chunks are lost, if its stages raise or hang, or if its caller stops early or misuses it."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def test_a_caller_may_stop_half_way(host: HostDevice, sends: int) -> None:
     for layer in range(world.layers):
         whole = expected if layer < sends - 1 else world.before
         assert np.array_equal(world.memory[layer], whole[layer])
-    # The device works for the next pipeline.
+    # The device still works, for the next pipeline.
     other = LayerWorld(12)
     other.load(other.pipeline(host))
     assert other.same(other.expected())
 
 
 class LeavesAtOnce(LoadPipeline):
-    """Control: a close that does not wait."""
+    """Control: a pipeline whose close does not wait for work in flight."""
 
     def _end_early(self) -> None:
         pass

@@ -1,5 +1,5 @@
-"""The load pipeline compared with a straightforward reference, in every order of its streams; and the effect of a
-missing dependency.
+"""The load pipeline is compared with a straightforward reference, while its streams run in random orders. If a
+dependency between streams is missing, the test must notice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_whatever_order_the_streams_run_in(seed: int) -> None:
     assert world.same(world.expected())
 
 
-# Without one of these dependencies, some order of the streams gives wrong bytes.
+# Each of these pipelines lacks one dependency between streams, so that some order of the streams gives wrong bytes.
 
 
 class NoScatterToLoad(LoadPipeline):

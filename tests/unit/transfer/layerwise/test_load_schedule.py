@@ -1,4 +1,4 @@
-"""When the load pipeline gives which layer to which stream, and which step waits for which event."""
+"""At which step the load pipeline submits which work for which layer, and which events a step waits for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_layer_n_is_scattered_at_step_n_plus_2() -> None:
         table += [("transform", step - 1)] if 0 < step <= world.layers else []
         table += [("load", step)] if step < world.layers else []
     assert given == table
-    # A send submits its layer's load, and then the next step up to the point where that step needs its own layer.
+    # A `send` submits the load of its layer, and then as much of the next step as does not need the next layer.
     assert of_step[0] == []
     assert of_step[1] == [("load", 0), ("transform", 0)]
     assert of_step[2] == [("load", 1), ("scatter", 0), ("transform", 1)]
@@ -80,7 +80,7 @@ def test_one_layer_can_be_read_and_edited_and_is_gone_after_its_step(host: HostD
 
 
 def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
-    """The load of a layer ends while the caller still works with the layer before."""
+    """The load of a layer finishes while the caller still works with the previous layer."""
     world = LayerWorld(6, layers=2)
     loaded = threading.Event()
 
@@ -98,7 +98,7 @@ def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
 
 
 class DeviceWide(HostDevice):
-    """Control: a caller waits for all work of every stream, like a synchronisation of the whole device."""
+    """Control: a device on which a caller waits for all work of all streams, like a synchronisation of the device."""
 
     def __init__(self) -> None:
         super().__init__(one_thread=False)
@@ -115,7 +115,7 @@ class DeviceWide(HostDevice):
 
 @pytest.mark.parametrize("device_wide", [False, True], ids=["events", "control"])
 def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool) -> None:
-    """Layer 1 does not arrive while layer 0 is waited for."""
+    """The load of layer 1 hangs, and the caller must nevertheless get layer 0."""
     device = DeviceWide() if device_wide else HostDevice(one_thread=False)
     world, go_on = LayerWorld(16, layers=2), threading.Event()
 

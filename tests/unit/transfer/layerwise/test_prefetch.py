@@ -1,5 +1,5 @@
-"""Layers whose loads begin ahead of their steps: the bytes are the same even if a layer is edited, in as many buffers
-as requested.
+"""Layers whose loads begin before their steps. The bytes are right even if the caller edits a layer, and there are as
+many buffers as requested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ EDIT = 5000
 
 
 def load_with_edits(world: LayerWorld, pipeline: LoadPipeline) -> PipelineReport:
-    """Sets each layer's first row to EDIT plus the layer's number, after the next layers were begun."""
+    """Loads all layers. After the loads of the next layers have begun, sets each layer's first row to EDIT plus the
+    layer's number.
+    """
     steps = pipeline.run()
     next(steps)
     for layer in range(world.layers):

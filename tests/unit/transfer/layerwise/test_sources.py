@@ -1,4 +1,4 @@
-"""Rows taken from pages in host memory."""
+"""Loads whose rows come from pages in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANE_BYTES = TOKENS * ROW_BYTES
 
 
 def interior(heads_first: bool) -> PageInterior:
-    """Pages of LAYERS layers, K and V one after the other."""
+    """Where the rows are in a page of LAYERS layers: each layer has K and then V."""
     strides = (WIDTH * 4, TOKENS * WIDTH * 4, 4) if heads_first else (ROW_BYTES, WIDTH * 4, 4)
     offsets = tuple(((2 * n) * PLANE_BYTES, (2 * n + 1) * PLANE_BYTES) for n in range(LAYERS))
     return PageInterior(offsets, (TOKENS, HEADS, WIDTH), strides, np.dtype(np.int32))

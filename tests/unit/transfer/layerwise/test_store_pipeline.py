@@ -1,4 +1,4 @@
-"""The store pipeline: every row in its place, its dependencies, its faults."""
+"""The store pipeline: where each row must arrive, the dependencies between streams, and faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def host() -> Iterator[HostDevice]:
 
 
 class Storing:
-    """A world whose paged memory is stored into arrays."""
+    """A world, and a pipeline that stores the world's paged memory into arrays."""
 
     def __init__(
         self,
