@@ -1,4 +1,4 @@
-"""`flexkv bench transfer` on plain memory."""
+"""`flexkv bench transfer` without a GPU, where an engine's pool is in plain memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     rows = content["rows"]
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
-    # Every relevant length has its row, and both directions at once are compared with one.
+    # Every relevant run length has a row. The rate of both directions at once is compared with that of one direction.
     assert {32 << 10, 256 << 10, 1 << 20, 2 << 20} <= {row["run_bytes"] for row in rows}
     one_way: dict[int, list[float]] = {row["run_bytes"]: [] for row in rows}
     for row in rows:
@@ -77,7 +77,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "bare reads of 2 MiB",
         "load, by CUDA events",
     }
-    # 80 layers of K and V are 160 runs of a page: one call each and one for the trailer, or one for all.
+    # With 80 layers of K and V, a page has 160 runs. Staging needs one I/O call per page; without it, each run and the
+    # trailer need one.
     pages = {row["run_bytes"]: row["calls"] for row in compared if row["what"] == "disk to host page to pool"}
     for row in compared:
         if row["what"] == "disk to pool, staged":
@@ -87,7 +88,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     assert list(tmp_path.iterdir()) == [out]
     assert all(row["path"] or row["note"] == "not measured: no GPU" for row in compared)
     assert all(row["multiprocessors"] == 0 for row in compared)
-    # Direct transfers are counted, not assumed: bare reads show whether the folder's disk has direct I/O.
+    # The path is the one that was measured. Only if the folder's disk has direct I/O, which the rows of bare reads
+    # show, is it a direct path.
     straight = not any("page cache" in row["note"] for row in compared if row["what"].startswith("bare"))
     paths = {row["what"]: row["path"] for row in compared if row["what"].startswith("disk to pool")}
     assert paths == {
@@ -103,7 +105,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     for row in compared:
         if row["what"].startswith("disk to "):
             assert any(row["share"] == pytest.approx(row["gbps"] / rate) for rate in bare)
-    # A measurement that did not run gives the reason, and nothing that went through plain memory is called GDS.
+    # A row without a measurement gives the reason, and no row calls a transfer through plain memory GDS.
     assert all(row["gbps"] or row["p99_ms"] or row["note"] for row in compared)
     assert not any("GDS" in row["note"] or "GPUDirect" in row["note"] for row in compared)
 
@@ -277,7 +279,7 @@ def test_the_rows_are_drawn(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, (done.output, done.exception)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture.read_bytes()) > 10_000  # the axes alone take less
+    assert len(picture.read_bytes()) > 10_000  # a picture of only the axes is smaller
 
 
 def test_without_matplotlib_drawing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

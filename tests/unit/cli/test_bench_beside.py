@@ -1,5 +1,5 @@
-"""The cost of copies that `flexkv bench transfer` reports: every figure comes from copies under way, and the sums are
-right.
+"""What copies cost other work, as `flexkv bench transfer` reports it. Every figure comes from work during which copies
+were in flight, and the sums are right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BOTH = [OpKind.H2D, OpKind.D2H]
 
 
 class Lanes:
-    """A transfer engine that ends ops when the test calls it."""
+    """Replaces a transfer engine. An op is finished when the test calls `end`, or waits for it."""
 
     device = None
 
@@ -132,7 +132,7 @@ def rows() -> list[BesideRow]:
 
 def test_every_work_has_a_row_beside_every_kind_of_copies(rows: list[BesideRow]) -> None:
     found = {(row.work, row.direction, row.layerwise, row.run_bytes) for row in rows}
-    # There are four blocks of 8 MiB each.
+    # The pool has four blocks of 8 MiB.
     wanted = {
         (work, kind.direction, kind.layerwise, run)
         for work in (*WORKS, LAUNCH)
@@ -160,7 +160,7 @@ def test_a_row_names_rates_of_its_own_directions(rows: list[BesideRow]) -> None:
     for row in rows:
         assert (row.load_gbps is not None) is (row.direction in ("H2D", "both"))
         assert (row.store_gbps is not None) is (row.direction in ("D2H", "both"))
-    # A window may be shorter than one op, but not all of them are.
+    # A row may have no rate, because its window was shorter than one op. Not all windows are that short.
     assert any(row.load_gbps for row in rows)
     assert any(row.store_gbps for row in rows)
 
@@ -191,7 +191,7 @@ def latencies() -> tuple[list[Any], list[Any]]:
 def test_loads_and_stores_of_every_size_that_fits_have_a_row(latencies: tuple[list[Any], list[Any]]) -> None:
     rows, _ = latencies
     found = {(row.what, row.run_bytes, row.blocks) for row in rows}
-    # 32 MiB hold 1,024 blocks of 8 layers of 4 KiB, and 128 of 32 KiB.
+    # 32 MiB are 1,024 blocks of 8 layers with runs of 4 KiB, or 128 blocks with runs of 32 KiB.
     sizes = [(4096, blocks) for blocks in (1, 16, 256, 1024)] + [(32 << 10, blocks) for blocks in (1, 16)]
     assert found == {(what, *size) for what in ("load by layer", "store") for size in sizes}
     for row in rows:
@@ -210,5 +210,5 @@ def test_the_cpus_time_is_of_a_full_link_and_of_an_idle_one(latencies: tuple[lis
     ]
     for row in used:
         assert (row.gbps > 0) is (row.what != "idle")
-        # Plain memory is copied by the CPU itself.
+        # In plain memory the CPU makes the copies, so each kind of copies uses its cores.
         assert row.cores > 0 or row.what == "idle"

@@ -1,5 +1,6 @@
-"""The clock of CUDA events: its calls to the driver, in order, and the handles that it releases. The driver is a
-stand-in."""
+"""The clock that measures time with CUDA events calls the driver in the right order, and releases all handles. The
+tests replace the driver by a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ GIVEN = {
 
 
 class StandIn:
-    """Records every call; the call named by `fails` is refused."""
+    """Replaces the driver. Records every call, and makes the calls named `fails` return an error."""
 
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DEFAULT=0)
@@ -107,7 +108,8 @@ def test_each_run_has_a_row_with_its_share_and_one_that_is_too_long_has_none() -
 
 
 def test_a_load_lies_between_start_and_stop() -> None:
-    """The real transfer, in plain memory, where there is no stream."""
+    """The clock is started before the load and stopped after it. The load is a real one in plain memory, which has no
+    stream."""
     asked: list[str] = []
     clock: Any = SimpleNamespace(
         stream=None,

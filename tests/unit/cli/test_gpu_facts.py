@@ -1,4 +1,4 @@
-"""`flexkv info` with the extra `gpu`, without it, and with a driver that refuses; the driver here is a stand-in."""
+"""`flexkv info` with the extra `gpu`, without it, and with a driver that returns errors. The driver is a stand-in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Result(IntEnum):
 
 
 class Attribute(IntEnum):
-    """The attributes of a driver that is older than `numa_node`; one of them is refused."""
+    """The attributes that the stand-in's bindings know. They lack `numa_node`, as old bindings do, and the driver
+    returns an error for MAX_PITCH.
+    """
 
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
@@ -41,7 +43,7 @@ class Attribute(IntEnum):
 
 
 class StandIn:
-    """The interface of `cuda.bindings.driver`: every call returns a tuple that starts with its code."""
+    """Replaces `cuda.bindings.driver`, whose calls all return a tuple that begins with an error code."""
 
     CUdevice_attribute = Attribute
 
@@ -73,7 +75,7 @@ class StandIn:
 
 
 def give(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
-    """Puts a stand-in in place of the extra's packages."""
+    """Makes `import cuda.bindings.driver` return the stand-in `driver`."""
     bindings = types.ModuleType("cuda.bindings")
     bindings.driver = driver  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
@@ -146,7 +148,7 @@ def test_what_the_driver_refuses_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_driver_the_reason_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bindings list every path that they have searched."""
+    """The bindings' error lists every path that they have searched, which is too long for `flexkv info`."""
 
     class Silent:
         def cuInit(self, flags: int) -> None:
@@ -205,7 +207,7 @@ def test_flexkv_loads_nothing_of_the_extra(more: str, loads: bool) -> None:
 
 
 def test_the_real_bindings_answer_here_too() -> None:
-    """Every machine gives devices or a reason."""
+    """With the real bindings, `flexkv info` shows either devices or a reason why there are none."""
     pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
     facts = gpu_facts.gpu_facts()
     assert all(facts["packages"].values())

@@ -1,4 +1,6 @@
-"""`flexkv info` names improvements to a machine, with the command for each, and none if all is well."""
+"""`flexkv info` suggests improvements to a machine, with a command for each. If nothing can be improved, it suggests
+none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flexkv remote` against a real Redis with values of a real unit, and against a real Mooncake in a namespace."""
+"""`flexkv remote` with a real Redis that has a real unit's values, and with a real Mooncake in a network namespace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cli:
         self._capsys, self._url = capsys, url
 
     def __call__(self, *words: str, **settings: object) -> Said:
-        """Exit code, output, errors."""
+        """Runs `flexkv remote` with these words and settings. Returns the exit code, stdout and stderr."""
         extra = {"remote.urls": self._url} | {k.replace("__", "."): v for k, v in settings.items()}
         self._capsys.readouterr()
         code = main(["remote", *words, "--extra", json.dumps(extra)])
@@ -65,7 +65,7 @@ UNEVEN = Shape()
 
 
 def stored(url: str, shape: Shape = UNEVEN, **settings: object) -> list[str]:
-    """The names of two values that a unit has written."""
+    """Makes a unit write two pages to the store. Returns the names of their values."""
     unit = RemoteUnit(url, shape, **settings)  # type: ignore[arg-type]
     keys = chain("prompt", 2)
     unit.store(keys)
@@ -78,7 +78,7 @@ def stored(url: str, shape: Shape = UNEVEN, **settings: object) -> list[str]:
 
 
 def change(url: str, name: str, size: int, at: int) -> None:
-    """Flips one bit of a value."""
+    """Flips one bit in byte `at` of a value of `size` bytes."""
     store = open_store(StoreOptions((url,)))
     value = np.zeros(size, np.uint8)
     assert store.get([name], [[value]], 5.0) == [Outcome.OK]
@@ -269,7 +269,7 @@ def test_get_takes_a_key_behind_a_prefix(cli: Cli, redis: RedisServer) -> None:
 @pytest.mark.parametrize(
     ("at", "code", "words"),
     [
-        (5, 0, "5 of 6 match"),  # other runs may look like this
+        (5, 0, "5 of 6 match"),  # not an error, as runs may differ in size
         (-1, 1, "its trailer is damaged"),
         (6 * 1000 + 68, 1, "its trailer is damaged"),
         (6 * 1000, 1, "no trailer"),
@@ -304,7 +304,7 @@ def test_get_fails_for_absent_swapped_and_expired_values(cli: Cli, redis: RedisS
 
 
 def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> None:
-    """The value is longer than the limit up to which values are read only to learn their length."""
+    """The command reads values up to a limit in order to learn their length. This value is longer than that."""
     shape = Shape(runs=(3 << 20,), ranks=2)
     name, _ = stored(redis.url, shape, host_bytes=64 << 20)
     code, out, _ = cli("get", name)
@@ -314,7 +314,8 @@ def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> Non
 
 
 def test_a_long_value_of_somebody_else_is_no_work(cli: Cli, redis: RedisServer) -> None:
-    """It repeats the word with which a trailer begins, and no trailer follows."""
+    """The value repeats the word with which a trailer begins, and has no trailer. The command must not spend long on
+    it."""
     name = f"flexkv/1/{'0' * 32}/0/{'1' * 32}"
     store = open_store(StoreOptions((redis.url,)))
     value = np.frombuffer(b"FKVPAGE1" * (8 << 20), np.uint8)

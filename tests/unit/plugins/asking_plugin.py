@@ -1,4 +1,4 @@
-"""Plugins for tests of engines, and the files that they leave in their folder."""
+"""Plugins for tests with real engines. They write what they found into files in their folder."""
 
 ASKS = """\
 import json
@@ -21,8 +21,8 @@ with connect(deadline_s=120) as unit:
     Path("new").rename("asked.json")
     time.sleep(1000)
 """
-"""Waits until all pages of the prompt in `prompt.json` are cached, pins them, and leaves what it was told in
-`asked.json`."""
+"""The source of a plugin. It waits until all pages of the prompt in `prompt.json` are cached, pins and unpins them, and
+writes the unit's answers to `asked.json`."""
 
 TELLS = """\
 import json

@@ -1,4 +1,4 @@
-"""The log of plugins, and units with plugins."""
+"""Fixtures for tests of plugins: their log, and units that run plugins."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ def build(tmp_path: Path, log: Lines, monkeypatch: pytest.MonkeyPatch) -> Iterat
         units.pop().manager.check_integrity()
     assert processes_of(tmp_path / "plugins") == set()
     after = Held()
-    assert after.threads <= before.threads  # a thread of an earlier test's unit may have ended meanwhile
-    # The native core's lane to a disk keeps a descriptor until the last reference to its unit goes, after this.
+    assert after.threads <= before.threads  # a thread of an earlier test may have ended since
+    # If a unit has disks, the native core's lane keeps a descriptor until the last reference to the unit is gone, which
+    # is later than here.
     assert has_disks or after == before
 
 
 @pytest.fixture
 def unit(build: Build, tmp_path: Path) -> LiveUnit:
-    """A unit with a plugin and a disk; the first pages of `PROMPT` are in host memory and on the disk."""
+    """A unit with a plugin and a disk tier. The first pages of PROMPT are in host memory and on the disk."""
     plugin(tmp_path / "plugins", "scheduler_sleeps")
     (tmp_path / "disk").mkdir()
     made = build(disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder="16MiB")

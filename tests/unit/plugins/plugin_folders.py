@@ -1,4 +1,5 @@
-"""Folders of plugins for tests, their running processes, and the resources that a process holds."""
+"""Helpers for tests of plugins: they write plugins into folders, and find processes and resources that plugins
+leave."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LEAVES = "#!/bin/sh\nsetsid sleep 1000 &\nsleep 1000 &\necho left\nexec sleep 10
 
 
 def plugin(folder: Path, name: str, text: str = SLEEPS, mode: int = 0o755) -> Path:
-    """Writes a plugin, whatever the umask."""
+    """Writes a plugin into the folder, with this mode whatever the umask is. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     path = folder / name
@@ -43,14 +44,15 @@ def wait_for(condition: Callable[[], object], what: str, within_s: float = DEADL
 
 
 def processes_of(folder: Path) -> set[int]:
-    """Processes that run in a folder: its plugins, the processes they started, and their keepers."""
+    """Returns the ids of the processes that run in a folder, or have it in their command line: its plugins, the
+    processes that these have started, and their keepers."""
     found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             try:
                 here = (process / "cwd").readlink() == folder
                 named = os.fsencode(folder) in (process / "cmdline").read_bytes()
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process has ended meanwhile
                 continue
             if (here or named) and int(process.name) != os.getpid():
                 found.add(int(process.name))
@@ -58,7 +60,9 @@ def processes_of(folder: Path) -> set[int]:
 
 
 class Held:
-    """Resources of this process: its flexkv threads, and the number of its file descriptors."""
+    """The resources that this process holds now: the names of its flexkv threads, and its file descriptors. Two are
+    equal if they have the same threads and equally many descriptors.
+    """
 
     def __init__(self) -> None:
         gc.collect()  # a lane of the native core keeps descriptors until its object is destroyed
@@ -79,7 +83,7 @@ class Held:
 
 
 class Lines(logging.Handler):
-    """The messages that the loggers of plugins have logged."""
+    """A log handler that keeps the messages of plugins' loggers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A unit without an engine, for tests of plugins: its pages, and calls of a plugin while a test acts as the engine."""
+"""Helpers for tests of plugins with a unit that has no engine. A test stores pages in the unit, and acts as the engine
+while a plugin calls the unit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ Build = Callable[..., LiveUnit]
 
 
 def store_prompt(made: LiveUnit) -> None:
-    """Stores the first pages of `PROMPT`, and waits until they are on disk."""
+    """Stores the first STORED pages of PROMPT, and waits until they are on disk."""
     plan = made.manager.begin_store("store", 0, KEYS[:STORED], np.arange(STORED, dtype=np.int32), 0)
     assert plan.graph is not None
     (op,) = plan.graph.ops
@@ -45,7 +47,7 @@ def store_prompt(made: LiveUnit) -> None:
 
 
 def drive(unit: LiveUnit, condition: Callable[[], object]) -> None:
-    """Runs the engine's steps until `condition` is met."""
+    """Does in a loop what an engine's steps do for the unit, until `condition` returns True."""
 
     def step() -> object:
         unit.poll()
@@ -56,7 +58,7 @@ def drive(unit: LiveUnit, condition: Callable[[], object]) -> None:
 
 
 class Asking:
-    """A client in a separate thread, while this thread acts as the engine."""
+    """Calls the unit as a plugin does, from a separate thread, while the calling thread acts as the engine."""
 
     def __init__(self, unit: LiveUnit) -> None:
         self._unit = unit

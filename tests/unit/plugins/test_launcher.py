@@ -1,4 +1,6 @@
-"""Plugins as processes: what they get, how they are restarted, and that nothing of them is left."""
+"""How the launcher runs plugins as processes: what it passes to them, when it restarts them, and that it leaves no
+process behind.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ Launch = Callable[..., PluginLauncher]
 
 @pytest.fixture
 def launch(tmp_path: Path, log: Lines) -> Iterator[Launch]:
-    """Starts the plugins of `tmp_path`. The test fails if anything of them is left at its end."""
+    """Returns a function that starts the plugins in `tmp_path`. The test fails if a process or another resource of
+    theirs is left at its end."""
     before = Held()
     launchers: list[PluginLauncher] = []
 
@@ -155,7 +158,8 @@ def test_a_flooding_plugin_loses_lines_with_their_count(launch: Launch, log: Lin
 
 
 def engines_share(seconds: int) -> float:
-    """The largest share of a core that this process (the engine's) used in any of so many seconds."""
+    """Returns the largest share of a core that this process, which stands for the engine's, used in any of `seconds`
+    consecutive seconds."""
     shares = []
     for _ in range(seconds):
         began_s, spent_s = time.monotonic(), time.process_time()
@@ -167,7 +171,7 @@ def engines_share(seconds: int) -> float:
 
 
 def test_a_flooding_plugin_takes_none_of_the_engines_time(launch: Launch, log: Lines, tmp_path: Path) -> None:
-    """The engine gets the first 100 lines and then 10 per second."""
+    """The engine's process reads the first 100 lines of a plugin, and then 10 lines per second."""
     plugin(tmp_path, "all_floods", FLOODS)
     launch()
     log.wait_for("lines were lost: more than 10 per second)")
@@ -203,7 +207,7 @@ def test_a_keeper_that_ends_takes_its_plugins_along_and_is_started_again(
 ) -> None:
     plugin(tmp_path, "all_sleeps")
     launch()
-    log.wait_for("is started as process")  # the keeper reports it after the process has started
+    log.wait_for("is started as process")  # reported after the process has started
     wait_for(lambda: len(processes_of(tmp_path)) == 2, "keeper and plugin run")
     before = processes_of(tmp_path)
     os.kill(keeper_of(tmp_path), number)
@@ -239,8 +243,8 @@ time.sleep(1000)
 
 
 def killed_engine(folder: Path, within_s: float = DEADLINE_S) -> None:
-    """Starts plugins from a separate process, and kills that process once they run. Nothing may be left after
-    `within_s`.
+    """Starts plugins from a separate process, which stands for an engine, and kills it when they run. Asserts that no
+    process is left after `within_s` seconds.
     """
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(folder)], cwd=ROOT, start_new_session=True)
     try:
@@ -297,18 +301,19 @@ def test_a_keeper_that_cannot_start_is_named(
     log.wait_for("cannot be started: [Errno 2] No such file or directory", times=2)
 
 
-# --- controls: a broken launcher or keeper is detected ---
+# --- controls: the tests detect a broken launcher or keeper ---
 
 
 def broken_keeper(monkeypatch: pytest.MonkeyPatch, patch: str) -> None:
-    """Makes launchers start keepers that run `patch` first."""
+    """Makes launchers start keepers that execute the code `patch` before anything else."""
     start = f"import sys\nfrom flexkv.plugins.keeper import __main__ as keeper\n{patch}\nkeeper.main()"
     monkeypatch.setattr(launcher, "own_program", lambda module: [sys.executable, "-c", start])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def leftovers(folder: Path, log: Lines) -> set[int]:
-    """The processes that are left after a close of a plugin with child processes; kills them."""
+    """Starts a plugin that starts child processes, and closes its launcher. Kills the processes that are left, and
+    returns their ids."""
     plugin(folder, "all_leaves", LEAVES)
     programs = find_programs(str(folder)).at(Role.SCHEDULER, None)
     one = PluginLauncher(SCHEDULER, programs, str(folder), QUICK)
@@ -389,7 +394,8 @@ def test_control_a_launcher_that_does_not_close_is_seen(tmp_path: Path, log: Lin
 def test_control_an_engine_whose_keeper_does_not_watch_it_leaves_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that was forked later keeps the pipe open, so only the signal shows the engine's end."""
+    """A keeper learns of the engine's end from a pipe and from a signal. Here a worker that the engine forked later
+    keeps the pipe open, and the control's keeper does not get the signal."""
     blind = ENGINE.replace(
         "programs =",
         "from flexkv.plugins import launcher\n"

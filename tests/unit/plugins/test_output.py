@@ -1,4 +1,6 @@
-"""A plugin's output as lines: cut, printable, at a bounded rate, with a count of what was lost."""
+"""A plugin's output is logged as lines. They are cut and made printable, and their rate is limited; lost lines are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +71,11 @@ def test_nothing_in_a_line_acts_on_a_terminal(line: bytes, text: str) -> None:
 def test_a_shown_line_stays_below_what_the_engine_reads_at_once(line: bytes) -> None:
     assert (
         len(printable(line).encode()) <= MOST_SHOWN_BYTES < 4096 - 2 * 256
-    )  # without the level, the name and the end
+    )  # leaves space for level, name and line end
 
 
 def test_the_last_words_of_a_chatty_plugin_pass_and_nothing_is_read_after_them(tmp_path: Path) -> None:
-    """The plugin has used up its rate for now when it ends."""
+    """When the plugin ends, it has used up its rate, but its last line must still be logged."""
     said: list[str] = []
     program = Program("all_chatty", ("/bin/sh", "-c", "echo last words"))
     run = PluginRun(program, str(tmp_path), Times(), lambda level, name, line: said.append(line), 0.0)

@@ -1,4 +1,4 @@
-"""Which files of a folder run where, and which are refused."""
+"""Which files in a plugins folder are plugins, in which process each of them runs, and which are refused."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> Non
 
 
 def test_a_module_that_others_may_write_to_is_refused_with_its_folder(tmp_path: Path) -> None:
-    """A plugin finds the modules beside it before all others."""
+    """A plugin imports a module beside it before any other of that name, so another user could change what it runs."""
     plugin(tmp_path, "all_a.py")
     plugin(tmp_path, "helper.py", mode=0o664)
     found = find_programs(str(tmp_path))
@@ -133,7 +133,7 @@ def test_a_folder_that_another_could_be_put_in_place_of_is_refused(tmp_path: Pat
     (tmp_path / "above").chmod(0o777)
     (refused,) = find_programs(str(folder)).refused
     assert "above" in refused[1]
-    (tmp_path / "above").chmod(0o1777)  # like /tmp: only its owner may rename an entry
+    (tmp_path / "above").chmod(0o1777)  # like /tmp: only an entry's owner may rename it
     assert names_at(folder, Role.SCHEDULER, None) == ["all_a"]
 
 

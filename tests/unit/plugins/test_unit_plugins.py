@@ -1,4 +1,6 @@
-"""A unit without an engine and with plugins in separate processes: what it holds, and that nothing outlives it."""
+"""A unit that runs plugins: what resources it holds, and that none of them remains after it is closed. The tests need
+no engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from tests.unit.plugins.plugin_units import (
 def test_pages_are_written_before_a_unit_waits_for_its_plugins(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An ending engine may have only seconds left, and a plugin that ignores the request to end would use them up."""
+    """An engine that ends may have only seconds left. A plugin that ignores the request to end would use them up, so
+    the unit writes its pages first."""
     plugin(tmp_path / "plugins", "all_a")
     order: list[str] = []
     made = build()
@@ -94,7 +97,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "plugins" / "schedu
 
 @pytest.mark.parametrize("prompts", [1, 0], ids=["a prompt", "control: no prompt"])
 def test_the_example_warms_the_cache(prompts: int, build: Build, log: Lines, tmp_path: Path) -> None:
-    """After a restart, the pages are only on disk."""
+    """After a restart the pages are only on disk, and the example plugin makes the unit read them to host memory."""
     disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": "16MiB"}
     (tmp_path / "disk").mkdir()
     store_prompt(first := build(None, **disk))
@@ -108,7 +111,7 @@ def test_the_example_warms_the_cache(prompts: int, build: Build, log: Lines, tmp
     assert int(unit.manager.tiers[HUB].present(0, KEYS).sum()) == pages
 
 
-# --- what a unit holds ---
+# --- resources that a unit holds ---
 
 
 def threads() -> set[str]:
@@ -181,7 +184,7 @@ def test_control_a_unit_that_forgets_its_plugins_is_seen(
 
 
 def test_nothing_is_asked_where_no_call_waits(unit: LiveUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's share of the work costs a look at the clock."""
+    """If no call waits, a step only looks at the clock."""
     assert unit.plugins is not None
     monkeypatch.setattr("flexkv.unit.plugin_calls.STATUS_EVERY_S", 1e9)
     monkeypatch.setattr(PluginCalls, "_attempt", None)
