@@ -337,7 +337,7 @@ def describe(target: Target, positional: Sequence[object], named: dict[str, obje
 
 
 def _shown(value: object) -> str:
-    """How the log shows a value: its beginning, or its type and shape. Of other objects only the type is shown, because
+    """How the log shows a value: its beginning, or its type and shape. For other objects it is only the type, because
     hostile ones may raise in `__repr__`.
     """
     kind = type(value).__name__

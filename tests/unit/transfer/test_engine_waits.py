@@ -78,7 +78,7 @@ def test_wait_layer_names_failed_pages(make_world: Callable[..., World]) -> None
     assert answer.in_time
     assert {op: pages.tolist() for op, pages in answer.failed.items()} == {load.op_id: [1]}
     assert not answer.ok
-    # Of the page that failed in layer 1, no later layer is moved.
+    # No later layer of the page that failed in layer 1 is moved.
     assert world.counter.count(OpKind.H2D)[0] == 2 * 4 + 1
     result = world.results(1)[load.op_id]
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [1])
