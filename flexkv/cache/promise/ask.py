@@ -56,8 +56,11 @@ class Looked:
         fetches: number of fetches and answers for which the request now waits.
         awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue, and its
             lease must end.
+        left_out: why a tier's pages behind the lease are left to the engine, if this lookup alone found it; None
+            otherwise.
     """
 
     lease: Lease
     fetches: int = 0
     awaited: Sequence[WantedPages] = ()
+    left_out: MissReason | None = None

@@ -68,12 +68,13 @@ class PagesBehind:
         streamed, layerwise = may_grow and streamed, may_grow and layerwise
         last = self._tables.ops.last_id
         fetched = self._promotions.fetch(wanted, layerwise)
+        left_out = None
         if turn is Turn.FETCH_SOME and (streamed or not fetched.ops):
-            self._note_without_room(ask, need, fetched, last)
+            left_out = self._note_without_room(ask, need, fetched, last)
         if streamed:
             extend_lease(lease, fetched.pages, self._block_tokens)
-            return Looked(lease)
-        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
+            return Looked(lease, left_out=left_out)
+        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched), left_out=left_out)
 
     def prefetch(self, ask: Ask, rest: Rest, first: int, most_pages: int) -> int:
         """If a lookup would fetch these pages, begins to fetch up to `most_pages` of them. `rest` begins with block
@@ -133,9 +134,10 @@ class PagesBehind:
         if turn is Turn.WAIT or turn is Turn.GO_ON:
             return self._leave_there(ask, lease, wanted, need, turn)
         fetched = self._promotions.fetch(wanted, layerwise=False, aligned=False)
+        left_out = None
         if turn is Turn.FETCH_SOME and not fetched.ops:
-            self._note_without_room(ask, need, fetched, last)
-        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
+            left_out = self._note_without_room(ask, need, fetched, last)
+        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched), left_out=left_out)
 
     # --- slots for fetches ---
 
@@ -164,14 +166,18 @@ class PagesBehind:
         self._skip_tiers(ask, MissReason.NO_ROOM)
         return Looked(lease)
 
-    def _note_without_room(self, ask: Ask, need: Need, fetched: Fetched, last: OpId) -> None:
-        """Counts the pages of `need` that the fetches planned after op `last` do not bring."""
+    def _note_without_room(self, ask: Ask, need: Need, fetched: Fetched, last: OpId) -> MissReason | None:
+        """Counts the pages of `need` that the fetches planned after op `last` do not bring. Returns the reason why they
+        are left out; None if there are none.
+        """
         pages = dict(need.pages)
         for op_id, tier in fetched.ops.items():
             op = self._tables.ops.fetch(op_id)
             if op_id > last and op is not None:
                 pages[tier] -= op.pages
-        self._line.note_without(ask.request_id, {tier: max(0, count) for tier, count in pages.items()})
+        left = {tier: max(0, count) for tier, count in pages.items()}
+        self._line.note_without(ask.request_id, left)
+        return MissReason.NO_ROOM if any(left.values()) else None
 
     def _skip_tiers(self, ask: Ask, reason: MissReason) -> None:
         """Records that the request continues without any tier behind host memory."""

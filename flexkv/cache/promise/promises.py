@@ -270,7 +270,9 @@ class Promises:
         if missing <= 0:
             requests.misses.pop(request_id, None)
             return None
-        reason = bound or next(iter(requests.skipped(request_id).values()), MissReason.ABSENT)
+        reason = (
+            bound or looked.left_out or next(iter(requests.skipped(request_id).values()), MissReason.ABSENT)
+        )
         if lease.cut:
             reason = MissReason.QUEUE_FULL
         if reason is MissReason.ABSENT and self._has_expired(keys, lease.start_tokens + lease.tokens):

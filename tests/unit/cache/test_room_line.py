@@ -334,6 +334,7 @@ def test_a_prompt_larger_than_host_memory_takes_what_it_can_at_once_and_is_count
         result = ask(world, "a", keys)
         assert result is not None
         assert result.blocks == 8
+        assert result.miss is MissReason.NO_ROOM
     assert (world.tier.counts.no_room, world.tier.counts.no_room_pages) == (1, 4)
 
 
