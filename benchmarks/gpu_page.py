@@ -1,4 +1,4 @@
-"""Makes the page docs/gpu-results.md from the results of the stages. Stages may be incomplete."""
+"""Makes a page of the results of the stages. Stages may be incomplete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs everything that needs a GPU, in stages, and writes docs/gpu-results.md from the results.
+"""Runs everything that needs a GPU, in stages, and writes a page of the results.
 
 `python -m benchmarks.gpu_results all --out DIR [--limit-s 570] [--device N] [--folder DIR] [--again] [--prepare M:F]`
 `python -m benchmarks.gpu_results build|smoke|bench|tests|sanitize --out DIR [--device N] [--folder DIR] [--again]`
@@ -27,7 +27,8 @@ from benchmarks.gpu_page import PARTIAL, bench_of, render
 from benchmarks.gpu_plan import ALL, ALL_LIMIT_S, NEED_A_CORE, STAGES, Visit, all_deadlines_s, plan
 from benchmarks.gpu_stages import ENDING_S, State, run_stage
 
-PAGE = ROOT / "docs" / "gpu-results.md"
+PAGE_NAME = "gpu-results.md"
+"""The file that `render` writes into the folder of results. docs/gpu-results.md is written by hand from such pages."""
 STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
 """Pages with tables that say what has run on which hardware."""
 NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
@@ -48,7 +49,7 @@ def waiting_rows(status: str) -> list[str]:
 def closing_words(page: Path, status: str) -> str:
     """Returns text that tells the user what to do with the page."""
     lines = [
-        f"{page}: commit it, with a row in docs/README.md. In docs/gpu.md say what has run; in README.md "
+        f"{page}: put its figures into docs/gpu-results.md. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"
     ]
     lines += [f'  "{row}"' for row in waiting_rows(status)]
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--prepare", default="", help="MODULE:FUNCTION, called before vLLM is imported")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument(
-        "--page", type=Path, default=PAGE, help="that render writes; a picture lies beside it"
+        "--page", type=Path, help="that render writes, beside a picture (default: in the folder of results)"
     )
     arguments = parser.parse_args()
     began_s = time.monotonic()
@@ -127,9 +128,10 @@ def main() -> None:
     if arguments.stage == "render":
         if not any((out / f"{name}.json").exists() for name in STAGES):
             raise SystemExit(f"{out} has no stage's results: nothing is written")
-        arguments.page.write_text(render(out))
-        print(draw_page(out, arguments.page.with_suffix(".png")))
-        print(closing_words(arguments.page, status_text()))
+        page = arguments.page or out / PAGE_NAME
+        page.write_text(render(out))
+        print(draw_page(out, page.with_suffix(".png")))
+        print(closing_words(page, status_text()))
         return
     lacking = refusal() if arguments.stage in NEED_A_CORE else driver_refusal()
     if lacking:

@@ -232,7 +232,7 @@ def test_the_closing_words_name_the_rows_that_wait() -> None:
     ]
     assert len(waiting) > 3
     words = closing_words(Path("other.md"), status)
-    assert words.startswith("other.md: commit it")
+    assert words.startswith("other.md: put its figures into docs/gpu-results.md")
     for line in waiting:
         assert f'"{line.split("|")[1].strip()}"' in words
 

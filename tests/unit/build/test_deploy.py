@@ -42,7 +42,7 @@ def commands() -> dict[str, list[str]]:
 def test_every_file_is_named_on_its_page() -> None:
     for path in DEPLOY.iterdir():
         assert path.suffix == ".acl" or f"deploy/{path.name}" in PAGE, path.name
-    assert "checked statically only" in PAGE
+    assert "only checked statically" in PAGE
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)

@@ -72,11 +72,11 @@ def test_the_thresholds_are_told() -> None:
 
 def test_which_way_copies_go_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexkv")
-    ways = {"h2d": "kernel for runs below 64 KiB; others in batches", "d2h": "in batches"}
+    ways = {"h2d": "kernel for runs below 3 KiB; others in batches", "d2h": "in batches"}
     lane: Any = SimpleNamespace(ways=ways, notes="no copy kernel: switched off")
     log_choices(1, lane)
     assert [record.getMessage() for record in caplog.records] == [
-        "cuda:1 H2D: kernel for runs below 64 KiB; others in batches",
+        "cuda:1 H2D: kernel for runs below 3 KiB; others in batches",
         "cuda:1 D2H: in batches",
         "cuda:1: no copy kernel: switched off",
     ]
