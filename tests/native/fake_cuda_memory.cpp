@@ -38,7 +38,7 @@ bool fails_now() {
 
 using Ranges = std::map<void*, size_t>;
 
-// The range of `all` that `memory` lies in, or the map's end. Precondition: the lock is held.
+// The range in `all` that contains `memory`; the map's end if none does. Precondition: the lock is held.
 Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   auto next = all.upper_bound(const_cast<void*>(memory));
   if (next == all.begin()) return all.end();

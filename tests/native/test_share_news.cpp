@@ -87,7 +87,7 @@ TEST_CASE("share news: whatever is taken in whatever order, what is known in the
   KnownPages known;
   std::set<uint64_t> there;
   std::vector<PeerNews> out;
-  constexpr uint64_t kPages = 3000;  // enough pages that records are removed after they were read
+  constexpr uint64_t kPages = 3000;  // enough news that old records are removed
   for (int round = 0; round < 200; ++round) {
     for (uint32_t told = random() % 2000; told > 0; --told) {
       const uint64_t number = random() % kPages;

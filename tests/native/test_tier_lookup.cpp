@@ -201,7 +201,7 @@ TEST_CASE("what is being filled waits, what is being stored ends the prefix") {
   host->finish(filled.entries, ok.data(), published.data());
   CHECK(lookup.count_ready(found) == 5);
   CHECK(pins_of(*host, filled.entries[0]) == 2);
-  CHECK(pins_of(*host, filled.entries[2]) == 2);  // so its slot is not free yet
+  CHECK(pins_of(*host, filled.entries[2]) == 2);  // pinned, so its slot is not free yet
   lookup.trim(found, 5);
   CHECK(pins_of(*host, filled.entries[2]) == 1);
   lookup.release(found);

@@ -30,7 +30,7 @@ void moves(CudaWorld& world) {
 
 TEST_CASE("cuda kernel: one without an image for the device fails its self-test and is not used") {
   CudaWorld world({}, {}, kAll);
-  CHECK(world.lane->copier().capabilities().kernel);  // control
+  CHECK(world.lane->copier().capabilities().kernel);  // control: the kernel can be launched
   fake_cuda::fail_launches(fake_cuda::kAlways);
   const cuda::CudaLane lane(world.device, fake_cuda::copy_kernels(), kAll);
   CHECK_FALSE(lane.copier().capabilities().kernel);

@@ -40,7 +40,7 @@ TEST_CASE("cuda refusals: threads without the device's context fail their items 
   CHECK(result.status == Status::kFailed);
   CHECK(result.failed == std::vector<int32_t>{0, 1});
   CHECK(result.reason.find("cuCtxPushCurrent") != std::string::npos);
-  CHECK(run_with_refused_threads(0).status == Status::kOk);  // control
+  CHECK(run_with_refused_threads(0).status == Status::kOk);  // control: no call is refused
 }
 
 TEST_CASE("cuda refusals: memory whose registration has no context is told as refused") {

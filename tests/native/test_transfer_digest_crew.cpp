@@ -152,7 +152,7 @@ TEST_CASE("digest crew: any number of threads makes the digests that one makes, 
       for (const int32_t slot : pages.slots) {
         std::fill_n(pages.view->digests(slot), pages.run_count(), uint64_t{0});
       }
-      CHECK_FALSE(all_ok(pages.check(crew)));  // control
+      CHECK_FALSE(all_ok(pages.check(crew)));  // control: there are no digests yet
       pages.write(crew);
       CHECK(pages.digests_are_right());
       CHECK(all_ok(pages.check(crew)));

@@ -160,7 +160,7 @@ TEST_CASE("bring-up stops, with a reason, before it takes the last free memory")
   };
   auto pool = HostPool::create({kSlotBytes, 256, kMaxExtentBytes}, options);  // this is the first check
   CHECK_FALSE(pool->wait_ready(256, kGenerousS));
-  CHECK(pool->ready_slots() == 128);  // 64 MiB for each further check that passed
+  CHECK(pool->ready_slots() == 128);  // each of the next two checks allowed 64 MiB
   CHECK(pool->stopped_reason().find("left by a full machine") != std::string::npos);
   CHECK_NOTHROW(pool->slot(127));
   CHECK_THROWS_AS(pool->slot(128), BlockRangeError);

@@ -149,7 +149,9 @@ class DiskWorld:
         return result
 
     def begin(self, blocks: list[int], name: str = "r") -> TransferGraph:
-        """Begins the load of what the request's last lookup promised, to these engine blocks."""
+        """Begins the load of all blocks that the request's last lookup promised. `blocks`: the engine blocks to load
+        them to.
+        """
         graph = self.manager.begin_load(name, [np.array(blocks, np.int32)])
         assert graph is not None
         self.manager.check_integrity()

@@ -233,7 +233,7 @@ def look_for_prefetched() -> Case:
 
 
 def load(groups: int = 1, **facts: Any) -> Case:
-    """A case that loads what a lookup as in `look` has promised."""
+    """A case that loads the blocks that a lookup has promised."""
     looking = look(groups, **facts)
     world, promised = looking.world, looking.call()
     assert promised.blocks

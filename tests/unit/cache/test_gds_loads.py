@@ -232,7 +232,7 @@ def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None
     assert world.manager.match("r", [keys[:3]], 3 * BLOCK_TOKENS, [tail]).tail_tokens == 2
 
 
-# --- which way is chosen ---
+# --- GDS loads or loads through host memory ---
 
 
 def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:

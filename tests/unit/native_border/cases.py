@@ -201,7 +201,7 @@ class Fuzzer:
         if wrong:
             raise wrong[0]
 
-    # --- what is called, on what ------------------------------------------------------------------------------------
+    # --- functions to call, and objects to call them on -------------------------------------------------------------
 
     def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
         """The function to call. A method is bound to a valid object, or, if `rng` is given, sometimes to an invalid
@@ -248,7 +248,7 @@ class Fuzzer:
     def _heir(self, cls: type) -> type:
         return type("Heir", (cls,), {})
 
-    # --- with what --------------------------------------------------------------------------------------------------
+    # --- arguments --------------------------------------------------------------------------------------------------
 
     def _arguments(
         self, target: Target, world: World, rng: random.Random

@@ -97,7 +97,7 @@ def test_two_processes_see_the_same_bytes() -> None:
 def test_a_load_waits_for_slots_that_another_process_fills() -> None:
     pool = HostPool(SLOT_BYTES, SLOTS, shared=True)
     assert pool.wait_ready(SLOTS, GENEROUS_S)
-    pool.native.settle(ids([3]), 7, True)  # an earlier read of the slot, for which the load must not take it
+    pool.native.settle(ids([3]), 7, True)  # the load must not take this earlier read of slot 3 for read 9
     here, there = spawn.Pipe()
     worker = spawn.Process(target=load_what_comes, args=(there, pool.descriptor()))
     worker.start()
