@@ -1,1 +1,1 @@
-"""Tests that run a real inference engine with flexkv in it."""
+"""Tests that run a real SGLang engine, or parts of one, with flexkv in it."""

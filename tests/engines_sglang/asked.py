@@ -1,6 +1,4 @@
-"""An engine with flexkv, and the checks that every integration must pass: the same prompts,
-whatever holds the pages.
-"""
+"""A running engine with flexkv, and the checks that each of flexkv's integrations with SGLang must pass."""
 
 from __future__ import annotations
 
@@ -13,28 +11,30 @@ from demo.sglang_process import PAGE_TOKENS, SglangProcess
 from tests.engines_sglang.conftest import PROMPTS, Judge, request
 
 FILLERS = [name for name in PROMPTS if name.startswith("filler")]
-"""Prompts that together take more than the engine's pool."""
+"""Names of prompts that together have more tokens than the engine's pool."""
 
 TENANTS: tuple[dict[str, str], ...] = ({"extra_key": "a tenant"}, {"cache_salt": "a tenant"})
 
 
 def whole(name: str) -> int:
-    """Tokens of a prompt in whole pages."""
+    """Returns the number of tokens in the full pages of a prompt."""
     return len(PROMPTS[name]) // PAGE_TOKENS * PAGE_TOKENS
 
 
 class Asked(ABC):
-    """A running engine."""
+    """A running engine with flexkv. Subclasses say which integration it uses."""
 
     engine: SglangProcess
 
     @abstractmethod
     def forget(self) -> None:
-        """Waits for stores under way, empties the engine's own caches, and spoils their memory."""
+        """Waits for stores in flight, empties the engine's own caches, and overwrites their memory."""
 
     @abstractmethod
     def served(self, answer: dict[str, Any]) -> int:
-        """Tokens of an answer's prompt that did not come from the device's own cache."""
+        """Returns how many tokens of the prompt came from flexkv; depending on the subclass, tokens from SGLang's own
+        caches may count too.
+        """
 
     def ask(self, *names: str, **more: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self.engine.call(
@@ -46,10 +46,10 @@ class Asked(ABC):
         [answer] = self.ask(name, **more)
         return answer
 
-    # --- what it has to show ---
+    # --- the checks ---
 
     def serves_after_a_flush(self, judge: Judge, name: str = "a") -> None:
-        """A prompt that the engine has never seen is computed, and then served whole."""
+        """Checks that a new prompt is computed, and that all its full pages are hits the next time."""
         cold = self.ask_one(name)
         judge(name, cold)
         assert cold["cached"] == 0, cold
@@ -59,7 +59,7 @@ class Asked(ABC):
         assert answer["cached"] == whole(name), answer
 
     def keeps_tenants_apart(self, judge: Judge) -> None:
-        """Each tenant's first request is computed, and its second one is served."""
+        """Checks that the first request of each tenant is computed, and that its second one is a hit."""
         self.ask_one("a")
         self.forget()
         for who in TENANTS:
@@ -73,7 +73,7 @@ class Asked(ABC):
             assert self.served(answer) == whole("a"), (who, answer)
 
     def serves_what_was_evicted(self, judge: Judge) -> None:
-        """The engine's own caches are filled with other prompts."""
+        """Checks that a prompt is a hit after other prompts have filled the engine's own caches."""
         judge("b", self.ask_one("b"))
         for name in FILLERS:
             judge(name, self.ask_one(name))
@@ -93,7 +93,9 @@ class Asked(ABC):
         assert sum(self.served(answer) for answer in answers) > 0
 
     def outlives_an_abort(self, judge: Judge) -> None:
-        """One request is aborted while it produces tokens, and one before its first token."""
+        """Aborts a request while it generates tokens, and one before its first token. Checks that hits are still
+        right.
+        """
         both = ("aborted", "a")
         for name in both:
             judge(name, self.ask_one(name))
@@ -110,7 +112,7 @@ class Asked(ABC):
 
 
 def seen_to_be_damaged(judge: Judge, name: str, answer: dict[str, Any]) -> None:
-    """The control: if the stored bytes were wrong, the judge would notice."""
+    """Control: checks that an answer that was computed from damaged pages differs from the expected one."""
     assert answer["cached"] > 0
     with pytest.raises(
         AssertionError, match=f"(tokens|log probabilities) of the answer to {name!r} are others"

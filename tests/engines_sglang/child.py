@@ -1,4 +1,4 @@
-"""Runs Python in SGLang's environment without an engine. Its output is lines of JSON."""
+"""Runs Python programs in SGLang's environment, without an engine. The programs print lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DEADLINE_S = 900.0
 
 
 def run_child(kind: str, program: str, *arguments: str) -> list[dict[str, Any]]:
-    """Runs `python KIND PROGRAM ARGUMENTS` at the root of the repository, for a KIND of `-m` or `-c`. Returns the
-    objects it printed, one per line.
+    """Runs `python KIND PROGRAM ARGUMENTS` at the root of the repository, where `kind` is `-m` or `-c`. Returns the
+    objects that the program printed, one per line.
 
     Raises:
-        AssertionError: the program failed; the error has the end of its output.
+        AssertionError: if the program failed; the error has the end of its output.
     """
     environ = child_environment()
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

@@ -19,27 +19,28 @@ OUTPUT_TOKENS = 8
 PROMPTS = {
     "a": prompt_tokens(200, 1),
     "b": prompt_tokens(333, 2),
-    # Two requests that share 240 tokens.
+    # These two prompts share their first 240 tokens.
     "shared 1": prompt_tokens(240, 3) + prompt_tokens(60, 4),
     "shared 2": prompt_tokens(240, 3) + prompt_tokens(90, 5),
     "aborted": prompt_tokens(400, 6),
     "late": prompt_tokens(600, 7),
     **{f"filler {number}": prompt_tokens(700, 100 + number) for number in range(4)},
 }
-"""Every prompt of these tests: the engine without flexkv answers them all at once and is then ended."""
+"""All prompts of these tests, by name. One engine without flexkv answers all of them and then ends."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            # Engine starts alone may take most of the usual limit on a busy machine.
+            # On a busy machine, the starts of the engines could take most of the usual limit.
             item.add_marker(pytest.mark.timeout(2400))
 
 
 SPAWNED = ("test_linker",)
-"""Files whose first engine starts its processes as deployed. Other engines are forked from a process that has
-imported SGLang, and fork theirs."""
+"""Test files whose first engine spawns its processes, as in deployment. All other engines are forked from a process
+that has imported SGLang, and fork their own processes.
+"""
 
 
 def fork(
@@ -49,13 +50,13 @@ def fork(
     environment: Mapping[str, str],
     output: int,
 ) -> Launched:
-    """`SglangProcess.launched` by the template."""
+    """Replaces `SglangProcess.launched`: the template starts the process."""
     return template().start("demo.sglang_child", arguments, environment, output, output, pipes)
 
 
 @contextmanager
 def starting_by(method: str) -> Iterator[None]:
-    """SGLang engines that start within the block use this start method."""
+    """Makes SGLang engines that start within the `with` block use a start method of `multiprocessing`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SglangProcess, "start_method", method)
         if method == "fork":
@@ -80,17 +81,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the disk tier that the engines of a file share."""
+    """A folder for the disk tier, which all engines of a test file share."""
     return tmp_path_factory.mktemp("disk")
 
 
 Parts = dict[str, dict[str, dict[str, Any]]]
-"""The results of each part, by case."""
+"""The results of each module of `parts_child.PARTS`: by module, then by case."""
 
 
 @pytest.fixture(scope="session")
 def parts() -> Parts:
-    """Results of the parts that need SGLang's classes and no engine, all run in one process."""
+    """The results of the modules that need SGLang's classes but no engine; all of them run in one process."""
     found: Parts = {}
     for line in run_child("-m", "tests.engines_sglang.parts_child"):
         found.setdefault(line.pop("part"), {})[line.pop("case")] = line
@@ -98,11 +99,13 @@ def parts() -> Parts:
 
 
 Judge = Callable[[str, dict[str, Any]], None]
-"""Compares the answer to the prompt of this name with the one without flexkv: every token and every log probability."""
+"""Compares the answer to the prompt of this name with that of an engine without flexkv: all tokens and log
+probabilities.
+"""
 
 
 def judge_of(expected: Mapping[str, dict[str, Any]]) -> Judge:
-    """A judge that compares with these expected answers, which are keyed by the names of their prompts."""
+    """Makes a judge from the expected answers, which are keyed by the names of their prompts."""
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
         assert answer["finish"] == "length", answer
@@ -121,7 +124,7 @@ def judge_by(
     arguments: Mapping[str, Any] | None = None,
     **environment: str,
 ) -> Judge:
-    """Runs an engine without flexkv and without a cache of its own, and judges by its answers."""
+    """Runs an engine without flexkv and without a cache of its own, and makes a judge from its answers."""
     given = {"disable_radix_cache": True, **(arguments or {})}
     with starting_by("fork"), SglangProcess(model, log, given, **environment) as engine:
         return judge_of({name: engine.call("generate", requests=[request(name)])[0] for name in names})
@@ -133,4 +136,6 @@ def judge(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""In float32: a prefill of fewer rows may add the same products in another order."""
+"""Largest allowed difference in float32, because a prefill of fewer rows may add the same products in a different
+order.
+"""

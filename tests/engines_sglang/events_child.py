@@ -1,5 +1,6 @@
-"""SGLang's own tree, with its Rust core and its Python core, over flexkv's linker: what is announced of a page beside
-what SGLang announces of it on the device. One of the parts of `parts_child`."""
+"""KV events of SGLang's own tree, with its Rust and its Python core, over flexkv's linker. Compares the events for
+pages in host memory and on disk with those for the same pages on the device. `parts_child` runs this module.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ OTHER = PROMPT[:PAGE_TOKENS] + list(range(900, 900 + 2 * PAGE_TOKENS))
 
 
 class Tree:
-    """SGLang's tree with flexkv's linker."""
+    """SGLang's tree, with flexkv as its linker."""
 
     def __init__(self, core: str, dynamo: bool, of_pairs: bool = False, place: Any = ALONE) -> None:
         self.pool = make_pool("mha fp16")
@@ -64,7 +65,7 @@ class Tree:
         self._allocator = allocator
 
     def insert(self, tokens: list[int], **who: str) -> None:
-        """The tree takes a prompt of whole pages, and offloads what it did not have."""
+        """Inserts a prompt of full pages into the tree, which offloads the pages that are new."""
         key = RadixKey(array("q", tokens), who.get("extra_key"), cache_salt=who.get("cache_salt"))
         slots = self._allocator.alloc(len(tokens) // PAGE_TOKENS * PAGE_TOKENS)
         self.cache.insert(InsertParams(key=key, value=slots, session_id="a session"))
@@ -81,7 +82,7 @@ class Tree:
 
 
 def by_medium(events: list[Any]) -> dict[str, list[list[Any]]]:
-    """The stored pages of each medium, one by one."""
+    """Returns, for each medium, the pages that were announced as stored there, one element per page."""
     found: dict[str, list[list[Any]]] = {}
     for event in events:
         if not isinstance(event, BlockStored):
@@ -97,8 +98,11 @@ def by_medium(events: list[Any]) -> dict[str, list[list[Any]]]:
 
 
 def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]:
-    """For each caller: a prompt, and another that leaves it after a page. How many pages are announced on the device
-    and in host memory, and whether the latter are announced with the words of the former."""
+    """For each caller, inserts a prompt, and another that diverges after one page.
+
+    Returns, for each caller, how many pages are announced on the device and in host memory, and whether each page in
+    host memory is announced with the same fields as on the device.
+    """
     found = {}
     for name, who in WHO.items():
         tree = Tree(core, dynamo, of_pairs)
@@ -112,8 +116,11 @@ def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]
 
 
 def over_a_file(of_pairs: bool) -> dict[str, Any]:
-    """How many pages have records, whether the next process would announce the same but for the session, and which
-    sessions this process and the next would name."""
+    """Packs the records of announced pages as they are written to disk, and unpacks them as the next process does.
+
+    Returns the number of records, whether the next process would announce the same except for the session, and which
+    sessions this process and the next one would announce.
+    """
     tree = Tree("rust", True, of_pairs)
     tree.insert(PROMPT, cache_salt="a")
     told = tree.linker._cache._announcements
@@ -130,7 +137,7 @@ def over_a_file(of_pairs: bool) -> dict[str, Any]:
 
 
 def control() -> dict[str, Any]:
-    """Nodes are named as if each began a prompt."""
+    """Control: flexkv names each node's pages as if the node were the beginning of a prompt."""
     node = page_events._Node
     page_events._Node = lambda key, parent, hashes: node(key, None, hashes)  # type: ignore[assignment,misc]
     try:
@@ -140,7 +147,9 @@ def control() -> dict[str, Any]:
 
 
 def kinds(events: list[Any]) -> list[Any]:
-    """Each event's kind, medium and number of pages; those of the same kind and medium in one."""
+    """Returns the kind, medium and number of pages of each event. Consecutive events of the same kind and medium are
+    joined.
+    """
     found: list[list[Any]] = []
     for event in events:
         if isinstance(event, AllBlocksCleared):
@@ -156,7 +165,7 @@ def kinds(events: list[Any]) -> list[Any]:
 
 
 def life() -> dict[str, Any]:
-    """The engine's tree is flushed, pages are evicted, and new weights come."""
+    """Returns the events when a prompt is stored, the tree is flushed, a page is evicted, and the weights change."""
     tree = Tree("rust", False)
     manager = tree.linker._cache.manager
     tree.insert(PROMPT)

@@ -1,4 +1,4 @@
-"""Starts processes from the template that has imported SGLang."""
+"""Starts processes that are forked from the template, a process that has imported SGLang."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from demo.sglang_process import ROOT, child_environment
 from tests.engines_sglang.template import ORDER_BYTES
 
 START_DEADLINE_S = 900.0
-"""Importing torch and SGLang takes 15 s on two idle cores, minutes if other processes use them."""
+"""Limit for the template's imports. torch and SGLang take 15 s on two idle cores, but minutes on busy ones."""
 
 
 class Forked:
-    """A process of the template, in a session of its own. Like `subprocess.Popen`, as far as tests use that."""
+    """A process that was forked from the template, in a session of its own. It has the part of the interface of
+    `subprocess.Popen` that tests use.
+    """
 
     def __init__(self, pid: int, ended: int) -> None:
         self.pid, self._ended = pid, ended
         self._handle = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end. Returns the exit code; -1 if the process was killed.
+        """Waits until the process ends. Returns its exit code, or -1 if it was killed.
 
         Raises:
-            subprocess.TimeoutExpired: it is still there.
+            subprocess.TimeoutExpired: if the process still runs after `timeout` seconds.
         """
         if self._handle >= 0:
             ready, _, _ = select.select([self._handle], [], [], timeout)
@@ -38,7 +40,7 @@ class Forked:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             os.close(self._handle)
             self._handle = -1
-            # Processes that it has forked may still have the pipe.
+            # The pipe may still be open in processes that this one has forked, so a read without data would block.
             ready, _, _ = select.select([self._ended], [], [], 0)
             said = os.read(self._ended, 16) if ready else b""
             os.close(self._ended)
@@ -47,12 +49,12 @@ class Forked:
 
 
 class Template:
-    """The running template. It ends with the process that has started it."""
+    """The running template process. It ends when the process that started it ends."""
 
     def __init__(self) -> None:
         self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked.settimeout(START_DEADLINE_S)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the template
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the template runs
         command = [str(FOLDER / "bin" / "python"), "-W", "ignore", "-m", "tests.engines_sglang.template"]
         subprocess.Popen(
             [*command, str(theirs.fileno())],
@@ -75,11 +77,13 @@ class Template:
         descriptors: Sequence[int] = (),
         is_module: bool = True,
     ) -> Forked:
-        """Starts `program`, a module or else Python text.
+        """Starts `program`, which is the name of a module, or Python text if `is_module` is False.
 
         Args:
-            environment: all of the process's variables; those that SGLang reads at its import come too late.
-            descriptors: the numbers that these have in the process are its first arguments.
+            environment: all environment variables of the process. Those that SGLang reads when it is imported have no
+                effect, because the template has imported it.
+            output, errors: file descriptors for the process's standard output and error.
+            descriptors: more file descriptors for the process. Their numbers in the process are its first arguments.
         """
         order = json.dumps(
             {
@@ -102,5 +106,5 @@ class Template:
 
 @functools.cache
 def template() -> Template:
-    """The template of this worker's tests."""
+    """Returns the template of this test process; starts it at the first call."""
     return Template()

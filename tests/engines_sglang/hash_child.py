@@ -1,4 +1,6 @@
-"""Which requests SGLang's own page hashes keep apart: requests as its scheduler makes them, in one flexkv cache."""
+"""Finds which requests SGLang's own page hashes keep apart. The requests are made as SGLang's scheduler makes them, and
+use one flexkv cache.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ WHO: dict[str, dict[str, Any]] = {
 
 
 def page_hashes(tokens: list[int], **who: Any) -> list[str]:
-    """Hashes of a request's pages, made as SGLang's tree makes them: from the request's own namespace."""
+    """Returns the hashes of a request's pages, which depend on its extra key and salt, as in SGLang's tree."""
     request = Req("r", "", array("q", tokens), SamplingParams(max_new_tokens=1), **who)
     key = RadixKey(array("q", tokens), extra_key=request.extra_key, cache_salt=request.cache_salt)
     return list(get_storage_hash_str(key, None, page_size=PAGE_TOKENS))

@@ -1,4 +1,4 @@
-"""HiCache's host pools in each layout, built by SGLang, stored and loaded by flexkv's storage class."""
+"""Stores and loads pages of HiCache's host pools, which SGLang makes, in each layout with flexkv's storage class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flexkv.facts.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-"""Layouts that SGLang offers for a latent; `page_head` splits heads, which a latent does not have."""
+"""Layouts that SGLang has for latents. `page_head` is not one of them: it splits heads, and a latent has none."""
 POOLS = [(name, layout) for name in ("mha fp16", "mha fp8") for layout in HOST_LAYOUTS] + [
     (name, layout) for name in ("mla bf16", "mla fp8") for layout in LATENT_LAYOUTS
 ]
@@ -42,7 +42,7 @@ def build_host_pool(name: str, layout: str) -> Any:
 
 
 def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicache.FlexKVHiCache:
-    """The storage class over a host pool; each storage gets its own namespace, or the one with this `number`."""
+    """Makes a storage over a host pool. The namespace follows from `number`; if it is None, it is a new one."""
     number = next(numbers) if number is None else number
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(
@@ -73,10 +73,12 @@ def slots(*pages: int) -> torch.Tensor:
 
 
 def by_page(pool: Any) -> torch.Tensor:
-    """Each page's bytes, by the layout's axes rather than by the addresses under test; uint8 [pages, bytes]."""
+    """Returns the bytes of each page, uint8 [pages, bytes]. They are found by the axes of the layout, not by the
+    addresses that are under test.
+    """
     body = pool.kv_buffer.view(torch.uint8)
     if isinstance(pool, MLATokenToKVPoolHost):
-        body = body.unsqueeze(0)  # where others have K and V
+        body = body.unsqueeze(0)  # an axis in the place of the K and V axis of other pools
     if pool.layout == "layer_first":  # [K and V, layers, tokens, ...]
         body = body.unflatten(2, (-1, PAGE_TOKENS)).movedim(2, 0)
     elif pool.layout == "page_first":  # [K and V, tokens, ...]
@@ -87,7 +89,7 @@ def by_page(pool: Any) -> torch.Tensor:
 
 
 def round_trip(pool: Any) -> dict[str, Any]:
-    """Stores pages 2 and 5, spoils everything, and loads them back as pages 7 and 3."""
+    """Stores pages 2 and 5, overwrites the pool, and loads their bytes into pages 7 and 3."""
     storage = make_storage(pool)
     try:
         noise = torch.randint(0, 256, pool.kv_buffer.view(torch.uint8).shape, dtype=torch.uint8)
@@ -109,7 +111,7 @@ def round_trip(pool: Any) -> dict[str, Any]:
             "loaded": loaded,
             "same": all(torch.equal(after[page], before[source]) for page, source in targets.items()),
             "others untouched": all(torch.equal(after[page], spoiled) for page in others),
-            # The control: the same comparison tells two pages apart.
+            # Control: the comparison finds that two pages differ.
             "seen to differ": not torch.equal(after[7], before[5]),
         }
     finally:
@@ -127,7 +129,9 @@ def refusal(pool: Any, **changed: Any) -> str:
 
 
 def registered_again() -> dict[str, Any]:
-    """Registers the same pool once more, then another of the same shape; finds what was stored before both."""
+    """Registers the same pool again, which succeeds, then another pool of the same shape, which is refused. Pages that
+    were stored before are still found.
+    """
     pool, other = (build_host_pool("mha fp16", "page_first") for _ in range(2))
     storage = make_storage(pool)
     try:
@@ -152,8 +156,11 @@ def registered_again() -> dict[str, Any]:
 
 
 def held_by_a_refused_storage() -> dict[str, Any]:
-    """What a storage leaves behind if its SGLang does not announce new weights, and one whose thread cannot start; then
-    a storage that works."""
+    """Starts two storages that fail: flexkv cannot hook one into SGLang, and the thread of the other cannot start. Then
+    starts one that works in the same folder.
+
+    Returns the threads and errors of the first two, and the results of the third.
+    """
     pool = build_host_pool("mha fp16", "page_first")
     number = next(numbers)
     found: dict[str, Any] = {}
@@ -165,7 +172,7 @@ def held_by_a_refused_storage() -> dict[str, Any]:
     def cannot_start(*_: object) -> Any:
         raise RuntimeError("can't start new thread")
 
-    before = set(threading.enumerate())  # threads of storages that other cases have not closed
+    before = set(threading.enumerate())  # may have threads of storages of other cases
     with tempfile.TemporaryDirectory() as folder:
         settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
         for name, value in (("watch", cannot_hook), ("PageBatches", cannot_start)):
@@ -174,7 +181,7 @@ def held_by_a_refused_storage() -> dict[str, Any]:
             try:
                 make_storage(pool, number, **settings)
             except (ConfigError, RuntimeError) as error:
-                kept.append(error)  # the error's traceback keeps the storage alive, and all that it holds
+                kept.append(error)  # its traceback keeps the storage, and all that it refers to, alive
             setattr(hicache, name, original)
             left = set(threading.enumerate()) - before
             found[name] = [thread.name for thread in left if "hicache" in thread.name]

@@ -1,4 +1,6 @@
-"""Which of SGLang's arguments change the namespace of its keys, by SGLang's own classes of arguments and models."""
+"""Finds which of SGLang's arguments change the namespace of its keys. Uses SGLang's own classes for arguments and
+models.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def namespace(arguments: Any, model: Any) -> str:
 
 
 def another(value: Any) -> Any:
-    """Another value of the same kind."""
+    """Returns a different value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -71,7 +73,9 @@ def another(value: Any) -> Any:
 
 
 def wrong_fields(table: FieldTable, arguments: Any, model: Any) -> dict[str, list[str]]:
-    """Arguments that count and change no key, and arguments left out that change one."""
+    """Finds errors in a table of arguments: arguments that should change the key and do not, and arguments that should
+    not change it and do.
+    """
     usual = namespace(arguments, model)
 
     def changes(name: str) -> bool:
@@ -145,7 +149,7 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
-    """For each argument that names a file or weights and keeps its path: whether the content decides."""
+    """Finds the arguments with a path for which the content at the path, and not the path itself, changes the key."""
     named, settings = load_config({"identity.model": "mine"}, {}), load_config({}, {})
     apart, same, read = [], [], []
     for name in OTHER_WEIGHTS:
@@ -176,7 +180,7 @@ def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
 
 
 def _loader(arguments: Any, model: Any) -> dict[str, Any]:
-    """Formats of loaders, and options that tune their speed."""
+    """Finds the formats of loaders that keep the key, and whether options for speed keep it."""
     usual = namespace(arguments, model)
 
     def is_usual(**given: Any) -> bool:
@@ -198,7 +202,9 @@ def _with(arguments: Any, **values: Any) -> Any:
 
 
 def _vision(place: Path) -> dict[str, Any]:
-    """A model that takes images, with two configurations of its vision part, and the same model without images."""
+    """Compares the keys of a model that takes images, with two configurations of its vision part, and of the same model
+    without images.
+    """
     keys, kinds = [], []
     for layer in (-2, -1):
         folder = write_model(place / f"vision{layer}", LLAVA | {"vision_feature_layer": layer})

@@ -1,4 +1,4 @@
-"""How SGLang's scheduler names requests with images and embeddings once flexkv watches its queue."""
+"""Finds how requests with images and embeddings are named when flexkv watches the queue of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TEXT = list(range(3, 3 + 2 * PAGE_TOKENS))
 
 
 def image(content: int) -> MultimodalDataItem:
-    """An image whose features have this digest, as SGLang stores it."""
+    """Makes an image with this digest, in SGLang's own class."""
     item = MultimodalDataItem(modality=Modality.IMAGE)
     item.set_hash(content)
     return item
 
 
 def request(items: list[MultimodalDataItem], **who: Any) -> Req:
-    """A request with two pages of text and one page per image."""
+    """Makes a request with two pages of text and one page per image."""
     tokens = array("q", TEXT)
     for item in items:
         tokens.extend(item.padding_sequence(PAGE_TOKENS))
@@ -40,8 +40,10 @@ def request(items: list[MultimodalDataItem], **who: Any) -> Req:
 
 
 def enter(made: Req, times: int = 1) -> list[str]:
-    """Adds the request to the scheduler's queue. Returns the hashes of its pages, made as its tree makes them."""
-    # This scheduler rejects the request, after the steps that come first in any case.
+    """Adds the request to the scheduler's queue. Returns the hashes of the request's pages, as SGLang's tree makes
+    them.
+    """
+    # This stand-in for a scheduler rejects the request, but only after the hook under test has run.
     scheduler = SimpleNamespace(
         _set_or_validate_priority=lambda req: False, _release_aborted_request=lambda req: None
     )
@@ -56,7 +58,9 @@ def shared(one: list[str], other: list[str]) -> int:
 
 
 def refused() -> dict[str, Any]:
-    """An SGLang without the method, and one in which another plugin has hooked it."""
+    """Puts the hook into an SGLang that does not have the method, and into one in which another plugin has hooked it.
+    Returns the errors.
+    """
     target, *rest = engine_watch._HOOKS["enter"]
     found = {}
     for name, place in (("no such method", f"{target}_gone"), ("hooked by another", target)):
@@ -70,7 +74,7 @@ def refused() -> dict[str, Any]:
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    # Only the names given to images tell them apart: these two are different images with equal digests.
+    # These stand for two different images with equal digests. Only the names that flexkv gives can tell them apart.
     one, alike = [image(7)], [image(7)]
     before = enter(request(one))
     yield "control: without the watch", {"shared": shared(before, enter(request(alike)))}
@@ -100,7 +104,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
             setattr(made, name, [[1.0]])
             brought.append(enter(made, times=2)[0])
     yield "embeddings", {"apart": len({text[0], *brought})}
-    # HiCache, the linker and everything else look up a request only after it was named.
+    # A request is named before HiCache or the linker looks it up.
     looked = request(one)
     engine_watch._tell_of_request(SimpleNamespace(tree_cache=None), looked)
     yield "refused", refused()

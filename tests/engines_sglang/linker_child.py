@@ -1,5 +1,6 @@
-"""flexkv's linker over SGLang's own pool, transfers and wrapper, call by call: for cases that no engine shows on
-demand."""
+"""Calls flexkv's linker directly, with SGLang's own pool, transfers and wrapper, for cases that a running engine cannot
+be made to show.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def make_linker(
 ) -> FlexKVLinker:
     """
     Args:
-        params: parameters of the engine's tree; None for those that a linker without a tree needs.
+        stream: the stream of the engine's forward; None if it has no stream of its own.
+        params: parameters of the engine's tree; None for parameters that suffice for a linker without a tree.
         place: the `Place` of the rank.
     """
     vars(linker_module).update(
@@ -68,14 +70,16 @@ def make_linker(
 
 
 def transfers(names: str, *pages: int) -> list[PoolTransfer]:
-    """A transfer of pages that are named by letters; without page numbers, as for a lookup."""
+    """Makes a transfer of pages, with one letter of `names` per page. Without `pages`, which are page numbers in the
+    pool, it is a transfer for a lookup.
+    """
     slots = [torch.arange(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) for number in pages]
     indices = torch.cat(slots) if slots else None
     return [PoolTransfer(name=PoolName.KV, keys=hashes_of(*names), device_indices=indices)]
 
 
 def spoil(pool: Any) -> list[bytes]:
-    """Overwrites the pool. Returns the content of a page."""
+    """Overwrites the pool. Returns the content of an overwritten page."""
     for tensor in tensors_of(pool):
         tensor.view(torch.uint8).fill_(NOISE_BYTE)
     return page(pool, 1)
@@ -87,7 +91,9 @@ def fill(pool: Any) -> None:
 
 
 def offload(linker: FlexKVLinker, names: str, *pages: int) -> list[bool]:
-    """Offloads pages and waits. Returns whether the offload was accepted, and whether it was stored."""
+    """Offloads pages and waits for the end. Returns whether the offload was accepted, and whether the pages were
+    stored.
+    """
     taken = linker.offload(transfers(names, *pages))
     assert linker._cache.quiesce(DONE_S)
     assert linker.num_completed_offloads() == 1
@@ -95,7 +101,7 @@ def offload(linker: FlexKVLinker, names: str, *pages: int) -> list[bool]:
 
 
 def run_loads(linker: FlexKVLinker) -> bool:
-    """Starts the queued loads and waits for each layer. Returns whether everything landed."""
+    """Starts the queued loads and waits for each layer. Returns whether all pages were loaded."""
     index = linker.start_layer_wise_loading()
     linker.layer_done_counter.set_consumer(index)
     for layer in range(linker.layer_done_counter.num_layers):
@@ -104,7 +110,9 @@ def run_loads(linker: FlexKVLinker) -> bool:
 
 
 def cancelled() -> dict[str, Any]:
-    """SGLang's wrapper cancels one of two queued loads, as for a request that is aborted before its batch starts."""
+    """Cancels one of two queued loads through SGLang's wrapper, as SGLang does for a request that is aborted before its
+    batch starts.
+    """
     pool = make_pool("mha fp16")
     linker = make_linker(FlexKVLinker, pool)
     fill(pool)
@@ -136,12 +144,12 @@ def cancelled() -> dict[str, Any]:
         "loaded": [page(pool, 7), page(pool, 3)] == before,
         "untouched": all(page(pool, number) == noise for number in (0, 1, 2, 4, 5, 6, 8, 9)),
     }
-    # Alone in its batch: nothing is started.
+    # If the only load of a batch is cancelled, nothing is started.
     assert linker.lookup("alone", transfers("ab")) == [1, 2]
     linker.load("alone", transfers("ab", 8, 4))
     linker.cancel_queued_load("alone")
     found["batch of none"] = linker.start_layer_wise_loading()
-    # The control: a load that is not cancelled writes these pages.
+    # Control: a load that is not cancelled writes these pages.
     linker.lookup("control", transfers("ab"))
     linker.load("control", transfers("ab", 8, 4))
     found["control"] = run_loads(linker) and [page(pool, 8), page(pool, 4)] == before
@@ -151,8 +159,9 @@ def cancelled() -> dict[str, Any]:
 
 
 def never_refused() -> dict[str, Any]:
-    """A rank reports a lack of room or pages only in the completion: a refusal would make it differ from the other
-    ranks."""
+    """Offloads when no slot is free, and loads a page that is not stored. Both are accepted and fail only in the
+    completion, because a rank that refused would differ from the other ranks.
+    """
     pool = make_pool("mha fp16")
     fill(pool)
     linker = make_linker(FlexKVLinker, pool, **{"host.bytes": 64 << 10, "host.extent_bytes": 2 << 20})
@@ -167,7 +176,7 @@ def never_refused() -> dict[str, Any]:
 
 
 def reset() -> dict[str, Any]:
-    """A flush while a load is queued and an offload is under way."""
+    """Resets the linker while a load is queued and an offload is in flight."""
     pool = make_pool("mha fp16")
     linker = make_linker(FlexKVLinker, pool)
     fill(pool)
@@ -196,7 +205,12 @@ class Stalling(FlexKVLinker):
 
 
 def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
-    """SGLang's own code releases the pool's memory while an offload is under way."""
+    """Releases the pool's memory with SGLang's own code while an offload is in flight.
+
+    Args:
+        hooked: whether flexkv's hook is in place; False for a control.
+        ends: whether the offload ends while the hook waits for it.
+    """
     pool = make_pool("mha fp16")
     settings = {} if ends else {"transfer.stuck_s": 0.2}
     linker = make_linker(Stalling, pool, **settings)
@@ -233,7 +247,7 @@ def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
 
 
 class Stream:
-    """A stand-in for a device's stream: its work runs when something waits for it."""
+    """A stand-in for a device's stream. Its work runs only when something waits for the stream."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = number
@@ -248,8 +262,9 @@ class Stream:
 
 
 class EagerLanes:
-    """Lanes whose copies run as early as their fence allows: at once, except that they wait for the stream they
-    follow."""
+    """Wraps lanes so that a copy runs as early as its fence allows: at once, but after the work of the stream in the
+    fence.
+    """
 
     def __init__(self, lanes: Any, *streams: Stream) -> None:
         self._lanes = lanes
@@ -275,18 +290,20 @@ class EagerLanes:
 
 
 class Forgetful(FlexKVLinker):
-    """The control: ignores the forward's stream."""
+    """Control: a linker that ignores the stream of the forward."""
 
     def _writer_stream(self) -> int | None:
         return self._cache.current_stream()
 
 
 def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[str, Any]:
-    """A forward is enqueued and has not run: a store must copy what it writes, and it must not see a load's bytes."""
+    """Stores and loads while a forward is enqueued and has not run. The store must copy what the forward writes, and
+    the forward must not see the bytes of the load.
+    """
     pool = make_pool("mha fp16")
     current, forward = Stream(5), Stream(7)
     linker = make_linker(kind, pool, forward if with_forward_stream else None)
-    # The linker believes that it is on a device.
+    # Makes the linker behave as on a device.
     linker._cache.device = 0
     linker._cache._current_stream = lambda device: current.cuda_stream
     lanes = linker._cache._ops.engine = EagerLanes(linker._cache._ops.engine, current, forward)
@@ -326,7 +343,7 @@ def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[s
 
 
 def refused_late() -> dict[str, Any]:
-    """A linker that cannot be hooked into its SGLang, then one that works in the same folder."""
+    """Makes a linker that cannot be hooked into SGLang, then one that works in the same folder."""
     pool = make_pool("mha fp16")
     found: dict[str, Any] = {}
 
@@ -340,7 +357,7 @@ def refused_late() -> dict[str, Any]:
         try:
             make_linker(FlexKVLinker, pool, **settings)
         except RuntimeError as error:
-            kept = error  # the error's traceback keeps the linker alive, and all that it holds
+            kept = error  # its traceback keeps the linker, and all that it refers to, alive
             found["refused"] = str(kept)
         vars(linker_module)["watch"] = original
         linker = make_linker(FlexKVLinker, pool, **settings)

@@ -1,4 +1,4 @@
-"""The Prometheus page of a running SGLang engine, and flexkv's series on it."""
+"""Reads flexkv's series from the Prometheus page of a running SGLang engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from demo.sglang_process import SglangProcess
 from flexkv.observe import METRICS, MetricKind
 
 BEHIND_DEADLINE_S = 60.0
-"""The page lags by half a second, and by more if all cores are busy."""
+"""Limit for updates of the page, which come half a second late, and later if all cores are busy."""
 QUIET_S = 3.0
-"""A page that has not changed for so long is complete; reports are half a second apart."""
+"""A page is taken as complete if it has not changed for this time. The engine reports every half second."""
 
 Series = tuple[str, frozenset[tuple[str, str]]]
-"""Name without the engine's prefix, and labels."""
+"""A series: its name without the engine's prefix, and its labels."""
 
 Page = dict[Series, float]
 
@@ -25,7 +25,7 @@ def series(name: str, **labels: str) -> Series:
 
 
 def flexkv_series(engine: SglangProcess) -> Page:
-    """flexkv's series on the page, by name and labels; for histograms, their counts."""
+    """Reads the values of flexkv's series from the page. For histograms only the counts are read."""
     families = text_string_to_metric_families(engine.call("metrics_page"))
     prefix = "sglang:"
     return {
@@ -37,7 +37,7 @@ def flexkv_series(engine: SglangProcess) -> Page:
 
 
 def all_series(unit: str) -> set[Series]:
-    """Every series of the table that a unit exports."""
+    """Returns all series that a unit exports according to `METRICS`."""
     return {
         series(
             metric.name + ("_count" if metric.kind is MetricKind.HISTOGRAM else ""),
@@ -50,7 +50,7 @@ def all_series(unit: str) -> set[Series]:
 
 
 def settled(engine: SglangProcess) -> Page:
-    """The page of an idle engine, once it is complete: the page lags, and more so on a busy machine."""
+    """Waits until the page of an idle engine no longer changes, and returns it."""
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
     page, since_s = flexkv_series(engine), time.monotonic()
     while time.monotonic() - since_s < QUIET_S:
@@ -62,7 +62,9 @@ def settled(engine: SglangProcess) -> Page:
 
 
 def grown(engine: SglangProcess, before: Page, name: Series) -> Page:
-    """By how much each series exceeds `before`, once the series of this name does and the page is complete."""
+    """Waits until the series `name` differs from `before` and the page no longer changes. Returns by how much each
+    series has grown.
+    """
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
     while flexkv_series(engine)[name] == before[name]:
         assert time.monotonic() < ends_s, f"{name} is still {before[name]:g}"

@@ -1,5 +1,6 @@
-"""How SGLang's own connector, which is for the other package named flexkv, fails with this one, and how SGLang's
-argument parser reads the sample file that this package prints."""
+"""Finds how SGLang's own connector, which is for a different package named flexkv, fails with this package, and how
+SGLang's argument parser reads the sample file that this package prints.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _arguments_of_sample() -> dict[str, Any]:
-    """The sample's arguments as `sglang serve --config` reads them."""
+    """Reads the sample's arguments as `sglang serve --config` does."""
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 

@@ -1,4 +1,4 @@
-"""Runs the parts that need SGLang's classes and no engine, in one process of SGLang's environment. Prints a line of
+"""Runs, in one process of SGLang's environment, the modules that need SGLang's classes but no engine. Prints a line of
 JSON per case.
 
     python -m tests.engines_sglang.parts_child
@@ -11,7 +11,7 @@ import traceback
 from importlib import import_module
 
 PARTS = (
-    "input_child",  # first: its control is a scheduler that nobody watches, and a linker watches it for good
+    "input_child",  # must be first: its control needs an SGLang without the hooks that a linker puts in for good
     "pool_child",
     "host_pool_child",
     "hash_child",
@@ -20,8 +20,9 @@ PARTS = (
     "own_flag_child",
     "identity_child",
 )
-"""Modules with `cases()`, which yields the name and the results of each case. SGLang is imported once for all of
-them."""
+"""Modules whose function `cases()` yields the name and the results of each case. They run in one process so that SGLang
+is imported only once.
+"""
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
             for name, found in import_module(f"tests.engines_sglang.{part}").cases():
                 print(json.dumps({"part": part, "case": name, **found}), flush=True)
         except Exception:
-            # The tests of the other parts still need their results.
+            # The tests of the other modules still need their results.
             print(json.dumps({"part": part, "case": "error", "error": traceback.format_exc()}), flush=True)
 
 

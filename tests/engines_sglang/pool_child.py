@@ -1,4 +1,4 @@
-"""Stores and loads pages of SGLang's own pool classes; one of the parts of `parts_child`."""
+"""Stores and loads pages of SGLang's own pool classes. `parts_child` runs this module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tensors_of(pool: Any) -> list[torch.Tensor]:
 
 
 def _shares_allocation(pool: Any) -> bool:
-    """Whether a layer's V lies behind its K in the same allocation."""
+    """Tells whether K and V of a layer are in one allocation, with V after K."""
     if not hasattr(pool, "k_buffer"):
         return False
     k, v = pool.k_buffer[0].untyped_storage(), pool.v_buffer[0].untyped_storage()
@@ -69,7 +69,7 @@ def make_cache(pool: Any) -> RankCache:
 
 
 def round_trip(pool: Any) -> dict[str, Any]:
-    """Stores pages 2 and 5, spoils everything, and loads them back as pages 7 and 3."""
+    """Stores pages 2 and 5, overwrites the pool, and loads their bytes into pages 7 and 3."""
     view, cache = view_of(pool, PAGE_TOKENS), make_cache(pool)
     for tensor in tensors_of(pool):
         tensor.view(torch.uint8).random_(0, 256)

@@ -1,4 +1,4 @@
-"""An engine with the spying linker, and the linker's notes."""
+"""A running engine with the spying linker, and access to the linker's notes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.engines_sglang.asked import Asked, whole
 from tests.engines_sglang.conftest import Judge
 
 HOST_BYTES = 48 << 20
-"""Room for 700 pages of the tiny model: all prompts of these tests."""
+"""Host memory for 700 pages of the tiny model, enough for all prompts of these tests."""
 DISK_BYTES = 64 << 20
 SETTLED_DEADLINE_S = 60.0
 
 
 class Spied(Asked):
-    """Starts the engine.
+    """An engine with the spying linker. The constructor starts the engine.
 
     Args:
-        folder: created for the log and the notes.
+        folder: folder for the log, the notes and the orders; must not exist yet.
         disk: folder of the disk tier; None for no disk tier.
-        arguments: additional engine arguments.
-        settings: flexkv's settings, dotted keys with `__` for the dot.
+        arguments: more engine arguments.
+        settings: flexkv's settings by dotted name, with `__` for each dot.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Spied(Asked):
         folder.mkdir()
         ours: dict[str, Any] = {"host__bytes": HOST_BYTES}
         if disk is not None:
-            # Pages from disk have to arrive even if all cores of the machine are busy.
+            # Lookups wait long for pages from disk, so that they are hits even on a busy machine.
             ours |= {
                 "disk__folders": str(disk),
                 "disk__bytes_per_folder": DISK_BYTES,
@@ -59,7 +59,7 @@ class Spied(Asked):
         return int(answer["host"])
 
     def forget(self) -> None:
-        """Waits for stores under way, empties the engine's own cache and spoils its pool."""
+        """Waits for stores in flight, empties the engine's own cache and overwrites its pool."""
         self.settle()
         assert self.engine.call("flush")
 
@@ -71,7 +71,7 @@ class Spied(Asked):
             time.sleep(0.05)
 
     def order(self, what: str, content: str = "") -> None:
-        """Leaves an order for the linker, which removes it when it obeys."""
+        """Writes an order for the linker, which deletes the file when it carries out the order."""
         (self.folder / what).write_text(content)
 
     def notes(self, what: str, rank: int = 0) -> list[dict[str, Any]]:
@@ -82,15 +82,15 @@ class Spied(Asked):
         return set(self.notes(what)[-1]["pages"])
 
     def stored_pages(self) -> set[int]:
-        """Pages of the engine's pool that have been offloaded so far."""
+        """Returns the numbers of the pool's pages that have been offloaded so far."""
         return {page for note in self.notes("offload") for page in note["pages"]}
 
     def loads_to_other_pages(self, judge: Judge, name: str = "a") -> None:
-        """A prompt is computed and stored; after a flush it is loaded to pages that it did not have before."""
+        """Checks that a stored prompt is loaded, after a flush, into pages of the pool that it did not have before."""
         judge(name, self.ask_one(name))
         stored = self.stored_pages()
         self.forget()
-        # Takes the first pages of the emptied pool, so that the stored pages come back elsewhere.
+        # This prompt takes the first pages of the empty pool, so the stored pages are loaded into others.
         judge("b", self.ask_one("b"))
         answer = self.ask_one(name)
         judge(name, answer)
@@ -99,7 +99,7 @@ class Spied(Asked):
 
 
 def wait_until_durable(disk: Path) -> None:
-    """Waits until nothing in the folder has changed for three seconds; the journal commits within one."""
+    """Waits until no file in the folder has changed for three seconds; the journal commits within one second."""
     ends_s = time.monotonic() + SETTLED_DEADLINE_S
     before, since_s = "", time.monotonic()
     while time.monotonic() - since_s < 3:

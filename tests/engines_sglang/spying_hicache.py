@@ -1,7 +1,9 @@
-"""flexkv's HiCache storage that spoils and damages on order. Runs in the engine's scheduler process.
+"""flexkv's HiCache storage, which also overwrites memory when a test orders it. It runs in the engine's scheduler
+processes.
 
-Orders are files in the folder named by SPY_FOLDER. `spoil-R` makes rank R's next lookup overwrite SGLang's host tier
-first, which must be empty then; `corrupt-R` makes it damage flexkv's stored pages.
+A test gives orders as files in the folder in the environment variable SPY_FOLDER. `spoil-R` makes rank R's next lookup
+first overwrite SGLang's host tier, which must be empty. `corrupt-R` makes the lookup first damage flexkv's pages in host
+memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tests.engines_sglang.spying_linker import FOLDER, NOISE_BYTE, damage
 
 
 class SpyingHiCache(FlexKVHiCache):
-    """The storage class that users have, plus the orders."""
+    """flexkv's storage class, which also carries out a test's orders."""
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         with self._ready.lock:

@@ -1,6 +1,7 @@
-"""flexkv's linker that spoils the engine's pool at every flush, and writes down which pages moved.
+"""flexkv's linker, which also overwrites the engine's pool at every flush, and notes which pages were moved.
 
-Runs in the engine's scheduler processes. Files in the folder named by SPY_FOLDER give it orders.
+It runs in the engine's scheduler processes. A test gives it orders as files in the folder in the environment variable
+SPY_FOLDER; the notes are in the same folder.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 
 FOLDER = "SPY_FOLDER"
 NOISE_BYTE = 0x41
-"""The byte that fills a spoiled pool: 12.08 in float32, 2.25 in fp8, far from a key or value of the model."""
+"""The byte that overwrites a pool. The numbers are 12.08 in float32 and 2.25 in fp8, far from the model's keys and
+values.
+"""
 
 
 class SpyingLinker(FlexKVLinker):
-    """Notes of rank R are lines of JSON in `notes-R`.
+    """Rank R writes its notes as lines of JSON to `notes-R`.
 
-    A file `corrupt-R` makes that rank's next reset damage its stored pages. A file `die-R` with the word `load` or
-    `offload` kills its process when it has started the next one. While there is a file `no-prefetch-R`, nothing is
-    prefetched.
+    The file `corrupt-R` makes the rank's next reset damage its stored pages. The file `die-R`, with the word `load` or
+    `offload`, makes the rank kill its own process when it has started the next load or offload. While the file
+    `no-prefetch-R` exists, the rank prefetches nothing.
     """
 
     def __init__(self, server_args: Any, params: Any, **named: Any) -> None:
@@ -41,7 +44,7 @@ class SpyingLinker(FlexKVLinker):
         self._note("start", cached=self._cache.manager.cached_blocks())
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        # The count belongs to this request alone if the engine gets one request at a time.
+        # If the engine gets one request at a time, all pages in this count were prefetched for this request.
         begun = sum(tier.counts.prefetched for tier in self._cache.manager.tiers)
         found = super().lookup(rid, transfers)
         if not self._prefetching:
@@ -106,7 +109,7 @@ class SpyingLinker(FlexKVLinker):
 
 
 def damage(cache: RankCache) -> int:
-    """Reverses the bytes of every slot in host memory. Returns the number of slots."""
+    """Reverses the order of the bytes in every slot of host memory. Returns the number of slots."""
     pool = cache._unit.pool
     for slot in range(pool.ready_slots):
         content = pool.slot(slot)

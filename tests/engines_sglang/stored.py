@@ -1,4 +1,4 @@
-"""An engine whose HiCache has flexkv as its storage."""
+"""A running engine whose HiCache has flexkv as its storage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.engines_sglang.spied import wait_until_durable
 
 
 class Stored(Asked):
-    """Starts the engine.
+    """An engine with the spying HiCache storage. The constructor starts the engine.
 
     Args:
-        folder: created for the log and the orders to the spying storage.
+        folder: folder for the log and the orders; must not exist yet.
         disk: folder of flexkv's disk tier.
-        arguments: additional engine arguments.
-        settings: flexkv's settings, dotted keys with `__` for the dot.
+        arguments: more engine arguments.
+        settings: flexkv's settings by dotted name, with `__` for each dot.
     """
 
     def __init__(
@@ -42,20 +42,23 @@ class Stored(Asked):
         return int(answer["cached"])
 
     def forget(self) -> None:
-        """Empties its tiers on the device and on the host, but not the storage; the next lookup spoils the host
-        tier."""
+        """Empties the engine's own tiers on the device and on the host, but not flexkv's storage. The next lookup
+        overwrites the host tier.
+        """
         wait_until_durable(self.disk)
         assert self.engine.call("flush")
         for rank in range(self._ranks):
             self.order("spoil", rank)
 
     def order(self, what: str, rank: int = 0) -> None:
-        """Leaves an order for a rank's storage, which removes it when it obeys."""
+        """Writes an order for a rank's storage, which deletes the file when it carries out the order."""
         (self.folder / f"{what}-{rank}").touch()
 
 
 def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
-    """Engine arguments. The engine waits for prefetches, so that stored pages are served."""
+    """Returns the engine arguments for HiCache with flexkv. The engine waits for prefetches, so that stored pages are
+    hits.
+    """
     extra = {
         "backend_name": "flexkv",
         "module_path": "tests.engines_sglang.spying_hicache",
@@ -68,7 +71,7 @@ def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
     } | {key.replace("__", "."): value for key, value in settings.items()}
     return {
         "enable_hierarchical_cache": True,
-        # SGLang's host tier holds 2,457 tokens: fewer than the eviction test asks for.
+        # SGLang's host tier then has space for 2,457 tokens, fewer than the prompts of the eviction test have.
         "hicache_ratio": 1.2,
         "hicache_mem_layout": "page_first_direct",
         "hicache_io_backend": "direct",

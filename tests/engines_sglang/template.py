@@ -1,7 +1,9 @@
-"""Imports SGLang once and forks the processes that tests ask for, which saves each of them half a minute of a core.
+"""Imports SGLang once and forks the processes that tests need. This saves each process half a minute of a core.
 
-python -m tests.engines_sglang.template SOCKET: an order is a message of JSON with descriptors, its answer the number of
-a process. The program ends when the other end of the socket is closed.
+    python -m tests.engines_sglang.template SOCKET
+
+An order on the socket is a JSON message with file descriptors; the answer to it is a process id. The program ends when
+the other end of the socket is closed.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from collections.abc import Sequence
 from typing import Any
 
 ORDER_BYTES = 1 << 18
-"""Longest order."""
+"""The most bytes that an order can have."""
 OUTPUT, ERRORS, ENDED = range(3)
-"""Which descriptors of an order become the process's output and errors, and where it writes its exit code. The
-others are its first arguments."""
+"""Places of descriptors in an order: the process's standard output, its standard error, and the pipe to which it writes
+its exit code. The numbers of the descriptors after these are the program's first arguments.
+"""
 
 
 def import_engine() -> None:
-    """Imports the modules that an engine's start imports."""
+    """Imports the modules that an engine imports when it starts."""
     import sglang
     import sglang.srt.entrypoints.engine
     import sglang.srt.managers.detokenizer_manager
@@ -38,7 +41,9 @@ def import_engine() -> None:
 
 
 def become(order: dict[str, Any], descriptors: Sequence[int]) -> int:
-    """Runs the order's program in this process, as `python -m MODULE` or `python -c PROGRAM` would."""
+    """Runs the order's program in this process, as `python -m MODULE` or `python -c PROGRAM` would. Returns its exit
+    code.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.dup2(descriptors[OUTPUT], 1)
@@ -61,7 +66,7 @@ def become(order: dict[str, Any], descriptors: Sequence[int]) -> int:
 
 def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for its children
     import_engine()
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, ORDER_BYTES, 8)

@@ -1,6 +1,6 @@
-"""Names of the adapters of `--lora-paths`, with SGLang's own records of them.
+"""flexkv's names for the adapters in `--lora-paths`, made from SGLang's own records of the adapters.
 
-SGLang 0.5.23 runs no adapter on a CPU (its LoRA layers need pinned memory), so no engine is started here.
+These tests start no engine, because SGLang 0.5.23 runs no adapter on a CPU: its LoRA layers need pinned memory.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ print(json.dumps({"number": number, "known": known, "changed": said}), flush=Tru
 
 
 def ask(folder: Path) -> dict[str, object]:
-    """The report of a process that starts now: SGLang's number of the adapter, flexkv's name, and the reaction to a
-    later change."""
+    """Starts a process, which changes the adapter's files after it has named the adapter. Returns SGLang's number of
+    the adapter, flexkv's name, and flexkv's error after the change.
+    """
     return run_child("-c", PROGRAM, str(folder))[-1]
 
 

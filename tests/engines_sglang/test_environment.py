@@ -1,4 +1,4 @@
-"""The environment of SGLang's tests on machines whose Python has a `sitecustomize` of its own, such as Debian's."""
+"""SGLang's test environment on machines whose Python has a `sitecustomize` of its own, such as Debian's."""
 
 from __future__ import annotations
 

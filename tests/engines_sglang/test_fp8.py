@@ -1,4 +1,6 @@
-"""KV in fp8, which the real SGLang engine keeps as bytes: loaded by both integrations, to other pages, and damaged."""
+"""KV in fp8, which a real SGLang engine keeps as bytes. Both integrations load it into different pages of the pool, and
+damage to it changes the answer.
+"""
 
 from __future__ import annotations
 

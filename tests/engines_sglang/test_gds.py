@@ -1,5 +1,6 @@
-"""Pages move between disk and the real SGLang engine's pool without a page of host memory: answers are right, and a bad
-page ends its request by name."""
+"""Pages that move between disk and a real SGLang engine's pool and bypass host memory. Answers are right, and a bad
+page ends its request, with the reason in the log.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ GDS: dict[str, Any] = {
 def test_stored_served_after_a_restart_and_a_bad_page_ends_its_request(
     model: Path, tmp_path: Path, judge: Judge
 ) -> None:
-    """One test, because engines start slowly."""
+    """This is one test because engines start slowly."""
     disk = tmp_path / "disk"
     disk.mkdir()
     first = Spied(model, tmp_path / "first", disk, **GDS)
@@ -47,7 +48,7 @@ def test_stored_served_after_a_restart_and_a_bad_page_ends_its_request(
         failed = second.ask_one("a")
         assert failed["finish"] == "abort", failed
         assert second.notes("landed")[-1]["landed"] is False
-        # The bad page is dropped: the next request is served the pages before it, and computes the rest.
+        # flexkv drops the bad page. The next request gets hits on the pages before it, and the rest is computed.
         judge("a", second.ask_one("a"))
     log = (tmp_path / "second" / "engine.log").read_text()
     assert "disk miss (data)" in log

@@ -1,4 +1,4 @@
-"""flexkv as HiCache's storage behind the host tier of a real SGLang engine: every answer equals the one without."""
+"""flexkv as the storage of HiCache in a real SGLang engine: every answer equals that of an engine without flexkv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of SGLang's pages contain all that affects KV, by its own arguments, configurations and requests."""
+"""Keys of SGLang's pages depend on all that affects KV: SGLang's arguments, its configurations and its requests."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def test_the_whole_configuration_counts_where_the_model_takes_images(parts: Part
 
 
 def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
-    """SGLang names an image by 64 bits, which may collide: without flexkv two images with equal digests share all
-    pages."""
+    """SGLang identifies an image by 64 bits, which may collide. Without flexkv's hook, two images with equal digests
+    share all pages.
+    """
     assert parts["input_child"]["control: without the watch"]["shared"] == 3
     assert parts["input_child"]["images"] == {
         "text as before": True,

@@ -1,5 +1,6 @@
-"""KV events of a real SGLang engine with flexkv as its linker: a router that knows nothing else predicts what is
-served."""
+"""KV events of a real SGLang engine with flexkv as its linker. A router that sees only these events can predict which
+tokens are hits.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ from tests.engines_sglang.spied import Spied
 HEARD_S = 60.0
 OURS = ("CPU_PINNED", "DISK")
 SMALL_HOST_BYTES = 8 << 20
-"""Room for some 120 pages of the tiny model."""
+"""Host memory for about 120 pages of the tiny model."""
 
 Page = dict[str, Any]
 
 
 class Router:
-    """Subscribes as SGLang's gateway and Dynamo do, and keeps where each page is. Page hashes are names without a
-    meaning: a prompt's pages are found by their tokens and parents."""
+    """Subscribes to events as SGLang's gateway and Dynamo do, and records on which media each page is. It does not
+    compute page hashes: it finds a prompt's pages by their tokens and parents.
+    """
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -54,7 +56,7 @@ class Router:
         if not self._socket.poll(wait_ms):
             return
         _, number, payload = self._socket.recv_multipart()
-        # Those before the first one were published while the engine started, before this router was there.
+        # The engine may have published batches before this router subscribed, so the first number may be any.
         assert self._last in (-1, int.from_bytes(number, "big") - 1), "a batch was lost"
         self._last = int.from_bytes(number, "big")
         for event in msgspec.msgpack.decode(payload)[1]:
@@ -74,13 +76,13 @@ class Router:
         parent, size = event["parent_block_hash"], event["block_size"]
         for at, each in enumerate(event["block_hashes"]):
             page = {"parent": parent, "tokens": event["token_ids"][at * size : (at + 1) * size], "size": size}
-            # SGLang announces pages of another extra key by the same hashes in its own format.
+            # On the device, SGLang's own format announces the pages of different extra keys with the same hashes.
             assert event["medium"] == "GPU" or each not in self.has[event["medium"]], "announced twice"
             self.has[event["medium"]][each] = page
             parent = each
 
     def predicted(self, name: str, media: tuple[str, ...] = OURS) -> int:
-        """Tokens of a prompt that these media have, from its first page on without a gap."""
+        """Returns how many tokens of a prompt are on these media, counted from its first page to the first gap."""
         named = {
             (page["parent"], tuple(page["tokens"])): each
             for medium in media
@@ -110,11 +112,11 @@ def router() -> Iterator[Router]:
 
 
 def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: Router, judge: Judge) -> None:
-    """One test, because engines start slowly."""
+    """This is one test because engines start slowly."""
     disk = tmp_path / "disk"
     disk.mkdir()
     publisher = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{router.port}", "bind": True}
-    # An engine that sleeps publishes what happens on disk with the next request.
+    # If the engine slept while idle, it would publish events of the disk only with the next request.
     arguments = {"kv_events_config": json.dumps(publisher), "sleep_on_idle": False}
     settings: dict[str, Any] = {"host__bytes": SMALL_HOST_BYTES, "disk__compute_if_faster": False}
     spied = Spied(model, tmp_path / "engine", disk, arguments, **settings)
@@ -123,7 +125,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
             judge(name, spied.ask_one(name))
             for medium in OURS:
                 router.hear_until(partial(router.has_all, name, medium), f"{name} on {medium}")
-        # Pages of the answers come a moment after those of the prompts.
+        # Pages with generated tokens are stored a moment after those of the prompts.
         on_device = router.has["GPU"]
         router.hear_until(
             lambda: all(router.has[medium].keys() == on_device.keys() for medium in OURS), "all pages"
@@ -132,21 +134,22 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
             assert router.has[medium], "the words are those of the engine's own events"
             assert {each: on_device.get(each) for each in router.has[medium]} == router.has[medium]
 
-        # Another caller's pages have the same hashes in SGLang's own format, and are not announced.
+        # In SGLang's own format, another caller's pages would have the same hashes, so flexkv does not announce them.
         before = {medium: dict(router.has[medium]) for medium in OURS}
         spied.ask_one("a", extra_key="a tenant")
         spied.settle()
         router.hear(1000)
         assert {medium: router.has[medium] for medium in OURS} == before
 
-        # Other prompts displace it from host memory.
+        # Other prompts evict the pages of "a" from host memory.
         for name in FILLERS:
             judge(name, spied.ask_one(name))
         router.hear_until(lambda: router.predicted("a", ("CPU_PINNED",)) == 0, "its removal from host memory")
         assert router.removed["CPU_PINNED"] >= whole("a") // PAGE_TOKENS
         assert router.predicted("a", ("DISK",)) == whole("a")
 
-        # After a flush, with which the engine says that it has nothing, they are announced again.
+        # With a flush the engine announces that all pages are gone. flexkv then announces again the pages that it still
+        # has.
         cleared = router.cleared
         spied.forget()
         router.hear_until(lambda: router.cleared > cleared, "the flush")
@@ -156,7 +159,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
         judge("a", answer)
         assert answer["host"] == whole("a"), "as predicted"
 
-        # With new weights there is nothing left.
+        # After new weights, no page is left.
         cleared = router.cleared
         assert spied.engine.call("update_weights", path=str(model))
         router.hear_until(lambda: router.cleared > cleared, "the reset")
@@ -170,13 +173,15 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
 
 CALLERS = ("nobody", "salt", "adapter", "extra key", "extra key and salt")
 UNNAMED = {"extra key", "extra key and salt"}
-"""Callers whom SGLang's own format does not tell from others."""
+"""Callers whose pages have, in SGLang's own format, the same hashes as those of other callers."""
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
 @pytest.mark.parametrize("form", ["default", "dynamo"])
 def test_pages_are_announced_with_the_engines_own_words(parts: Parts, core: str, form: str) -> None:
-    """Per caller: pages on the device, in host memory, and whether both are announced alike."""
+    """Compares, for each caller, the number of pages announced on the device and in host memory, and whether a page is
+    announced with the same fields on both.
+    """
     left_out = UNNAMED if form == "default" else set()
     expected = {caller: [6, 0 if caller in left_out else 6, True] for caller in CALLERS}
     assert parts["events_child"][f"{core}, {form}"] == expected

@@ -1,4 +1,4 @@
-"""flexkv as the external linker of a real SGLang engine: every answer equals the one without flexkv."""
+"""flexkv as the external linker of a real SGLang engine: every answer equals that of an engine without flexkv."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.plugins.asking_plugin import ASKS, TELLS
 from tests.unit.plugins.plugin_folders import plugin, processes_of, wait_for
 
 UNIT = "dp0.pp0of1.tp0of1"
-"""The only rank's place."""
+"""Name of the unit of the only rank."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,9 @@ def test_an_aborted_request_harms_nobody(spied: Spied, judge: Judge) -> None:
 def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     spied: Spied, model: Path, disk: Path, judge: Judge
 ) -> None:
-    """One test, because engines start slowly: each takes over the folder of the one that was killed before it."""
+    """Each engine takes over the folder of the one that was killed before it. This is one test because engines start
+    slowly.
+    """
     spied.ask("a")
     spied.settle()
     wait_until_durable(disk)
@@ -95,7 +97,7 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     spied.order("die-0", "load")
     with pytest.raises(RuntimeError, match="ended"):
         spied.ask("a", "b")
-    # No lock is in the way, and durable pages are still there.
+    # The next engine can lock the folder, and durable pages are still there.
     with starting_by("fork"):
         again = Spied(model, spied.folder.parent / "second", disk)
     with again.engine:
@@ -122,7 +124,7 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
             "the control: without the hook reads begin with the lookup"
         )
         judge("late", third.ask_one("late"))
-        # New weights, although they are the same: no earlier page may be served.
+        # After an update of the weights, even to equal weights, no earlier page may be a hit.
         assert third.engine.call("update_weights", path=str(model))
         recomputed = third.ask_one("a")
         judge("a", recomputed)

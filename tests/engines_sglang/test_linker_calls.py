@@ -1,4 +1,6 @@
-"""The linker call by call, with SGLang's own transfers and wrapper, for cases that no engine shows on demand."""
+"""Direct calls of the linker, with SGLang's own transfers and wrapper, for cases that a running engine cannot be made
+to show.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
 
 
 def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
-    """SGLang's own code releases the memory, and does not ask its caches whether copies are under way."""
+    """SGLang's own code releases the memory without asking its caches whether copies are in flight. flexkv hooks it to
+    wait for the copies.
+    """
     released = {"moving": [0], "unregistered before releases": [0], "stored": [1]}
     assert parts["linker_child"]["released"] == released
     assert parts["linker_child"]["released without the hook"]["moving"] == [1]
@@ -56,7 +60,9 @@ def test_a_refused_linker_holds_no_folder(parts: Parts) -> None:
 
 
 def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None:
-    """The streams are stand-ins: their work runs when something waits for it, and copies run as early as they may."""
+    """Runs with stand-ins for streams, whose work runs only when something waits for them. Copies run as early as their
+    fences allow.
+    """
     for case in ("fenced", "fenced with one stream"):
         assert parts["linker_child"][case] == {
             "landed": True,
@@ -70,7 +76,9 @@ def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None
 
 
 def test_sglangs_page_hashes_keep_callers_apart(parts: Parts) -> None:
-    """Each finds no page of those before it, and then its own pages: extra keys, salts, adapters, and combinations."""
+    """Callers differ in extra key, salt, adapter, or several of these. Each of them gets no hit on pages of the callers
+    before, and then hits on its own pages.
+    """
     served = parts["hash_child"]["served"]["pages"]
     assert len(served) == 10
     assert all(pages == [0, 2] for pages in served.values()), served

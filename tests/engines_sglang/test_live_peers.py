@@ -1,5 +1,5 @@
-"""The real SGLang and the real vLLM at the same time: each loads from the other's host memory the pages that the other
-computed.
+"""A real SGLang engine and a real vLLM engine run at the same time. Each loads, from the other one's host memory, pages
+that the other one computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ WITHIN_S = 120.0
 
 
 def wait_known(folder: Path, pages: int, copied: int = 0) -> None:
-    """Waits until both units know so many pages of the other's host memory, and one has copied so many."""
+    """Waits until the units together know at least `pages` pages in host memory of their peers, and have copied at
+    least `copied` pages.
+    """
     ends_s = time.monotonic() + WITHIN_S
     while True:
         rows = [row for unit in ask_units(folder, 5.0) for row in unit["peers"]]
@@ -52,7 +54,7 @@ def test_each_engine_is_served_by_the_other_while_both_run(model: Path, judge: J
         other = vllm.ask("b")
         judge_vllm("b", other)
         more = CACHED["b"] // BLOCK_TOKENS
-        wait_known(run, 2 * pages + more)  # vLLM has the first prompt too by now
+        wait_known(run, 2 * pages + more)  # vLLM now has copies of the first prompt's pages too
         answer = sglang.ask("b")
         judge("b", answer)
         assert answer["cached"] == CACHED["b"]

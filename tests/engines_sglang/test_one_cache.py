@@ -1,4 +1,6 @@
-"""One folder, two engines: pages that SGLang stored serve vLLM, and the other way round, in the encoding of each."""
+"""SGLang and vLLM use one folder. Each gets hits on pages that the other one stored, which are converted to its own
+encoding.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,30 @@ from tests.engines_sglang.conftest import OUTPUT_TOKENS, PROMPTS, Judge, judge_o
 from tests.engines_sglang.spied import wait_until_durable
 
 BLOCK_TOKENS = 32
-"""The smallest block of vLLM on a CPU; SGLang takes it as its page size."""
+"""Tokens per block: the smallest number that vLLM allows on a CPU. SGLang uses it as its page size."""
 
 WRITTEN_DEADLINE_S = 60.0
 NAMED_DEADLINE_S = 60.0
 
 NAMES = ("a", "b")
 NOTHING = [7, 8, 9]
-"""A prompt too short to be cached."""
+"""A prompt that is too short to be cached."""
 
 CACHED = {name: (len(PROMPTS[name]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in NAMES}
 SETTINGS = {
     "host.bytes": 48 << 20,
     "keys.scheme": "common",
     "disk.bytes_per_folder": 64 << 20,
-    # The test checks what the disk serves, on a machine that may be busy.
+    # The machine may be busy, and the test checks what the disk serves, not how fast.
     "disk.compute_if_faster": False,
     "load.lookup_wait_s": 30.0,
 }
 
 
 class Sglang:
-    """A SGLang engine over the folder. It gets neither a linker nor a setting: flexkv's entry point supplies the
-    linker, and flexkv's file and variables supply the settings."""
+    """An SGLang engine that uses the folder. Its arguments have neither a linker nor settings of flexkv. flexkv's entry
+    point supplies the linker, and a file and environment variables supply the settings.
+    """
 
     def __init__(self, model: Path, log: Path, disk: Path, **more: str) -> None:
         settings = log.with_suffix(".yaml")
@@ -68,7 +71,7 @@ class Sglang:
 
 
 class Vllm:
-    """A vLLM engine over the folder; if the folder is None, it has no flexkv and no cache."""
+    """A vLLM engine that uses the folder. If the folder is None, the engine has no flexkv and no prefix cache."""
 
     def __init__(self, model: Path, log: Path, disk: Path | None, **more: str) -> None:
         arguments: dict[str, Any] = {
@@ -100,7 +103,12 @@ class Vllm:
 
 @contextmanager
 def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iterator[Sglang | Vllm]:
-    """Ends the engine once its stores are on disk; with `stores`, waits until there is one."""
+    """Runs the `with` block with the engine, waits until the engine's stores are on disk, and ends it.
+
+    Args:
+        disk: the folder; None if the engine has no flexkv.
+        stores: whether the engine stores pages within the block. If so, this first waits for the first write.
+    """
     try:
         if disk is not None:
             wait_for_weights(engine)
@@ -108,7 +116,7 @@ def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iter
         yield engine
         ends_s = time.monotonic() + WRITTEN_DEADLINE_S
         while stores and slab_times(disk) == before:
-            # A quiet folder may only mean that the engine has not started its stores yet.
+            # If the folder has not changed, the engine may not have begun its stores yet.
             assert time.monotonic() < ends_s, "nothing was written to disk"
             time.sleep(0.1)
         if disk is not None:
@@ -118,8 +126,9 @@ def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iter
 
 
 def wait_for_weights(engine: Sglang | Vllm) -> None:
-    """Returns once the engine's weights have their name: before that, nothing on disk is served. A start waits only
-    some seconds for it."""
+    """Waits until flexkv has the digest of the engine's weights. Until then pages on disk are not served, and an
+    engine's start waits only a few seconds for the digest.
+    """
     ends_s = time.monotonic() + NAMED_DEADLINE_S
     engine.step()
     while "the engine's weights are named" not in engine.log.read_text():
@@ -129,7 +138,7 @@ def wait_for_weights(engine: Sglang | Vllm) -> None:
 
 
 def slab_times(disk: Path | None) -> dict[str, int]:
-    """Time of the last write to each slab."""
+    """Returns the time of the last write to each slab."""
     slabs = [] if disk is None else disk.rglob("*.slab")
     return {str(slab): slab.stat().st_mtime_ns for slab in slabs}
 
@@ -156,7 +165,7 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
         judge("b", answer)
         assert answer["cached"] == CACHED["b"]
 
-    # The control: if pages were rewritten in a wrong order, the answer would differ.
+    # Control: if pages are converted from a wrong encoding, the answer differs.
     say_another_order(spoiled)
     with over(spoiled, Vllm(model, tmp_path / "vllm-spoiled.log", spoiled)) as vllm:
         answer = vllm.ask("a")
@@ -168,7 +177,7 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
 
 
 def say_another_order(disk: Path) -> None:
-    """Makes the slab's header claim heads outside tokens, while SGLang has tokens outside heads."""
+    """Changes the encoding in the slab's header from SGLang's, tokens before heads, to heads before tokens."""
     [slab] = disk.rglob("*.slab")
     header = read_header(str(slab))
     raw = bytearray(slab.read_bytes()[: header.header_bytes])

@@ -1,4 +1,6 @@
-"""SGLang's own --enable-flexkv ends with an error that names the linker's flags, which the sample file has."""
+"""SGLang's own flag --enable-flexkv ends with an error that says which flags to use instead. The sample file has these
+flags.
+"""
 
 from __future__ import annotations
 

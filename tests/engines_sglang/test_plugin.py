@@ -1,4 +1,6 @@
-"""The entry point `sglang.srt.plugins`: SGLang's own loader finds it; it names flexkv if no linker is named."""
+"""flexkv's entry point in `sglang.srt.plugins`. SGLang's own loader finds it, and it makes flexkv the linker if the
+engine's arguments have none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SGLang's own pool classes, on the device and on the host, stored and loaded byte for byte; others are refused."""
+"""Pages of SGLang's own pool classes, on the device and on the host, are stored and loaded byte for byte. Pools of
+other classes are refused.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ HOST_POOLS = [
 
 @pytest.mark.parametrize("name", HOST_POOLS)
 def test_pages_of_a_host_pool_come_back_byte_for_byte(parts: Parts, name: str) -> None:
-    """HiCache's pools, in each of its layouts; `page_head` splits heads, which a latent does not have."""
+    """Runs with HiCache's pools in each layout, except latents in `page_head`, which would split heads."""
     assert parts["host_pool_child"][name] == {
         "stored": [[True, True]] * 2,
         "found": 2,

@@ -1,4 +1,6 @@
-"""Mooncake Store behind flexkv as SGLang's linker: one engine's stores serve the next engine within its lookup."""
+"""flexkv as SGLang's linker, with Mooncake Store as its remote tier. The next engine gets hits on what one engine
+stored; its lookup waits for the store.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from tests.servers.namespace import Namespace, network_namespace
 
 UNIT = "dp0.pp0of1.tp0of1"
 WAIT_S = 30.0
-"""Generous, because the machine may be busy."""
+"""Limit for waits on the store; generous, because the machine may be busy."""
 WRITTEN_S = 60.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "SGLANG_HOST_IP": "127.0.0.1"}
-"""The namespace has no other interface."""
+"""Environment of the engines: they use loopback, the only network interface of the namespace."""
 NAMES = ("a", "b")
 PAGES = sum(whole(name) for name in NAMES) // PAGE_TOKENS
 WRITTEN = series("flexkv_remote_pages_total", direction="write", unit=UNIT)
@@ -29,7 +31,7 @@ HITS = series("flexkv_hit_blocks_total", tier="remote", unit=UNIT)
 
 
 class InNamespace(SglangProcess):
-    """An engine in a network namespace, where no process can be forked from outside."""
+    """An engine in a network namespace. It is not forked from the template, which runs outside the namespace."""
 
     launched = SglangProcess.launched
 
@@ -42,7 +44,7 @@ class InNamespace(SglangProcess):
 
 
 class OverMooncake(Asked):
-    """An engine whose linker is flexkv over a store."""
+    """An engine whose linker is flexkv, with a store as its remote tier."""
 
     def __init__(self, engine: SglangProcess) -> None:
         self.engine = engine
@@ -72,7 +74,7 @@ def started(namespace: Namespace, master: Master, model: Path, log: Path) -> Ite
         remote__probe_s=10.0,
         remote__wait_s=WAIT_S,
         load__lookup_wait_s=WAIT_S,
-        # The tiny model computes faster than any store reads.
+        # To compute with the tiny model is faster than to read from any store, so the choice must be off.
         disk__compute_if_faster=False,
     )
     with InNamespace(namespace, model, log, {**told, "enable_metrics": True}) as engine:
@@ -88,7 +90,7 @@ def test_an_engine_over_mooncake_serves_the_next_one(model: Path, tmp_path: Path
                 assert answer["cached"] == 0
             first.wait_written(PAGES)
         with started(namespace, master, model, tmp_path / "second.log") as second:
-            # The control: a user with another salt is served nothing.
+            # Control: a request with a different salt gets no hit.
             assert second.ask_one("a", cache_salt="a tenant")["cached"] == 0
             for name in NAMES:
                 answer = second.ask_one(name)

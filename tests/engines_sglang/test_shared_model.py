@@ -1,4 +1,4 @@
-"""What SGLang's models must fulfil to share pages with other engines; no engine is started here."""
+"""Conditions under which an SGLang model shares pages with other engines. These tests start no engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_models_that_others_would_compute_differently_are_refused(tmp_path: Path
     assert len(bytes.fromhex(said["plain"])) == 32
     assert "decrypted_config_file=/other.json is another configuration" in said["other file"]
     assert "longrope" in said["long rope"]
-    # A mode whose kernels give other bits has other keys.
+    # Modes whose kernels give different bits have different keys.
     assert len({said["plain"], *said["kernels"]}) == 3
-    # A rank's pages hold its heads alone, so their keys differ from those of another rank and of a whole model.
+    # A rank's pages have only its heads, so their keys differ from those of other ranks and of an unsplit model.
     assert len({said["plain"], *said["ranks"]}) == 3

@@ -1,5 +1,6 @@
-"""Two tensor-parallel ranks of the real SGLang engine, each with its own manager: both must do the same, whatever
-happens on one of them."""
+"""Two tensor-parallel ranks of a real SGLang engine, each with its own manager. Both must load and store the same
+pages, even if something fails on one of them.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from tests.engines_sglang.stored import Stored
 
 TWO_RANKS = {"tp_size": 2}
 ONE_CPU_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-"""SGLang needs the CPUs of each rank if there are more ranks than memory nodes; without its kernels for CPUs it binds
-none."""
+"""Environment variable with the CPUs of each rank, which SGLang requires if there are more ranks than memory nodes.
+Without its kernels for CPUs, SGLang does not bind ranks to them.
+"""
 NAMES = ("a", "b", "aborted")
 ALIKE = ("lookup", "load", "landed", "offload", "stored")
 
 
 @pytest.fixture(scope="module")
 def judge_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """Compares answers with those of two ranks without flexkv and without a cache of their own."""
+    """A judge with the answers of two ranks without flexkv and without a cache of their own."""
     log = tmp_path_factory.mktemp("two-ranks-alone") / "engine.log"
     return judge_by(model, log, NAMES, TWO_RANKS, **ONE_CPU_EACH)
 
@@ -37,7 +39,7 @@ def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_alike(spied: Spied, *whats: str) -> None:
-    """Both ranks found, loaded and stored the same pages, in the same order and with the same result."""
+    """Asserts that both ranks noted the same events in the same order: the same pages and the same results."""
     for what in whats:
         assert spied.notes(what, rank=0) == spied.notes(what, rank=1), what
         assert spied.notes(what), f"nothing of {what} to compare"
@@ -56,7 +58,7 @@ def test_a_page_that_is_damaged_on_one_rank_fails_the_load_on_both(spied: Spied,
     assert failed["finish"] == "abort", failed
     landed = [spied.notes("landed", rank)[-1]["landed"] for rank in (0, 1)]
     assert landed == [True, False], "the other rank's page was whole"
-    # A page that is lost on one rank is fetched or computed again on both, stored, and served.
+    # After a page is lost on one rank, both ranks load or compute it again and store it. Then it is a hit.
     judge_two("a", spied.ask_one("a"))
     spied.forget()
     served = spied.ask_one("a")

@@ -1,4 +1,4 @@
-"""Cases of blending: documents that were computed one by one stand in another order in a prompt."""
+"""Cases of blending: a prompt contains documents that were computed one by one, in a different order."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _blend(lab: Engine, ids: list[int], ask: dict[str, Any], tokens: int = ANSWE
 def blended(
     model: str, transfer: Transfer = None, sizes: Sequence[int] = (), broken: bool = False, **engine: Any
 ) -> Found:
-    """Computed in full, and blended with a ratio of 1 and of a third.
+    """Computes a prompt in full, and blends it with a ratio of 1 and of a third.
 
     Args:
-        sizes: tokens of the documents.
-        broken: as a control, kept rows of one request are one causal sequence.
+        sizes: number of tokens of each document.
+        broken: for a control, attention treats the kept rows of a request as one causal sequence.
     """
     from flexkv.adapters.vllm.blend.rows import Runs
 

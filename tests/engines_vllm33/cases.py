@@ -1,6 +1,6 @@
-"""The cases that a test runs on one engine: each starts it in this process, and returns its answers.
+"""The cases that tests run. Each case starts an engine in this process, and returns the engine's answers.
 
-`transfer` is vLLM's `kv_transfer_config`, None to run without flexkv. The cases of sleeps are in `sleeping.py`.
+`transfer` is vLLM's `kv_transfer_config`; None to run without flexkv. Cases with sleep mode are in `sleeping.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def case(function: Case) -> Case:
 
 @case
 def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Computed, served by vLLM's own prefix cache, by flexkv one by one, and by flexkv all at once."""
+    """Prompts are computed, then hits in vLLM's own prefix cache, then hits in flexkv: one by one, and all at once."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run_each(PROMPTS))
     lab.drain()
@@ -45,7 +45,7 @@ def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Ten requests at once, longer than a step's budget, with the same first 200 tokens."""
+    """Ten requests run at once. They share their first 200 tokens, and together exceed the token budget of a step."""
     lab = Engine(model, transfer, **engine)
     shared = prompt_tokens(200, 4)
     prompts = [shared + prompt_tokens(40 + 37 * number, 10 + number) for number in range(10)]
@@ -59,7 +59,7 @@ def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Nothing is dropped on purpose: a pool for fewer than two prompts evicts the others."""
+    """vLLM's prefix cache is not reset, but the pool is too small for all prompts, so vLLM evicts some of them."""
     small = {"num_gpu_blocks_override": 56, "max_model_len": 512, "max_num_batched_tokens": 256}
     lab = Engine(model, transfer, **(small | engine))
     prompts = [prompt_tokens(200 + number, 30 + number) for number in range(8)]
@@ -71,8 +71,7 @@ def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """A request that flexkv serves is aborted before its first step and after one, two and three; then it is sent
-    again."""
+    """A request with a hit in flexkv is aborted after zero, one, two and three steps. Then it is sent again."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run([LONG]))
     states = []
@@ -92,7 +91,7 @@ def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Three requests outgrow a pool that has room for their prompts."""
+    """Three requests generate more tokens than the pool has blocks for; their prompts alone fit."""
     small = {"num_gpu_blocks_override": 28, "max_model_len": 256}
     lab = Engine(model, transfer, **(small | engine))
     prompts = [prompt_tokens(121 + 5 * number, 50 + number) for number in range(3)]
@@ -104,7 +103,9 @@ def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Two turns of conversations: generated tokens, drafted or not, are stored and served."""
+    """Conversations have two turns. Generated tokens of the first turn, drafted or not, are stored and are hits in the
+    second.
+    """
     lab = Engine(model, transfer, **engine)
     prompts = [prompt_tokens(30, 60) * 5, prompt_tokens(20, 61) * 9, SHORT]
     first = lab.run(prompts, 32)
@@ -118,10 +119,11 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """vLLM tells the connector of an allocation when it takes the output of the step, and frees an ended request's
-    blocks when no step under way has it; then a request is aborted between its allocation and its load.
+    """vLLM defers allocations and frees. It notifies the connector of an allocation only when it processes the step's
+    output, and frees the blocks of a finished request only when no step in flight uses them. In a second part, a
+    request is aborted between its allocation and its load.
 
-    vLLM 0.33 defers allocations for HiSparse alone; here the case sets its switches.
+    vLLM 0.33 does this only for HiSparse, so the case sets the scheduler's switches itself.
     """
     lab = Engine(model, transfer, **engine)
     scheduler = lab.scheduler
@@ -149,7 +151,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         scheduler.connector.update_state_after_alloc = watched
 
     def beside_another() -> list[Request]:
-        """The answers to one request, and to `LONG`, which comes while the first one runs."""
+        """Runs a request, and `LONG`, which is added while the first one runs. Returns both answers."""
         running = lab.add(SHORTER, 12)
         lab.step_until(lambda: len(lab.requests[running].tokens) > 3, "the first request runs")
         waiting = lab.add(LONG, ANSWER_TOKENS)
@@ -164,7 +166,9 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     update = scheduler.update_from_output
 
     def abort_first(*arguments: Any) -> Any:
-        """Aborts where the core does so for its clients: between a step and its output."""
+        """Aborts a request at the point where the core aborts for its clients: after a step, before its output is
+        processed.
+        """
         if scheduler.deferred_loads and not aborted:
             aborted.extend(scheduler.deferred_loads)
             lab.core.abort_requests(list(scheduler.deferred_loads))
@@ -185,7 +189,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Scheduler and workers in their own processes, as vLLM starts them by default."""
+    """Runs the scheduler and the workers in their own processes, as vLLM does by default."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run_each(PROMPTS))
     lab.forget()
@@ -197,7 +201,7 @@ def apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def from_disk(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """One life of an engine: the same prompts each time."""
+    """Starts an engine once and sends the prompts. A test runs this several times with one folder on disk."""
     lab = Engine(model, transfer, **engine)
     lab.note("asked", lab.run_each(PROMPTS))
     return lab.end()
@@ -205,8 +209,9 @@ def from_disk(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The load of a prompt's beginning fails; then the whole prompt is sent again, with the blocks that were computed
-    and stored after the failure."""
+    """The load of a prompt's first blocks fails. Then the prompt is sent again, and gets hits on the blocks that were
+    computed and stored after the failure.
+    """
     lab = Engine(model, transfer, **engine)
     lab.note("beginning", lab.run([LONG[:170]]))
     lab.forget()
@@ -218,10 +223,11 @@ def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def broken_promise(model: str, transfer: Transfer = None, knows_runner: bool = True, **engine: Any) -> Found:
-    """Another connector, before flexkv in a MultiConnector, promises a prompt's beginning and does not bring it.
+    """Another connector, which comes before flexkv in a MultiConnector, promises a prompt's first blocks and does not
+    deliver them.
 
     Args:
-        knows_runner: False is the control: flexkv takes Model Runner V2 for V1.
+        knows_runner: False for a control, in which flexkv takes Model Runner V2 for V1.
     """
     from flexkv.adapters.vllm.engine_spec import EngineRole
 
@@ -241,7 +247,7 @@ def broken_promise(model: str, transfer: Transfer = None, knows_runner: bool = T
 
 @case
 def announced(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """KV events, from the first block to a reset of everything."""
+    """Records the KV events from the first block until after a reset of both caches."""
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     lab = Engine(model, transfer, kv_events_config=events, **engine)
     said: list[dict[str, Any]] = []

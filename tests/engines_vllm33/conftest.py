@@ -1,4 +1,4 @@
-"""Fixtures: a model, and cases run with flexkv and without."""
+"""Fixtures of these tests, which run cases with flexkv and without it."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ FAULTY = {
     "kv_connector": "FaultyConnector",
     "kv_connector_module_path": "tests.engines.faulty_connector",
 }
-"""Its mover obeys the rules in FAULT_RULES."""
+"""A `kv_transfer_config` for flexkv's connector with a mover that follows the rules in FAULT_RULES."""
 
 PROMISING: dict[str, Any] = {
     "kv_connector": "PromisingConnector",
     "kv_connector_module_path": "tests.engines.promising_connector",
     "kv_role": "kv_both",
 }
-"""Promises tokens and does not bring them."""
+"""A `kv_transfer_config` for a connector that promises tokens and does not deliver them."""
 
 OFF: dict[str, Any] = {"async_scheduling": False}
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 RUNNER_V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 WHOLE_BLOCKS = [144, 64, 320]
-"""Tokens served of `cases.PROMPTS`, which have 150, 70 and 330."""
+"""Number of tokens in the full blocks of each of `cases.PROMPTS`, which have 150, 70 and 330 tokens."""
 
 Found = dict[str, Any]
 
@@ -61,19 +61,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def flexkv(base: Mapping[str, Any] = FLEXKV, **settings: Any) -> dict[str, Any]:
-    """A `kv_transfer_config`; settings are dotted keys with `__` for the dot."""
+    """Makes a `kv_transfer_config`. Settings are given by dotted name, with `__` for each dot."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     return {**base, "kv_connector_extra_config": {"host.bytes": 1 << 26, "identity.model": "tiny", **named}}
 
 
 def within_step(mode: str, base: Mapping[str, Any] = FLEXKV) -> dict[str, Any]:
-    """A `kv_transfer_config` for loads within the step, without async scheduling. Model Runner V2 cannot take back a
-    running request, so flexkv loads within its steps only where a failed load ends its request."""
+    """Makes a `kv_transfer_config` for loads within the step; async scheduling must be off. Model Runner V2 cannot
+    reset a running request to an earlier position, so flexkv loads within its steps only if a failed load ends the
+    request.
+    """
     return {**flexkv(base, load__mode=mode), "kv_load_failure_policy": "fail"}
 
 
 def multi(*connectors: Mapping[str, Any]) -> dict[str, Any]:
-    """A `kv_transfer_config` of several connectors; the first that has tokens loads them, all store."""
+    """Makes a `kv_transfer_config` with several connectors. The first one that has tokens loads them; all of them
+    store.
+    """
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -83,18 +87,18 @@ def multi(*connectors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(work: Path) -> dict[str, str]:
-    """Environment variables that every process of an engine needs."""
+    """Returns the environment variables that every process of an engine needs."""
     paths = (HERE / "startup", FOLDER / "beside", FOLDER / "site", ROOT)
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "CUDA_VISIBLE_DEVICES": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Kernels that no host CPU has.
+        # FlashInfer's kernels do not run on a CPU.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CACHE_ROOT": str(work / "vllm"),
         "TRITON_CACHE_DIR": str(work / "triton"),
-        # The models are tiny, and nothing can be fetched from a network.
+        # The models are tiny, so one thread suffices; and these tests use no network.
         "OMP_NUM_THREADS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -105,12 +109,13 @@ def environment(work: Path) -> dict[str, str]:
 
 
 class Cases:
-    """Runs cases, one after the other, and remembers the results without flexkv.
+    """Runs cases one after the other. Results of cases without flexkv are remembered.
 
     Attributes:
-        model: the model of cases that name no other one.
-        windowed: a model with two KV groups.
-        laconic: a model that repeats itself.
+        work: folder for logs, models and caches.
+        model: folder of the model of cases that have no `model` argument.
+        windowed: folder of a model with two KV groups.
+        laconic: folder of a model that soon repeats its own words.
     """
 
     def __init__(self, work: Path, model: Path) -> None:
@@ -138,8 +143,10 @@ class Cases:
         deadline_s: float = CASE_DEADLINE_S,
         **arguments: Any,
     ) -> Found:
-        """Raises:
-        AssertionError: the case failed; with its message.
+        """Runs a case with `arguments` in a process of its own, and returns its result and its log.
+
+        Raises:
+            AssertionError: if the case failed; the error has the case's message and the end of its log.
         """
         self._count += 1
         log = self.work / f"{self._count}-{case}.log"
@@ -158,7 +165,7 @@ class Cases:
         return {**answer["value"], "log": said}
 
     def alone(self, case: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Found:
-        """The same case without flexkv."""
+        """Runs the same case without flexkv, or returns the result of an earlier such run."""
         key = json.dumps([case, environment, arguments], sort_keys=True)
         if key not in self._alone:
             self._alone[key] = self.run(case, None, environment, **arguments)
@@ -170,7 +177,7 @@ class Cases:
         try:
             self._server.wait(10.0)
         except subprocess.TimeoutExpired:
-            # The server has its own session: nothing else is in that group.
+            # The server leads its own session, so its process group has only the server and its children.
             os.killpg(self._server.pid, 9)
             self._server.wait()
 
@@ -185,7 +192,7 @@ class Cases:
                 said = log if log.exists() else self.work / "server.log"
                 what = "the server of cases ended" if ready else f"no answer in {deadline_s:.0f} s"
                 if not ready:
-                    # Its late answer would be taken for the next case's.
+                    # A late answer would be taken for the answer of the next case.
                     os.killpg(self._server.pid, 9)
                 pytest.fail(f"{what}\n{said.read_text(errors='replace')[-LOG_TAIL:]}")
             line += more
@@ -215,7 +222,7 @@ def cached(found: Found, phase: str) -> list[int]:
 
 
 def assert_same_tokens(found: Found, alone: Found) -> None:
-    """In every phase, each answer is the same as without flexkv."""
+    """Asserts that each answer of each phase has the same tokens as without flexkv."""
     assert found["phases"].keys() == alone["phases"].keys()
     for phase in found["phases"]:
         assert tokens(found, phase) == tokens(alone, phase), phase

@@ -1,4 +1,4 @@
-"""One vLLM 0.33 in this process, steered step by step."""
+"""Runs a vLLM 0.33 engine in this process, step by step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ BLOCK_TOKENS = 16
 POOL_BLOCKS = 256
 DEADLINE_S = 120.0
 SPOILT = 0x3F
-"""Fills overwritten KV. Two such bytes are 0.75 in bfloat16: wrong, but a number, so that vLLM can compute with it."""
+"""The byte that overwrites KV. Two such bytes are 0.75 in bfloat16, a wrong number with which vLLM can compute."""
 
 ANSWER_TOKENS = 4
-"""Each token takes a step. Even the first one depends on the KV of the whole prompt."""
+"""Number of tokens of an answer. Each token takes a step, and even the first one depends on the KV of the complete
+prompt.
+"""
 
 ARGUMENTS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -44,7 +46,7 @@ class Request:
 
 
 class WorkerExtension:
-    """Adds methods to a worker of vLLM, in whichever process it runs."""
+    """Methods that vLLM adds to its worker class, in the process in which the worker runs."""
 
     vllm_config: Any
 
@@ -69,9 +71,10 @@ def overwrite(cache: torch.Tensor) -> None:
 
 
 class Engine:
-    """An engine whose core is in this process, unless VLLM_ENABLE_V1_MULTIPROCESSING is 1.
+    """An engine. Its core is in this process, unless VLLM_ENABLE_V1_MULTIPROCESSING is 1.
 
     Args:
+        transfer: vLLM's `kv_transfer_config`; None for no connector.
         arguments: arguments of `vllm.LLM`, which override `ARGUMENTS`.
     """
 
@@ -87,7 +90,7 @@ class Engine:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the core is in another process."""
+        """Whether the engine's core is in another process."""
         return not hasattr(self.llm.llm_engine.engine_core, "engine_core")
 
     @property
@@ -109,8 +112,9 @@ class Engine:
     ) -> str:
         """
         Args:
-            fields: `kv_transfer_params` of the request.
-            salt: its `cache_salt`.
+            tokens: number of tokens to generate.
+            fields: `kv_transfer_params` of the request; None for none.
+            salt: `cache_salt` of the request; None for none.
         """
         from vllm import SamplingParams
 
@@ -152,18 +156,18 @@ class Engine:
         fields: Mapping[str, Any] | None = None,
         salt: str | None = None,
     ) -> list[Request]:
-        """Runs the prompts together to their end. Arguments as of `add`."""
+        """Runs the prompts together to their end. The other arguments are those of `add`."""
         names = [self.add(ids, tokens, fields, salt) for ids in prompts]
         self.step_until(lambda: all(self.requests[name].ended for name in names))
         return [self.requests.pop(name) for name in names]
 
     def run_each(self, prompts: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS) -> list[Request]:
-        """Runs one prompt after the other."""
+        """Runs the prompts one after the other."""
         return [self.run([ids], tokens)[0] for ids in prompts]
 
     def state(self, name: str) -> str:
-        """The state of a request; empty if the scheduler does not have it."""
-        # The core appends characters of its own to a request's name.
+        """Returns the scheduler's state of a request; an empty string if the scheduler does not have the request."""
+        # The core's name for a request is this name with a suffix.
         states = [one.status.name for key, one in self.scheduler.requests.items() if key.startswith(name)]
         return states[0] if states else ""
 
@@ -171,12 +175,12 @@ class Engine:
         self.llm.llm_engine.abort_request([name])
         self.requests.pop(name)
 
-    # --- what the engine has cached ---
+    # --- the engine's cache ---
 
     def drain(self) -> None:
-        """Returns when neither requests nor copies hold blocks."""
+        """Steps the engine until no request and no copy uses a block."""
         if self.is_apart:
-            # A core in another process answers when it has no work left.
+            # A core in another process answers this call when it has no work left.
             self.llm.sleep(level=0, mode="wait")
             self.llm.wake_up(["scheduling"])
             return
@@ -186,26 +190,22 @@ class Engine:
         )
 
     def forget(self) -> None:
-        """Drops vLLM's own prefix cache and overwrites the KV memory: a later hit can only have been loaded."""
+        """Drops vLLM's own prefix cache and overwrites the KV memory, so that later hits can come only from loads."""
         self.drain()
         assert self.llm.reset_prefix_cache(), "some blocks are held"
         self.llm.collective_rpc("overwrite_kv")
 
-    # --- what a case found ---
+    # --- the results of a case ---
 
     def note(self, phase: str, answers: Sequence[Request]) -> None:
-        """Keeps the answers for `end`, as JSON takes them."""
+        """Records the answers of a phase, in a form that JSON can encode. `end` returns them."""
         self._phases[phase] = {
             "tokens": [answer.tokens for answer in answers],
             "cached": [answer.cached for answer in answers],
         }
 
     def end(self, **more: Any) -> dict[str, Any]:
-        """Ends the engine.
-
-        Returns:
-            facts about it, its answers by phase, its metrics, and `more`.
-        """
+        """Ends the engine. Returns facts about it, its answers by phase, its metrics, and `more`."""
         self.drain()
         found = {**self._facts(), "phases": self._phases, "metrics": self._metrics(), **more}
         self.llm.llm_engine.engine_core.shutdown()
@@ -224,7 +224,7 @@ class Engine:
         }
 
     def _metrics(self) -> dict[str, float]:
-        """Sums over labels, by name without `vllm:` and `_total`."""
+        """Returns the metrics, summed over their labels, by name without `vllm:` and `_total`."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}

@@ -1,8 +1,9 @@
-"""Importing this makes the CPU pass for a GPU in this process: torch, vLLM's compiled operators, its drivers.
+"""When this module is imported, the CPU passes for a GPU in this process: in torch, in vLLM's compiled operators, and
+in the drivers that vLLM calls.
 
-No file is changed. vLLM's Python runs unchanged except for what `mock_vllm.py` names. The mock cannot show: streams and
-events (all work ends as soon as it begins), CUDA graphs, real kernels and their numerics, device pointers (flexkv takes
-its CPU lane), and times.
+No file is changed, and vLLM's Python code runs unchanged except for the parts that `mock_vllm.py` replaces. The mock
+does not cover streams and events (all work ends at once), CUDA graphs, real kernels and their numerics, device pointers
+(flexkv uses its CPU lane), and times.
 """
 
 from tests.engines_vllm33 import mock_cuda, mock_operators, mock_vllm

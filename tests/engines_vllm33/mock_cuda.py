@@ -1,4 +1,4 @@
-"""torch.cuda and torch.accelerator of one H100 with 8 GiB that are host memory."""
+"""Replaces torch.cuda and torch.accelerator by those of one H100 with 8 GiB of memory, which is host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
-# Set before torch and Triton are imported: kernels run in Triton's interpreter, and nothing is compiled.
+# Must be set before torch and Triton are imported. Kernels then run in Triton's interpreter, and nothing is compiled.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -24,7 +24,7 @@ CAPABILITY = (9, 0)
 
 
 class Event:
-    """An event that has happened as soon as it is recorded."""
+    """An event that is complete as soon as it is recorded."""
 
     def __init__(self, *_: Any, **options: Any) -> None:
         allowed = {"enable_timing", "blocking", "interprocess", "external", "device"}
@@ -46,7 +46,7 @@ class Event:
 
 
 class Stream:
-    """A stream with no work to wait for."""
+    """A stream that never has unfinished work."""
 
     device_index, device_type, stream_id, cuda_stream = 0, 1, 0, 0
 
@@ -99,7 +99,7 @@ STATISTICS = {
 
 
 def gpus() -> int:
-    """The number of GPUs that CUDA_VISIBLE_DEVICES names."""
+    """Returns the number of GPUs in CUDA_VISIBLE_DEVICES."""
     return len(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(","))
 
 
@@ -165,7 +165,9 @@ def replace_torch() -> None:
 
 
 def _of_its_own(name: str, value: Any) -> Any:
-    """A copy of the function: Dynamo keeps a table of torch's functions and wants no function in it twice."""
+    """Copies a function under a new name; returns other values unchanged. Dynamo has a table of torch's functions, in
+    which each function may occur only once.
+    """
     if not isinstance(value, FunctionType):
         return value
     return FunctionType(value.__code__, value.__globals__, name, value.__defaults__, value.__closure__)
@@ -180,7 +182,7 @@ def _on_host(argument: Any) -> Any:
 
 
 class HostMemory(TorchFunctionMode):  # type: ignore[misc]
-    """Allocations of a GPU's memory, or of pinned memory, get host memory."""
+    """A mode in which allocations of GPU memory or of pinned memory return ordinary host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: _on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -195,14 +197,14 @@ class HostMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 class SaysCuda(TorchFunctionMode):  # type: ignore[misc]
-    """Every tensor claims to be on a GPU."""
+    """A mode in which `is_cuda` of every tensor is True."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == torch.Tensor.is_cuda.__get__ else func(*args, **(kwargs or {}))
 
 
 def within(mode: type[TorchFunctionMode], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run within such a mode."""
+    """Wraps a function so that it runs within a mode."""
 
     def run(*args: Any, **named: Any) -> Any:
         with mode():
@@ -212,6 +214,6 @@ def within(mode: type[TorchFunctionMode], function: Callable[..., Any]) -> Calla
 
 
 def _enter(mode: type[TorchFunctionMode]) -> None:
-    """Modes belong to a thread: this thread enters it for good, and so does every thread that starts later."""
+    """Enters a mode for good in this thread and in every thread that starts later. Each thread has its own modes."""
     mode().__enter__()
     threading.Thread.run = within(mode, threading.Thread.run)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The operators of vLLM's compiled libraries that a dense Llama needs, in torch on host tensors."""
+"""Implements in torch, on host tensors, those operators of vLLM's compiled libraries that a dense Llama needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SUPPORTED = "bool"
-"""Operators that report a GPU's features: it has none."""
+"""Result type of the operators that report whether the GPU has some feature. Here they always report False."""
 
 ONLY_NAMED = (
     "static_scaled_fp8_quant",
@@ -29,7 +29,7 @@ ONLY_NAMED = (
     "silu_and_mul_nvfp4_quant",
     "fused_qk_norm_rope",
 )
-"""vLLM's compiler passes look them up in `torch.ops._C` at import; none is called here."""
+"""Operators that vLLM's compiler passes look up in `torch.ops._C` when they are imported, and that are never called."""
 
 
 def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -97,7 +97,9 @@ def reshape_and_cache_flash(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Caches are [blocks, tokens per block, heads, head] with any strides; the slot of a padded token is -1."""
+    """Writes keys and values to their slots. Both caches have the shape [blocks, tokens per block, heads, head size]
+    and any strides. A padding token has the slot -1 and is skipped.
+    """
     block_tokens = key_cache.shape[1]
     real = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[real].long()
@@ -156,7 +158,7 @@ OPERATORS: dict[str, dict[str, tuple[Callable[..., Any] | None, str]]] = {
 }
 
 _kept: list[Any] = []
-"""torch forgets the operators of a library that is collected."""
+"""References to the libraries: when a library is garbage-collected, torch removes its operators."""
 
 
 def register() -> None:
@@ -187,7 +189,9 @@ def flash_attn_varlen_func(
     window_size: Any = None,
     **_: Any,
 ) -> Tensor:
-    """FlashAttention over paged keys and values, causal or within a window: computes each request separately."""
+    """Computes attention like FlashAttention with paged keys and values, with or without a causal mask and a window.
+    Each request is computed separately.
+    """
     assert block_table is not None, "only paged attention"
     assert seqused_k is not None
     out = torch.empty_like(q) if out is None else out
@@ -208,7 +212,7 @@ def flash_attn_varlen_func(
         hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
         if window_size is not None and window_size[0] >= 0:
             hidden |= distance > window_size[0]
-            # A value that no token sees may have any bytes, even NaN, and NaN times a weight of 0 is NaN.
+            # Values to which no token attends may be NaN, and NaN times a weight of 0 would be NaN.
             values = values.masked_fill(hidden.all(dim=0)[:, None, None], 0.0)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), keys) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)

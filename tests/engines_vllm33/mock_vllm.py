@@ -1,5 +1,4 @@
-"""Replacements in vLLM 0.33 itself: for compiled modules, for drivers, and for code that Triton's interpreter cannot
-run."""
+"""Replaces parts of vLLM 0.33: compiled modules, drivers, and code that Triton's interpreter cannot run."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ COMPILED = ("_C", "_moe_C", "_C_stable_libtorch", "_moe_C_stable_libtorch", "vll
 
 
 class CuMemAllocator:
-    """Unmaps nothing: a sleep overwrites the memory that it would unmap.
+    """Replaces vLLM's allocator for sleep mode. Where the original unmaps the KV memory, this one overwrites it.
 
     Attributes:
-        kv_caches: the memory that a sleep overwrites.
-        asked: calls, in order.
+        kv_caches: the tensors that a sleep overwrites.
+        asked: the calls so far, in order.
     """
 
     instance: CuMemAllocator | None = None
@@ -116,7 +115,9 @@ def replace_now() -> None:
 
 
 def _sampler(module: Any) -> None:
-    """The kernel's `tl.range` is a plain int in the interpreter; vLLM's own PyTorch version does the same."""
+    """Replaces the kernel for top-k and top-p by vLLM's own PyTorch version, because the interpreter's `tl.range` does
+    not support the kernel.
+    """
 
     def apply(logits: Any, k: Any, p: Any, *_: Any, **__: Any) -> Any:
         return logits if k is None and p is None else module.apply_top_k_top_p_pytorch(logits, k, p)
@@ -125,22 +126,24 @@ def _sampler(module: Any) -> None:
 
 
 def _warmup(module: Any) -> None:
-    """The original would import the kernels of every model."""
+    """Removes the warm-up of kernels, which would import the kernels of every model."""
     module.kernel_warmup = does_nothing
 
 
 def _runner(module: Any) -> None:
-    """The original samples tokens to see how much memory that takes; in the interpreter it takes a second."""
+    """Removes a trial run of the sampler that measures its memory; in the interpreter it would take a second."""
     module.GPUModelRunner._dummy_sampler_run = does_nothing
 
 
 def _registry(module: Any) -> None:
-    """The original imports each model in another process, to leave this one without CUDA; that takes ten seconds."""
+    """Inspects models in this process. The original uses another process, to keep CUDA out of this one, and takes ten
+    seconds.
+    """
     module._run_in_subprocess = lambda inspect: inspect()
 
 
 def _offloading(module: Any) -> None:
-    """The original asserts that its tensors are on a GPU."""
+    """Makes the handlers see tensors on a GPU, because the original asserts that they are."""
     for name, kind in vars(module).items():
         if name.endswith(("Handler", "Handlers")) and getattr(kind, "__module__", "") == module.__name__:
             kind.__init__ = within(SaysCuda, kind.__init__)
@@ -153,7 +156,7 @@ LATER: dict[str, Callable[[Any], None]] = {
     "vllm.model_executor.models.registry": _registry,
     "vllm.v1.kv_offload.cpu.gpu_worker": _offloading,
 }
-"""Modules that cannot be imported this early, and the patch that each gets after its import."""
+"""Patches for modules that cannot be imported yet, by module. Each patch is applied after the module's import."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):

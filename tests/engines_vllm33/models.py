@@ -1,4 +1,4 @@
-"""Models made of another one: with sliding windows, and with few words."""
+"""Makes variants of a model: one with sliding windows, and one with few words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = 6
 
 
 def with_windows(model: Path, folder: Path) -> Path:
-    """Copies the model; every other layer of the copy sees only a sliding window."""
+    """Copies the model. In the copy, every other layer attends only to a sliding window."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     kinds = ["sliding_attention", "full_attention"]
@@ -24,8 +24,9 @@ def with_windows(model: Path, folder: Path) -> Path:
 
 
 def with_few_words(model: Path, folder: Path) -> Path:
-    """Copies the model; the copy answers in so few words that it soon repeats itself, whichever words the machine's
-    rounding makes it choose."""
+    """Copies the model. The copy can generate only a few words, so it soon repeats itself, whichever words the rounding
+    on this machine makes it choose.
+    """
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(model, folder)

@@ -1,6 +1,8 @@
-"""Imports vLLM 0.33 on the mocked CUDA once and forks a process per case, which saves its imports.
+"""Imports vLLM 0.33 on the mocked CUDA once, and forks a process per case, so that a case need not import it.
 
-python -m tests.engines_vllm33.server: orders are lines of JSON on stdin, answers lines on stdout.
+    python -m tests.engines_vllm33.server
+
+Orders are lines of JSON on stdin; answers are lines of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 
 def import_engine() -> None:
-    """Imports the modules that an engine's start imports."""
+    """Imports the modules that an engine imports when it starts."""
     import compressed_tensors  # type: ignore[import-untyped] # noqa: F401
     import vllm.entrypoints.llm
     import vllm.entrypoints.openai.models.protocol
@@ -35,7 +37,7 @@ def import_engine() -> None:
     import tests.engines_vllm33.blending
     import tests.engines_vllm33.sleeping  # noqa: F401
 
-    # As in demo/engine_preload.py, which says why.
+    # demo/engine_preload.py does the same, and its comments say why.
     configure_logging_if_needed(LoggingConfig())
     importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
     importlib.metadata.packages_distributions()
@@ -65,7 +67,7 @@ def run_forked(order: dict[str, Any]) -> dict[str, Any]:
         os.environ.update(order["environment"])
         answer.write_text(json.dumps(run_case(order)))
         sys.stdout.flush()
-        # An engine's threads may wait for ever without a GPU.
+        # Exits without waiting for the engine's threads, some of which may wait for ever without a GPU.
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if not answer.exists():

@@ -1,4 +1,4 @@
-"""Cases in which an engine releases its memory and gets it back with other content."""
+"""Cases in which an engine releases its memory and gets it back with different content."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SLEEPS: dict[str, tuple[int, list[Tags]]] = {
     "level 2": (2, [None]),
     "by tag": (1, [["weights"], ["kv_cache"]]),
 }
-"""The level of each sleep, and the tags of each call that wakes from it."""
+"""For each sleep, its level, and the tags of each call that wakes the engine up."""
 
 
 @case
 def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Sleeps during stores, and then during a load."""
+    """The engine goes to sleep during stores, and then during a load."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
     asked_in = {}
     for number, (name, (level, wakes)) in enumerate(SLEEPS.items()):
         asked.clear()
-        # Nothing waits for its last stores before the engine sleeps.
+        # The last stores of this prompt may be in flight when the engine goes to sleep.
         other = prompt_tokens(250, 70 + number)
         lab.run([other], 3)
         lab.llm.sleep(level=level)
@@ -47,7 +47,7 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         lab.step_until(lambda: not lab.scheduler.requests, "the load has ended")
         lab.llm.sleep()
     lab.llm.wake_up()
-    # With a core in this process nothing tells `LLM` which requests a pause has aborted.
+    # If the core is in this process, vLLM does not report to `LLM` which requests a pause has aborted.
     lab.abort(loading)
     _note_after_waking(lab, "in a load")
     return lab.end(asked=asked_in, state=state, refused=refused)
@@ -55,7 +55,7 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """A core in its own process goes to sleep while it loads."""
+    """An engine whose core has its own process goes to sleep during a load."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     lab.llm.collective_rpc("let_sleeps_overwrite_kv")
     lab.note("cold", lab.run([LONG]))
@@ -63,7 +63,7 @@ def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         lab.forget()
         loading = lab.add(LONG, ANSWER_TOKENS)
         for _ in range(3):
-            # The core plans steps while it answers these.
+            # The core steps between these calls, so the load begins.
             assert not lab.llm.llm_engine.is_sleeping()
         lab.llm.sleep()
         lab.llm.wake_up()
@@ -74,7 +74,7 @@ def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Releases the KV memory and takes it back; the weights stay."""
+    """The engine releases its KV memory and gets it back; the weights stay in memory."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
@@ -89,7 +89,7 @@ def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 
 def _watch(lab: Engine) -> list[str]:
-    """The calls of the allocator and of the connector from now on, in order."""
+    """Begins to record the calls of the allocator and of the connector. Returns the list to which they are added."""
     from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -114,7 +114,9 @@ def _record(target: Any, calls: list[str], *names: str) -> None:
 
 
 def _note_after_waking(lab: Engine, name: str) -> None:
-    """Notes a prompt that is computed, because the reset before a sleep dropped flexkv's pages too, and then served."""
+    """Runs a prompt twice and notes the answers. The first time it is computed, because the reset before a sleep drops
+    flexkv's pages too. The second time it is a hit.
+    """
     lab.note(f"{name}: computed", lab.run([LONG]))
     lab.forget()
     lab.note(f"{name}: hit", lab.run([LONG]))

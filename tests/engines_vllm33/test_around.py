@@ -1,4 +1,4 @@
-"""The engine's surroundings: drafts, disks, other processes, other connectors, names, and refused starts."""
+"""Draft models, disks, engines of several processes, other connectors, names, and starts that flexkv refuses."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ BY_NAME = {key: value for key, value in FLEXKV.items() if key != "kv_connector_m
 
 
 def drafting(cases: Cases, kind: str) -> dict[str, Any]:
-    """Engine arguments: n-grams with a model that repeats itself, or a draft model that guesses every token right, as
-    long as its KV is right."""
+    """Returns engine arguments for drafts: n-grams, with a model that repeats itself, or a draft model. The draft model
+    is the model itself, so it guesses every token right, as long as its KV is right.
+    """
     if kind == "ngram":
         lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         speculation = {"method": "ngram", "num_speculative_tokens": 3, **lookup}

@@ -1,7 +1,8 @@
-"""Blending on vLLM 0.33: its model runner, its order of hooks, and the attention backends that a GPU has.
+"""Blending on vLLM 0.33: with its model runner, its order of hooks, and the attention backends of a GPU.
 
-FLASH_ATTN is vLLM's own code around a kernel in torch; TRITON_ATTN runs vLLM's own kernels on Triton's interpreter. The
-engine's start has the oracle of every kept row (`selftest.py`), so that blending is on only where it holds.
+FLASH_ATTN is vLLM's own code around a kernel in torch. TRITON_ATTN runs vLLM's own kernels in Triton's interpreter.
+When the engine starts, a test compares every kept row with a full computation (`selftest.py`), and blending is on only
+if they agree.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from tests.engines_vllm33.conftest import Cases, Found, flexkv, tokens
 
 BLEND: dict[str, Any] = {"blend__enabled": True, "blend__bytes": 16 << 20, "blend__min_tokens": 32}
 SIZES, SHORT = [96, 75, 128], [48, 33, 35]
-"""Tokens of the documents."""
+"""Numbers of tokens of the documents in a prompt."""
 
 INTERPRETED_S = 1500.0
-"""The interpreter takes minutes."""
+"""Limit for a case that runs in Triton's interpreter, which takes minutes."""
 
 
 def blend(cases: Cases, backend: str, sizes: list[int], broken: bool = False) -> Found:

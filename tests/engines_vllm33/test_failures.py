@@ -1,4 +1,4 @@
-"""Loads that fail, on both model runners: the tokens that are computed then, and the blocks that are stored."""
+"""Loads that fail, on both model runners: which tokens are computed after the failure, and which blocks are stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engines_vllm33.conftest import (
 
 LONG = pytest.mark.long
 FIRST_LOAD = {"FAULT_RULES": json.dumps([{"action": "fail", "kind": "load", "times": 1}])}
-"""A page of the first load fails."""
+"""Fault rules with which one page of the first load fails."""
 
 
 @pytest.mark.parametrize("scheduling", [OFF, pytest.param({}, marks=LONG)], ids=["off", "on"])
@@ -54,7 +54,9 @@ def test_model_runner_v1_recomputes_what_failed_within_the_step(cases: Cases, mo
 
 
 def test_what_model_runner_v2_makes_of_anothers_failed_load_is_not_stored(cases: Cases) -> None:
-    """Model Runner V2 goes on at the request's old position, with flexkv and without it."""
+    """After a failed load, Model Runner V2 continues at the request's old position, with flexkv and without it. So the
+    answer is wrong in both cases, but flexkv must not store the blocks.
+    """
     alone = cases.alone("broken_promise", **OFF)
     without = cases.run("broken_promise", {**PROMISING, "kv_load_failure_policy": "recompute"}, **OFF)
     found = cases.run("broken_promise", multi(PROMISING, flexkv()), **OFF)

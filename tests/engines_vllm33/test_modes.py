@@ -1,4 +1,4 @@
-"""Modes of loads and stores, and events that make requests wait, stop and come back."""
+"""Modes of loads and stores, and cases in which requests wait, are aborted or preempted, and run again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ WAITS = "WAITING_FOR_REMOTE_KVS"
 def test_loads_are_async_where_a_failed_one_is_recomputed(
     cases: Cases, mode: str, scheduling: dict[str, Any]
 ) -> None:
-    """Async scheduling is off or on. Async loads with it on, as a user has them, are in `test_served.py`."""
+    """Runs with async scheduling off and on. `test_served.py` has the default of both: async loads and async
+    scheduling.
+    """
     found = cases.run("served", flexkv(load__mode=mode), **scheduling)
     assert found["async_scheduling"] is not bool(scheduling)
     assert ("loads are async here" in found["log"]) == (mode != "async")
@@ -117,7 +119,9 @@ def test_preempted_requests_come_back_with_the_same_tokens(
 
 
 def test_deferred_allocations_and_ends(cases: Cases) -> None:
-    """A deferred allocation is loaded into; one whose request is aborted before its load leaves nothing behind."""
+    """A load fills blocks whose allocation was deferred. If the request is aborted before the load, no block stays
+    allocated.
+    """
     found = cases.run("deferred", flexkv())
     assert "_drain_deferred_loads" in found["callers"]
     assert found["most_deferred_frees"] > 0

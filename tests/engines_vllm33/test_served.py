@@ -1,4 +1,4 @@
-"""Computed, found by vLLM itself, and served by flexkv: equal tokens on vLLM 0.33."""
+"""On vLLM 0.33, prompts that are computed, hits in vLLM's own cache, and hits in flexkv give equal tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engines_vllm33.conftest import (
 
 SLOTS = 32
 PAGE_BYTES = 32 << 10
-"""16 tokens of 4 layers with K and V of 2 heads of 64 numbers in bfloat16."""
+"""Bytes per page: 16 tokens, 4 layers, K and V, 2 heads of 64 numbers in bfloat16."""
 
 
 def test_without_flexkv_nothing_is_served_once_forgotten(cases: Cases) -> None:
@@ -60,13 +60,13 @@ def test_windows_beside_full_attention_are_served(cases: Cases) -> None:
 
 
 def hashes(found: Found, kind: str, medium: str) -> list[str]:
-    """In the order of the events; a block that came twice is named twice."""
+    """Returns the block hashes in the events of one kind and medium, in order. A hash may occur several times."""
     said = (event for event in found["events"] if (event["kind"], event["medium"]) == (kind, medium))
     return [name for event in said for name in event["hashes"]]
 
 
 def test_events_say_what_host_memory_has(cases: Cases) -> None:
-    """33 blocks for 32 slots: flexkv also announces the blocks that it evicts."""
+    """33 blocks compete for 32 slots, so flexkv evicts blocks, which it must announce too."""
     found, alone = cases.run("announced", flexkv(host__bytes=SLOTS * PAGE_BYTES)), cases.alone("announced")
     assert_same_tokens(found, alone)
     assert not hashes(alone, "BlockStored", "CPU")

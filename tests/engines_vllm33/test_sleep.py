@@ -1,4 +1,4 @@
-"""Engines that release their memory and get it back."""
+"""Sleep mode: engines that release their memory and get it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.engines_vllm33.test_around import OFFLOADING
 
 
 def assert_hits_are_right(found: Found, alone: Found) -> None:
-    """After each waking a prompt is computed, and served when it is sent again; without flexkv it is never served."""
+    """Asserts that, each time the engine has woken up, a prompt is first computed and then a hit. Without flexkv it is
+    never a hit.
+    """
     for phase in found["phases"]:
         assert cached(found, phase) == ([320] if phase.endswith("hit") else [0]), phase
         assert cached(alone, phase) == [0], phase
@@ -37,14 +39,14 @@ def test_after_each_sleep_the_next_hit_is_right(cases: Cases) -> None:
     found, alone = cases.run("asleep", flexkv()), cases.alone("asleep")
     assert_order(found)
     assert (found["state"], alone["state"]) == ("WAITING_FOR_REMOTE_KVS", "RUNNING")
-    # An engine in the caller's process cannot wait for a load; the next try is taken.
+    # An engine in the caller's process cannot wait for a load, so the first call is refused; the next one succeeds.
     assert "Failed to reset KV cache" in found["refused"]
     assert not alone["refused"]
     assert_hits_are_right(found, alone)
 
 
 def test_after_the_kv_memory_was_released_the_next_hit_is_right(cases: Cases) -> None:
-    """vLLM refuses the release with async scheduling in one process, with flexkv and without it."""
+    """Async scheduling is off, because with it vLLM refuses the release in one process, with flexkv or without it."""
     found = cases.run("released", flexkv(), **OFF)
     assert_order(found)
     assert_hits_are_right(found, cases.alone("released", **OFF))

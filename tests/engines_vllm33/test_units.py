@@ -1,5 +1,6 @@
-"""The adapter's unit tests on the Python of vLLM 0.33: the names that the adapter uses, its hooks, the settings in its
-keys, and its work on vLLM's own objects and scheduler."""
+"""Runs the adapter's unit tests with the Python code of vLLM 0.33. They cover the names of vLLM that the adapter uses,
+its hooks, the settings in its keys, and its work on vLLM's own objects and scheduler.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +34,27 @@ OF_A_CPU = (
     "test_layer_stores.py::test_blocks_that_are_handed_out_under_a_copy",
     "test_sleep.py::test_a_reset_fails_while_other_processes_copy",
 )
-"""Tests for the platform of a CPU, or of a device's name; the mocked one is CUDA, whose devices are the CPU's."""
+"""Tests that need vLLM's CPU platform, or check the name of a device. Here the platform is CUDA, but its tensors are on
+the CPU.
+"""
 
 OF_RUNNER_V1 = (
     "test_model_runners.py::test_a_failed_load_is_computed",
     "test_model_runners.py::test_nothing_wrong_is_read_whatever_clients_do",
 )
-"""Tests of loads within the step with recompute, which Model Runner V2, a GPU's, does not allow."""
+"""Tests that recompute after a failed load within the step, which Model Runner V2, the default on a GPU, cannot do."""
 
 NEW_PROCESSES = ("test_plugin.py",)
-"""Tests of the imports of new processes: the mock has imported vLLM before they look."""
+"""Tests of what a new process imports. They would fail, because the mock imports vLLM first."""
 
 AS_HERE = ("test_vllm_names.py::test_what_the_adapter_reads_while_it_runs_is_listed",)
-"""A test that runs others as `run_units` does."""
+"""A test that itself runs other tests, as `run_units` does."""
 
 
 def run_units(work: Path, *arguments: str) -> None:
-    """Runs tests in a process with vLLM 0.33; every name that they read of it has to be listed."""
+    """Runs tests in a process with vLLM 0.33. The plugin makes them fail if they read a name of vLLM that is not
+    listed.
+    """
     skip_without_vllm()
     variables = {name: value for name, value in environment(work).items() if not name.startswith("PYTEST_")}
     left_out = (f"--deselect={ADAPTERS}/{name}" for name in (*OF_A_CPU, *OF_RUNNER_V1, *AS_HERE))
