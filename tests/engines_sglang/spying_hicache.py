@@ -2,8 +2,8 @@
 processes.
 
 A test gives orders as files in the folder in the environment variable SPY_FOLDER. `spoil-R` makes rank R's next lookup
-first overwrite SGLang's host tier, which must be empty. `corrupt-R` makes the lookup first damage flexkv's pages in host
-memory.
+first overwrite SGLang's host tier, which must be empty. `corrupt-R` makes the lookup first damage flexkv's pages in
+host memory.
 """
 
 from __future__ import annotations
