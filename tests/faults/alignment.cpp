@@ -1,5 +1,6 @@
-// Preloaded under a process: a disk whose direct I/O needs other boundaries than 4 KiB. Files with DIO_PATH
-// in their path have direct I/O on DIO_OFFSET bytes of the file and DIO_MEMORY bytes of memory.
+// A library to preload into a process. It makes the process see a disk whose direct I/O does not need
+// boundaries of 4 KiB: for files with DIO_PATH in their path, it reports that direct I/O needs offsets that are
+// multiples of DIO_OFFSET bytes, and memory on boundaries of DIO_MEMORY bytes.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>

@@ -1,8 +1,13 @@
-"""A process that uses a disk tier at random and reports, before and after, what it did: for tests that kill it.
+"""A process for tests that kill it. It uses a disk tier at random, and writes marks to a file that say what it is going
+to do and what it has done.
 
-Arguments: `serve`, or folder (of the tier, or of folders `disk*` that the tier is striped over), marks file, seed,
-steps, the way in which pages reach the disks (a name of WAYS), and `normal`, or one of two faults that the tests must
-find: `no-sync` leaves out the data's fdatasync, `index-first` makes the index durable, and reports it, before the data.
+Its arguments are either `serve`, or the following:
+    folder: the tier's folder, or a folder with folders `disk*`, over which the tier is striped.
+    marks: the file for the marks.
+    seed, steps: seed of the random choices, and number of steps.
+    way: how pages reach the disks, a name in WAYS.
+    how: `normal`, or a fault that the tests must find. With `no-sync` the data is not synced. With `index-first` the
+        index becomes durable, and is reported as such, before the data.
 """
 
 from __future__ import annotations
@@ -28,17 +33,17 @@ NUMBERS = 40
 SETTLE_S = 30.0
 GROUP = make_group(layers=2, run_bytes=4096, kv=1)
 SHARING = sharing_groups()
-"""Groups that share one slab: two with images of the same form and one with smaller ones."""
+"""KV groups that share a slab: two whose slot images have the same form, and one with smaller slot images."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How pages reach the disks. Each opening chooses one value of each.
+    """How pages reach the disks. Each time the tier is opened, one value of `ios` and one of `sealed` are chosen.
 
     Attributes:
-        ios: kinds of I/O of the disks.
-        sealed: whether ranks write their own stripes and the trailer follows.
-        groups: groups of the pages.
+        ios: kinds of I/O for the disks.
+        sealed: whether ranks write their own stripes, so that the trailer is written afterwards.
+        groups: the KV groups that the pages belong to.
     """
 
     ios: tuple[str, ...] = ("threads",)
@@ -58,7 +63,7 @@ WAYS = {
 
 
 def break_order(how: str) -> None:
-    """Makes the process faulty."""
+    """Puts the fault `how` into this process; see the module's docstring."""
     if how == "no-sync":
         Journal._sync_data = lambda self, slabs: None  # type: ignore[method-assign]
     elif how == "index-first":
@@ -71,7 +76,7 @@ def break_order(how: str) -> None:
             late.clear()
             self._sync_data = late.update  # type: ignore[assignment,method-assign]
             write(self, batch)
-            sync(self, due)  # of the batch before: a gap wide enough for a cut to hit
+            sync(self, due)  # syncs the previous batch's data: so late that cuts hit the gap
 
         Journal._write = index_first  # type: ignore[method-assign]
     else:
@@ -79,7 +84,7 @@ def break_order(how: str) -> None:
 
 
 def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
-    """Per place: generation, block and group of its page."""
+    """Returns, for each place, the generation, number and group of its page."""
     groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     pages = zip(rows.generations.tolist(), numbers, groups.tolist(), strict=True)
@@ -87,12 +92,17 @@ def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
 
 
 def disks_of(folder: Path) -> list[Path]:
-    """The folders that a tier is striped over: `disk*` in `folder`, or itself."""
+    """Returns the folders that a tier is striped over: `disk*` in `folder`, or `folder` itself if there are none."""
     return sorted(folder.glob("disk*")) or [folder]
 
 
 class Child:
-    """Keeps a control plane's state: which block lies where."""
+    """Uses a disk tier, and keeps the state that a control plane would keep.
+
+    Attributes:
+        held: place -> (number, generation, group) of the page there.
+        inherited: generations of the pages that were on disk when the tier was opened.
+    """
 
     def __init__(self, folder: Path, marks: Path, seed: int, way: Way) -> None:
         self.folder, self.rng, self.way = folder, random.Random(seed), way
@@ -162,7 +172,8 @@ class Child:
         generations = np.array([generation for _, generation, _ in pages], np.uint64)
         layerwise = self.rng.random() < 0.5
         result = self.world.read([number for number, _, _ in pages], places, generations, layerwise, of=of)
-        # A page that an earlier life was overwriting when it ended may be a miss; one that this life wrote may not.
+        # A page from an earlier process may be a miss, because that process may have died while it overwrote the page.
+        # A page that this process wrote must not be a miss.
         missed = {int(generations[i]): places[i] for i in result.failed.tolist()}
         assert self.inherited >= missed.keys(), result.reason
         self.evict(list(missed.values()))
@@ -181,7 +192,7 @@ class Child:
         self.open()
 
     def pause(self) -> None:
-        """Lets the journal get ahead, or not, or waits until it is empty, however fast the machine is."""
+        """Sleeps for a short random time, or waits until the journal has written everything."""
         if self.rng.random() < 0.5:
             return time.sleep(self.rng.random() * 0.05)
         ends_s = time.monotonic() + SETTLE_S
@@ -207,7 +218,9 @@ class Child:
 
 
 def serve() -> None:
-    """Forks a life for each line `folder marks seed way` of its input, because an interpreter takes long to start."""
+    """Forks a process for each line `folder marks seed way` on its input, because an interpreter takes long to start.
+    Prints each process's id, then its exit code.
+    """
     for line in sys.stdin:
         folder, marks, seed, way = line.rstrip("\n").split(" ", 3)
         pid = os.fork()
@@ -224,7 +237,7 @@ def serve() -> None:
 
 
 def live(arguments: Sequence[str]) -> None:
-    """One life, as the arguments say."""
+    """Runs one process's steps. The arguments are those of the program."""
     folder, marks, seed, steps, way, how = arguments
     break_order(how)
     child = Child(Path(folder), Path(marks), int(seed), WAYS[way])

@@ -1,5 +1,5 @@
-// Preloaded into a process, this stands for a disk that does not answer. Writes by a thread named in
-// HANG_THREAD (the zeros with which an idle disk is cleared) never end; the I/Os of pages use other calls.
+// A library to preload into a process. It makes a disk seem not to answer: writes by the thread with the name
+// in HANG_THREAD never end. These are the zeros with which an idle disk is cleared; I/Os of pages use other calls.
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,6 +1,7 @@
-"""One engine's adapter under `stall_reads.cpp`: pages on disk are loaded straight to its pool while the reads of their
-last layer wait, first by layer and then at once. Prints as JSON whether they still waited when the forward could read
-each layer, and whether it read the right bytes.
+"""Loads pages from disk with one engine's adapter into the engine's pool, bypassing host memory, while
+`stall_reads.cpp` stalls the reads of the pages' last layer. Does so twice: layer by layer, then all layers at once.
+Prints as JSON, for each layer, whether the reads were still stalled when the forward could read the layer, and whether
+all bytes were right.
 
     python -m tests.faults.layers_child vllm|sglang|tensorrt_llm FOLDER
 """
@@ -24,7 +25,7 @@ PAGES = [5, 9, 2, 7]
 
 
 class Disk:
-    """The slab, the reads of whose pages' last layer wait."""
+    """The slab in a folder, on which reads of one byte of each page can be stalled."""
 
     def __init__(self, folder: Path) -> None:
         self._library = ctypes.CDLL(None)
@@ -33,7 +34,7 @@ class Disk:
         self.is_stalled = False
 
     def stall(self, offset: int) -> None:
-        """From now on reads of this byte of a page wait; others do not."""
+        """Stalls all reads that cover the byte at `offset` of a page, until `let_go`."""
         (slab,) = self._folder.rglob("*.slab")
         header = read_header(str(slab))
         self._library.stall_reads(*map(ctypes.c_int64, (header.header_bytes, header.slot_bytes, offset)))
@@ -51,10 +52,14 @@ class Disk:
 
 
 class Forward:
-    """Notes, at each layer that a forward may read, whether reads of the last one still wait.
+    """Records, each time the forward may read a layer, whether the reads of the last layer are still stalled.
 
     Args:
-        by_layer: the reads go on once the forward has its first layer; else `LET_GO_S` after they began to wait.
+        by_layer: whether the reads continue after the forward has its first layer. Otherwise they continue `LET_GO_S`
+            after the first of them has stalled.
+
+    Attributes:
+        waited: for each layer so far, whether reads were stalled.
     """
 
     def __init__(self, disk: Disk, by_layer: bool) -> None:
@@ -83,7 +88,7 @@ SETTINGS: dict[str, Any] = {
     "disk.bytes_per_folder": "4MiB",
     "disk.compute_if_faster": False,
     "disk.gds": "on",
-    # What the preloaded library stands before.
+    # The preloaded library stalls the calls of this kind of I/O.
     "disk.io": "threads",
 }
 

@@ -1,5 +1,5 @@
-// Preloaded under a process: the next allocations on boundaries that the thread named in NO_MEMORY_THREAD
-// makes fail, as many as fail_allocations() says.
+// A library to preload into a process. It makes aligned allocations fail in the thread with the name in
+// NO_MEMORY_THREAD. fail_allocations() sets how many of the next ones fail.
 #include <pthread.h>
 
 #include <atomic>

@@ -1,4 +1,6 @@
-"""What a child's marks promise, and whether a disk tier that opens the child's folder keeps it."""
+"""Finds what a process of `disk_child` promised by its marks, and checks that a disk tier that opens the process's
+folder keeps these promises.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, keys_of
 
 
 class Promises:
-    """Reads marks in order.
+    """What the marks so far promise.
 
     Attributes:
-        written: place -> (generation, number, group) of the last write that began.
-        durable: place -> (generation, number, group) reported durable and not evicted since.
-        epoch: the epoch that the last finished reset started.
+        written: place -> (generation, number, group) of the last write to the place that began.
+        pages: generation -> (number, group) of every page that was written.
+        durable: place -> (generation, number, group) of each page that was reported durable and not evicted since.
+        epoch: the epoch that the last finished reset began.
+        newest: the highest generation that was written.
     """
 
     def __init__(self, marks: Iterable[str] = ()) -> None:
@@ -44,7 +48,7 @@ class Promises:
                 self.newest = max(self.newest, generation)
             elif word == "durable":
                 place, generation = values
-                # The report may come after the page was evicted.
+                # A page may be reported as durable after it was evicted, or after a reset.
                 if generation > self._reset_at and generation not in self._evicted:
                     self.durable[place] = (generation, *self.pages[generation])
             elif word == "evict":
@@ -58,15 +62,16 @@ class Promises:
 
 
 def is_served(world: DiskWorld, place: int, page: tuple[int, int, int], of: int) -> bool:
-    """Whether the page is served as one of group `of`. Ignores its bytes, which are right for its own group."""
+    """Tells whether the tier would serve the page as a page of group `of`. Its bytes are not checked."""
     generation, number, _ = page
     tags = make_tags(keys_of([number]), world.unit.epoch, np.array([generation], np.uint64), BLOCK_TOKENS)
     return not len(world.run(OpKind.DISK_READ, [0], [place], tags, of=of).failed)
 
 
 def broken_promises(promises: Promises, folder: Path, groups: Sequence[DiskGroup], slots: int) -> list[str]:
-    """Opens `folder` as the product does and reads every page as its group's. Returns the broken promises; wrong bytes
-    raise."""
+    """Opens `folder` as the product does and reads every page for its own group. Returns the broken promises in words.
+    Raises an error if the bytes of a page are wrong.
+    """
     world = DiskWorld(
         disks_of(folder),
         groups[0],
@@ -94,7 +99,7 @@ def broken_promises(promises: Promises, folder: Path, groups: Sequence[DiskGroup
             if other != page[2] and is_served(world, place, page, other)
         ]
         for place, page in promises.durable.items():
-            # An evicted page is still there if nothing was written over it: only an overwritten slot may be gone.
+            # Every page in `durable` must be in the index and readable, because it was neither evicted nor overwritten.
             if at.get(place) != page:
                 broken.append(f"durable page {page} at place {place} is not in the index: {at.get(place)}")
             elif page[1] in failed:

@@ -1,11 +1,11 @@
-// Preloaded under a process: writes down every write, sync and change of names under one folder, in order,
-// with the bytes. tests/faults/write_log.py reads it.
+// A library to preload into a process. It logs every write, sync and change of names under one folder, in order
+// and with the bytes. tests/faults/write_log.py reads the log.
 //
-// Writes by io_uring are read from the rings: a write has begun when its entry is handed to the kernel, and
-// has ended when its completion is there after a call. Both are told no earlier than they are, so that no
-// sync seems to cover a write that it may not have. Only rings without a thread in the kernel are understood.
+// Writes by io_uring are read from the rings. The begin of a write is logged right before its entry is handed to
+// the kernel. Its end is logged when its completion is found after a call, so never too early: no sync seems to
+// cover a write that it may not have covered. Rings with a thread in the kernel are not supported.
 //
-// RECORD_DIR: the folder. RECORD_LOG: the file to write to. A record is a header and then `bytes` bytes.
+// RECORD_DIR is the folder, RECORD_LOG the file for the log. A record is a header, and then `bytes` bytes.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/io_uring.h>
@@ -29,11 +29,11 @@ enum Kind : uint32_t { kWrite = 1, kTruncate, kSync, kCreate, kRename, kUnlink, 
 
 struct Record {
   uint32_t kind;
-  uint32_t bytes;   // of data or text that follow
-  uint64_t number;  // of the call; its kEnd has the same
-  uint64_t file;    // inode
-  uint64_t folder;  // inode of the folder, for changes of names
-  uint64_t offset;  // or size
+  uint32_t bytes;   // number of bytes of data or text after the header
+  uint64_t number;  // number of the call; the kEnd record of the call has the same
+  uint64_t file;    // inode of the file
+  uint64_t folder;  // inode of the folder, in records of changes of names
+  uint64_t offset;  // offset of a write, or size of a truncation
 };
 
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -82,7 +82,7 @@ void put(const void* data, size_t bytes) {
   const char* at = static_cast<const char*>(data);
   while (bytes > 0) {
     const long done = syscall(SYS_write, log_fd, at, bytes);
-    if (done <= 0) abort();  // a log with a hole would prove nothing
+    if (done <= 0) abort();  // a log with a gap would prove nothing
     at += done;
     bytes -= static_cast<size_t>(done);
   }
@@ -150,15 +150,15 @@ int record_sync(int fd, long call) {
 
 // --- io_uring ---
 
-constexpr int kMostRings = 4096;    // by file descriptor
-constexpr int kMostCookies = 4096;  // of I/Os under way on one ring
+constexpr int kMostRings = 4096;    // file descriptors of rings are below this
+constexpr int kMostCookies = 4096;  // values of user_data of I/Os are below this
 
 struct Ring {
-  char* rings = nullptr;  // both queues lie in one mapping
+  char* rings = nullptr;  // one mapping with both queues
   io_uring_sqe* entries = nullptr;
   io_uring_params params{};
-  uint32_t handed = 0;  // entries of the submission queue that were looked at
-  uint32_t heard = 0;   // of the completion queue
+  uint32_t handed = 0;  // number of entries of the submission queue that were logged
+  uint32_t heard = 0;   // number of entries of the completion queue that were logged
   uint64_t numbers[kMostCookies] = {};
 
   std::atomic_ref<uint32_t> at(uint32_t offset) const {
@@ -194,7 +194,7 @@ void ring_made(int fd, const io_uring_params& params) {
   ring->rings = static_cast<char*>(map(fd, sq > cq ? sq : cq, IORING_OFF_SQ_RING));
   ring->entries =
       static_cast<io_uring_sqe*>(map(fd, params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
-  rings[fd] = ring;  // what the number named before is closed, and may stay mapped
+  rings[fd] = ring;  // an older ring with this descriptor is closed; its mapping may stay
 }
 
 void note_handed(Ring& ring) {
@@ -203,7 +203,7 @@ void note_handed(Ring& ring) {
     const uint32_t slot = ring.handed & (ring.params.sq_entries - 1);
     const uint32_t entry = ring.at(ring.params.sq_off.array + slot * sizeof(uint32_t)).load();
     const io_uring_sqe& sqe = ring.entries[entry];
-    if (sqe.opcode == IORING_OP_WRITEV) abort();  // its bytes lie elsewhere
+    if (sqe.opcode == IORING_OP_WRITEV) abort();  // its bytes are in other memory
     if ((sqe.opcode != IORING_OP_WRITE && sqe.opcode != IORING_OP_WRITE_FIXED) || !fd_inside(sqe.fd)) {
       continue;
     }
@@ -228,7 +228,7 @@ void note_ended(Ring& ring) {
 
 extern "C" {
 
-// The arguments that a call does not have are whatever lies there, as in the C library's own.
+// Always reads six arguments. If a call has fewer, the others have random values, as in the C library's syscall().
 long syscall(long number, ...) noexcept {
   long given[6];
   va_list list;

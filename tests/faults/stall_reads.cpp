@@ -1,4 +1,5 @@
-// Preloaded under a process: a disk whose reads of one place of every page wait until they are let go.
+// A library to preload into a process. It stalls reads that cover one byte, the same in every page, until
+// let_reads_go() is called.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -8,14 +9,14 @@
 namespace {
 
 std::atomic<int64_t> first_page{0};
-std::atomic<int64_t> page_bytes{0};  // 0: no read waits
+std::atomic<int64_t> page_bytes{0};  // 0: no read is stalled
 std::atomic<int64_t> place_in_page{0};
 std::atomic<int64_t> stalled{0};
 
 bool covers(int64_t offset, int64_t bytes) {
   const int64_t size = page_bytes;
   if (size == 0 || offset < first_page) return false;
-  // The first such place from the read's begin on.
+  // Distance from the begin of the read to the next such byte.
   const int64_t in_page = (offset - first_page) % size;
   const int64_t ahead = (place_in_page - in_page + size) % size;
   return ahead < bytes;

@@ -1,4 +1,4 @@
-"""Disks that hang while they are closed: together they cost one deadline, not one each."""
+"""Disks that hang while a tier is closed: the close takes one deadline for all of them, not one deadline per disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.unit.storage.disk_world import NO_HOLES
 ROOT = Path(__file__).resolve().parents[2]
 DISKS = 12
 STUCK_S = 3.0
-"""Long compared with the delays of a busy machine: with a deadline per disk the close would take twelve times this."""
+"""Deadline of a close. It is longer than the delays of a busy machine, so that a close with a deadline per disk, which
+would take twelve times as long, is told apart.
+"""
 CHILD_S = 120
 
 CHILD = f"""

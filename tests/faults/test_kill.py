@@ -1,4 +1,6 @@
-"""A process is killed over and over: its successors serve the durable pages, and nothing wrong."""
+"""Processes that use a disk tier are killed one after the other. Each next one serves the durable pages, and no wrong
+page.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,19 @@ from tests.soak import soak_rounds
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
 USES = ((1, "any"), (3, "any"), (1, "any groups"))
-"""Disks and way of each of the folders that are used at the same time; KILLS counts the kills of all of them."""
+"""For each folder, the number of its disks and the name of its way in `WAYS`. The folders are used at the same time,
+and KILLS is the number of kills in all of them.
+"""
 FOLDERS = len(USES)
 CHECK_EVERY = 4
-"""Lives between two full checks by this process; in any case each life opens what the one before it left."""
+"""Number of processes between two full checks by the test. Besides, each process opens the folder that the killed one
+before it left.
+"""
 LIFE_S = 120.0
 
 
 class Lives:
-    """Processes that use one folder, one after the other; each is ended by SIGKILL."""
+    """Runs processes that use one folder, one after the other, and kills each with SIGKILL."""
 
     def __init__(self, folder: Path, disks: int, way: str) -> None:
         self.way = way
@@ -56,12 +62,12 @@ class Lives:
             )
 
     def lines(self) -> list[str]:
-        """The marks; a line that the kill cut off does not count."""
+        """Returns the marks so far, without a last line that a kill cut off."""
         text = self.said.read_text()
         return text[: text.rfind("\n") + 1].splitlines()
 
     def live(self, seed: int, marks: int, then_s: float) -> list[str]:
-        """Starts a process, kills it some time after it has made `marks` marks, and returns all of them."""
+        """Starts a process, and kills it `then_s` seconds after it has made `marks` marks. Returns all its marks."""
         before = self.lines()
         self.said.write_text("".join(f"{line}\n" for line in before))
         server = self.server
@@ -69,13 +75,13 @@ class Lives:
         assert server.stdout is not None
         server.stdin.write(f"{self.disk} {self.said} {seed} {self.way}\n")
         server.stdin.flush()
-        process = os.pidfd_open(int(server.stdout.readline()))  # an id alone could be reused
+        process = os.pidfd_open(int(server.stdout.readline()))  # a process id could be reused
         deadline = time.monotonic() + LIFE_S
         ended: list[int] = []
         while len(self.lines()) < len(before) + marks and not ended and time.monotonic() < deadline:
             ended, _, _ = select.select([process], [], [], 0.002)
         time.sleep(0 if ended else then_s)
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself: its exit code is checked below
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself; below this is an error
             signal.pidfd_send_signal(process, signal.SIGKILL)
         os.close(process)
         assert int(server.stdout.readline()) == -signal.SIGKILL, self.errors.read_text()
@@ -102,7 +108,9 @@ def folders(tmp_path: Path) -> Iterator[list[Lives]]:
 
 
 def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
-    """Pages that had been reported durable, summed over the checks. Each check finds all of them."""
+    """Kills processes one after the other, and checks at intervals that all promises are kept. Returns the number of
+    pages that had been reported durable, summed over the checks.
+    """
     rng = random.Random(first_seed)
     served = 0
     promises = Promises()
@@ -122,14 +130,14 @@ def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
 def test_what_was_durable_is_served_after_every_kill(folders: list[Lives], soak_round: int) -> None:
     kills = KILLS // FOLDERS
     first = soak_round * KILLS
-    # Most of the time goes to waiting for the disk, so folders run at the same time.
+    # The folders are used at the same time, because the processes mostly wait for the disk.
     with ThreadPoolExecutor(FOLDERS) as pool:
         served = list(
             pool.map(kill_over_and_over, folders, repeat(kills), (first + n * kills for n in range(FOLDERS)))
         )
     assert sum(served) > KILLS // CHECK_EVERY
     for lives in folders:
-        # No space leaks: one slab of the configured size, and no uncounted file.
+        # No disk space is lost: there is one slab of the configured size, and no unknown file.
         for disk in disks_of(lives.disk):
             (unit,) = unit_folders(disk)
             files = {"lock", "group0.slab", "group0.header", "index.sqlite", "epoch", "opens", "spare"}

@@ -1,4 +1,4 @@
-"""The power fails at any moment: pages reported durable are there, and nothing is wrong."""
+"""Power cuts at random moments: afterwards all pages that were reported durable are there, and no page is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.soak import soak_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 65
-"""Images per run. All runs of all variants make 650 images; under `make soak`, 13,000."""
+"""Number of disk images per run. All runs of all variants make 650 images, and 13,000 with `make soak`."""
 RUNS = 2
 STEPS = 100
 CONTROL_IMAGES = 150
@@ -29,7 +29,7 @@ CONTROL_RUNS = 8
 CHILD_S = 240
 
 VARIANTS = [("threads", 1), ("io_uring", 1), ("io_uring", 3), ("sealed", 3)]
-"""How pages reach the disks, and how many disks the places are striped over."""
+"""For each variant, the name of its way in `WAYS`, and the number of disks over which the slots are striped."""
 variants = pytest.mark.parametrize(("way", "disks"), VARIANTS, ids=lambda value: str(value))
 
 
@@ -46,7 +46,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory if possible: the state after a cut is made from the log, not from this disk."""
+    """A folder, in memory if possible. It need not be on a disk, because the state after a cut is made from the log."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         yield tmp_path
@@ -58,14 +58,14 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def make_folders(folder: Path, disks: int) -> None:
-    """Creates the folder for a child, striped over so many disks."""
+    """Creates a folder for a tier that is striped over `disks` disks."""
     folder.mkdir(exist_ok=True)
     for number in range(disks if disks > 1 else 0):
         (folder / f"disk{number}").mkdir(exist_ok=True)
 
 
 def record(recorder: Path, folder: Path, seed: int, way: str, disks: int, how: str) -> WriteLog:
-    """Runs a child under the recorder."""
+    """Runs a process of `disk_child` with the recorder preloaded, and returns the log."""
     disk, log = folder / f"used{seed}", folder / f"log{seed}"
     make_folders(disk, disks)
     environ = {**os.environ, "LD_PRELOAD": str(recorder), "RECORD_DIR": str(disk), "RECORD_LOG": str(log)}
@@ -86,7 +86,9 @@ def record(recorder: Path, folder: Path, seed: int, way: str, disks: int, how: s
 
 
 def cut(log: WriteLog, folder: Path, images: int, seed: int, way: str, striped: int) -> tuple[int, list[str]]:
-    """Makes images and opens each. Returns how many pages were promised in all, and the broken promises."""
+    """Makes images of the disks at random cuts of the log, and opens each. Returns how many pages were promised in all
+    images together, and the broken promises.
+    """
     rng = random.Random(seed)
     disks, promises = Disks(log, rng), Promises()
     marks = iter([*log.marks, (1 << 62, "end")])
@@ -131,7 +133,7 @@ def test_the_cut_finds_a_wrong_order(
 ) -> None:
     broken: list[str] = []
     signs = ("durable page", "the index names")
-    # A cut has to hit the gap between two syncs, and on some machine a run may never offer one.
+    # Cuts find the fault only between two syncs. In a single run there may be no such moment.
     for seed in range(CONTROL_RUNS):
         log = record(recorder, memory_folder, seed, way, disks, how)
         broken += cut(log, memory_folder, CONTROL_IMAGES, seed, way, disks)[1]

@@ -1,4 +1,4 @@
-"""A preloaded library creates conditions that a test cannot: alignments that a disk requires, missing memory."""
+"""Conditions that only a preloaded library can create: a disk that needs unusual alignment, and failing allocations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ assert world.close()
 
 
 def run(source: str, library: Path, folders: list[Path], **environ: str) -> list[str]:
-    """The lines that a child printed under the library."""
+    """Runs a Python program with the library preloaded. Returns the lines that it printed."""
     done = subprocess.run(
         [sys.executable, "-c", source, *map(str, folders)],
         cwd=ROOT,
@@ -86,7 +86,7 @@ def alignment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_disk_with_usual_boundaries_is_used(
     alignment: Path, tmp_path: Path, offset: int, memory: int
 ) -> None:
-    """0: the file system refuses direct I/O, or does not report its alignment."""
+    """An alignment of 0 means that the file system refuses direct I/O or does not report what it needs."""
     said = run(
         ALIGNMENT, alignment, [tmp_path], DIO_PATH=".slab", DIO_OFFSET=str(offset), DIO_MEMORY=str(memory)
     )
@@ -98,7 +98,7 @@ def test_a_disk_with_usual_boundaries_is_used(
 def test_a_disk_with_other_boundaries_is_used_through_the_page_cache(
     alignment: Path, tmp_path: Path, offset: int, memory: int, others: bool
 ) -> None:
-    """Slower, and with a warning that says so; the other disks keep direct I/O."""
+    """The page cache makes the disk slower, so a warning is logged. Other disks are used with direct I/O."""
     folders = [tmp_path / "odd", *([tmp_path / "usual"] if others else [])]
     said = run(
         ALIGNMENT, alignment, folders, DIO_PATH="/odd/", DIO_OFFSET=str(offset), DIO_MEMORY=str(memory)

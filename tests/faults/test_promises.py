@@ -1,4 +1,4 @@
-"""The check of a killed tier finds a page that is served to two groups."""
+"""Tests `broken_promises`: it finds a page that would be served to two KV groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 30
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_page_is_its_own_groups_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
-    """The control leaves the group's number out of the trailers."""
+    """In the control, trailers do not have the group's number, so a page could be served to other groups."""
     if not named:
         monkeypatch.setattr(striped_slabs, "codec_of", lambda group, number: codec_of(group))
     way = WAYS["groups"]

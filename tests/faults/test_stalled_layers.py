@@ -1,5 +1,6 @@
-"""Layers from disk straight to an engine's pool: a forward has the first layer while the last one is still being read.
-Under three adapters, on plain memory."""
+"""Layerwise loads from disk to an engine's pool that bypass host memory: the forward gets the first layer while the
+last one is still being read. Runs with three adapters; the pools are in ordinary memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LAYERS = {"vllm": 2, "sglang": 3, "tensorrt_llm": 3}
 
 @pytest.fixture(scope="module", params=LAYERS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine's forward saw, by layer and at once."""
+    """The results of `layers_child` for one engine: with loads layer by layer, and with all layers at once."""
     folder = tmp_path_factory.mktemp("layers")
     environment = {**os.environ, "LD_PRELOAD": str(build_preload("stall_reads.cpp", folder))}
     done = subprocess.run(

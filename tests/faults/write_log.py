@@ -1,8 +1,9 @@
-"""What a process did to its files, and the disks that a power cut at any moment of it could leave.
+"""Reads the log of what a process did to its files, and makes disk images that a power cut at any moment could leave.
 
-A sync covers the writes that ended before it began. A write that no sync has covered yet may be on the disk, missing,
-torn into 512-byte sectors, and in any order. A sync of a folder covers its names (creation, rename, deletion);
-uncovered names may be missing from some point on, as in a file system with a journal.
+A sync covers the writes that ended before it began. A write that no sync has covered yet may be on the disk, may be
+missing, or may be there in some of its 512-byte sectors; later writes may be there without it. A sync of a folder
+covers the changes of its names (creation, rename, deletion). If a change that is not covered is missing, so are all
+later ones that are not covered, as in a file system with a journal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ NEVER = 1 << 62
 
 @dataclass(slots=True)
 class Call:
-    """One call: when it began and ended, and from when it is covered, as positions in the log."""
+    """One call of the process.
+
+    Attributes:
+        kind: kind of the record, such as WRITE.
+        file, folder: inodes of the file, and of the folder for changes of names.
+        offset: offset of a write, or size of a truncation.
+        data: the bytes of a write, or the names.
+        begin, end: positions in the log at which the call began and ended.
+        covered: position in the log from which a sync covers it.
+    """
 
     kind: int
     file: int
@@ -37,8 +47,10 @@ class WriteLog:
     """The calls of one process, in order.
 
     Attributes:
+        root: the folder that was recorded.
+        calls: all calls except syncs and writes of marks.
         length: number of positions in the log.
-        marks: (position, line) of the lines written to the file named `marks`.
+        marks: position and text of each line that was written to a file named `marks`.
     """
 
     root: Path
@@ -48,7 +60,7 @@ class WriteLog:
 
 
 def read_log(path: Path, root: Path) -> WriteLog:
-    """Reads what recorder.cpp wrote. The last record may be cut off."""
+    """Reads the log that recorder.cpp wrote. The last record may be incomplete; it is left out."""
     raw = path.read_bytes()
     calls: list[Call] = []
     open_calls: dict[int, Call] = {}
@@ -89,7 +101,9 @@ def _cover(calls: list[Call]) -> None:
 
 
 class Disks:
-    """Images of the disks at cuts of one log; cuts must ascend, so that each settled write is applied once."""
+    """Makes images of the disks at positions of one log. The positions must ascend, because covered writes are applied
+    only once.
+    """
 
     def __init__(self, log: WriteLog, rng: random.Random) -> None:
         self._root = str(log.root)
@@ -104,13 +118,13 @@ class Disks:
         self._settled: dict[int, tuple[int, bytearray]] = {file: (0, bytearray()) for file in self._files}
 
     def image(self, cut: int) -> dict[str, bytes]:
-        """Relative path -> content, as the disk could be when the power went at position `cut`."""
+        """Returns relative path -> content, as the disk could be after a power cut at position `cut`."""
         paths: dict[str, int] = {}
         lost = False
         for call in self._names:
             if call.begin > cut:
                 break
-            # Once one change of names is missing, later ones of the same journal are too.
+            # After the first missing change of names, all later ones that are not covered are missing too.
             lost = lost or (call.covered > cut and self._rng.random() < 0.3)
             if lost and call.covered > cut:
                 continue

@@ -1,4 +1,4 @@
-"""Requirements of GPU tests: a test marked with one is skipped if it is not met, and says why."""
+"""Marks for the requirements of GPU tests. A marked test is skipped, with a reason, if its requirement is not met."""
 
 from __future__ import annotations
 

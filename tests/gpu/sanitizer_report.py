@@ -1,5 +1,6 @@
-"""Findings of compute-sanitizer: memory errors, and driver calls that returned an error, by the library that made
-them."""
+"""Reads the output of compute-sanitizer: memory errors, and driver calls that returned an error, with the library that
+made the call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 PREFIX = re.compile(r"=========(?!=)")
-"""Not the headings of pytest, whose output is mixed with the tool's."""
+"""Begins each line of the tool. Headings of pytest, whose output is mixed with the tool's, do not match."""
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?\b(?! were not printed)")
 API_ERROR = re.compile(r"Program hit .* on CUDA API call to (\w+)")
 LIBRARY = re.compile(r"\bin (\S*\.so[\w.]*)\s*$")
@@ -21,17 +22,17 @@ QUIET = (
     "Saved host backtrace",
     "RACECHECK SUMMARY",
 )
-"""Lines with these beginnings do not start a finding."""
+"""Beginnings of lines that are not the first line of a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One error.
+    """One error that the tool found.
 
     Attributes:
-        text: the text as printed.
-        call: the driver's function that returned an error; empty for memory errors.
-        caller: file name of the library that called the driver; empty if the backtrace does not name it.
+        text: the text that the tool printed for it.
+        call: name of the driver's function that returned an error; empty for a memory error.
+        caller: file name of the library that called the driver; empty if it is not in the backtrace.
     """
 
     text: str
@@ -40,16 +41,18 @@ class Finding:
 
     @property
     def is_cufiles_own(self) -> bool:
-        """cuFile makes calls that may fail, such as freeing memory that it has not allocated. A memory error is never
-        its own."""
+        """Whether a driver call by cuFile failed, which is harmless: for example, it frees memory that it has not
+        allocated. False for a memory error.
+        """
         return bool(self.call) and self.caller.startswith(CUFILE)
 
 
 def findings(output: str) -> list[Finding]:
-    """The errors in the tool's output, which the program's is mixed with.
+    """Finds the errors in the tool's output, with which the program's output is mixed.
 
     Raises:
-        ValueError: the output has no summary, or its count differs: the result is unknown.
+        ValueError: if the output has no summary, or the summary counts a different number of errors, so that the
+            result is unknown.
     """
     found: list[list[str]] = []
     open_ = False

@@ -1,4 +1,4 @@
-"""Cached rows of a blended forward on a GPU's own streams: the bits that a CPU gives."""
+"""Cached rows of a blended forward, loaded and rotated on a GPU's own streams. Their bits equal those on a CPU."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ pytestmark = CUDA_BUILD
 
 ROUNDS = 20
 WORK = 2048
-"""Side of the matrices with which the engine's stream is busy while the next layers come."""
+"""Side of the matrices whose products keep the engine's stream busy while the next layers are loaded."""
 LAYERS, TOKENS = 6, 64
 
 
 class Loaded:
-    """Rows of random numbers in the staging pool, of two requests, and what a CPU makes of them.
+    """Rows of random numbers in the staging pool, for two requests, and the expected results, which a CPU computes.
 
     Attributes:
-        rows: each request's.
-        wanted: of each request, each layer's keys and values.
+        rows: the rows of each request.
+        wanted: for each request, the expected keys and values of each layer.
     """
 
     def __init__(self, torch: Any, dtype: str) -> None:
@@ -82,8 +82,9 @@ def loaded(torch: Any, request: pytest.FixtureRequest) -> Iterator[Loaded]:
 
 
 def wrong_layers(torch: Any, loaded: Loaded, requests: list[int], rounds: int = ROUNDS) -> int:
-    """Takes the layers of some requests' rows at the same time, while the caller's stream is busy; returns how many are
-    not the CPU's."""
+    """Takes the layers of several requests' rows at the same time, while the caller's stream is busy. Returns how many
+    layers differ from the expected ones.
+    """
     from flexkv.adapters.torch_tensors.device import TorchDevice
     from flexkv.adapters.vllm.blend.loaded_rows import LoadedRows, device_of
 
@@ -104,8 +105,9 @@ def wrong_layers(torch: Any, loaded: Loaded, requests: list[int], rounds: int = 
 
 
 def test_the_cpus_bits_while_the_engines_stream_is_busy(torch: Any, loaded: Loaded) -> None:
-    """Each layer is taken on the caller's stream and left at once; its buffer is a later layer's while the copy of its
-    rows may still be waiting behind the caller's work."""
+    """The caller takes each layer on its stream and releases the layer at once. So the layer's buffer is used for a
+    later layer, while the copy from it may still wait behind the caller's work.
+    """
     assert wrong_layers(torch, loaded, [0]) == 0
 
 
@@ -121,18 +123,18 @@ def test_control_without_an_edge_between_streams_layers_are_wrong(
     from flexkv.transfer.layerwise.load import LoadPipeline
 
     if edge == "the caller's work":
-        # A buffer is filled again while the caller's copy out of it waits behind the caller's work.
+        # Without this edge, a buffer is filled again while the caller's copy from it waits behind the caller's work.
         monkeypatch.setattr(TorchDevice, "caller_event", lambda self: None)
         monkeypatch.setattr(LoadPipeline, "_after_scatter", lambda self, layer: None)
     else:
-        # The caller reads a buffer whose rows are still on their way.
+        # Without this edge, the caller reads a buffer before its rows have arrived.
         monkeypatch.setattr(TorchDevice, "caller_waits", lambda self, event, deadline_s: True)
         hold_load_streams(torch, monkeypatch)
     assert wrong_layers(torch, loaded, [0], rounds=2) > 0
 
 
 def hold_load_streams(torch: Any, patch: pytest.MonkeyPatch) -> None:
-    """Every copy to the device comes behind some milliseconds of work of its own stream."""
+    """Puts some milliseconds of work before every copy to the device, in the stream of the copy."""
     from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
 
     copy, ballast = PinnedRooms.copy, torch.randn(WORK, WORK, device="cuda")

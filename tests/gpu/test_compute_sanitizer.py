@@ -1,9 +1,10 @@
-"""NVIDIA's compute-sanitizer over the kernels: memory errors, and reads of memory nobody wrote. Controls must fail.
+"""Runs the kernels under NVIDIA's compute-sanitizer, which finds memory errors and reads of memory that was never
+written. The controls have such errors, which must be found.
 
-Driver calls of libcufile that return an error are left out, by the frame that made them: its opening frees memory that
-it has not allocated. Memory errors are never left out.
+Driver calls that return an error are ignored if libcufile made them: when it is opened, it frees memory that it has not
+allocated. Memory errors are never ignored.
 
-No kernel uses shared memory, the only thing that racecheck checks, so racecheck is not run.
+The tool racecheck is not run, because it checks only shared memory, which no kernel uses.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ pytestmark = CUDA_BUILD
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = 86
-"""Exit status that the tool returns for errors it found."""
+"""Exit status of the tool if it has found errors."""
 PRINTED = 10_000
-"""Errors that the tool prints: all of them, so that each is examined."""
+"""The most errors that the tool prints; so many that each error can be examined."""
 RUN_S = 220
-"""Below the time limit of a step of `benchmarks.gpu_results sanitize`."""
+"""Time limit of a run. It is below that of a step of `benchmarks.gpu_results sanitize`."""
 
 CHOSEN = [
     ("memcheck", "tests/gpu/test_gds_gpu.py", "every_byte and (42 or 77 or 107)"),
@@ -43,7 +44,9 @@ CHOSEN = [
     ("memcheck", "tests/gpu/test_rotation_gpu.py", "every_geometry or (turned_as and (0 or 7))"),
     ("initcheck", "tests/gpu/test_transfer_gpu.py", "every_byte and 1000 and not 80 and not 5"),
 ]
-"""Tool, file, selected tests: each kernel in each mode with odd sizes; the tools slow kernels down many times."""
+"""For each run the tool, the test file, and the selected tests. They cover each kernel in each mode with odd sizes, but
+are few, because the tools make kernels many times slower.
+"""
 
 CONTROLS = {
     "memcheck": "__global__ void bad(int* p) { p[1 << 24] = 1; }",
@@ -52,7 +55,7 @@ CONTROLS = {
 
 
 def sanitizer() -> str:
-    """The tool beside the compiler, or on the PATH; skips the test if there is none."""
+    """Finds the tool, in the compiler's folder or on PATH. Skips the test if it is not installed."""
     nvcc = find_nvcc()
     beside = Path(nvcc).with_name("compute-sanitizer") if nvcc else None
     tool = str(beside) if beside and beside.exists() else shutil.which("compute-sanitizer")
@@ -90,7 +93,7 @@ def test_kernels_are_clean(tool: str, file: str, chosen: str, tmp_path: Path) ->
     output = done.stdout + done.stderr
     ours = [finding.text for finding in findings(output) if not finding.is_cufiles_own]
     assert not ours, "\n\n".join(ours)[-20_000:]
-    # If the tool leaves an error out, its own exit status hides the program's.
+    # The tool also returns FOUND for errors that are ignored here, so this status says nothing about the tests.
     assert done.returncode in (0, FOUND), output[-20_000:]
     counts = outcomes(report)
     assert counts["passed"] > 0, output[-20_000:]

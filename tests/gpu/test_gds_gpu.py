@@ -1,4 +1,6 @@
-"""The transfers of the host tests with pool and staging in GPU memory: all geometries, fences, and the reported I/O."""
+"""The transfers of the gds tests on the host, with the pool and the staging buffer in GPU memory: all geometries,
+fences, and the reported kinds of I/O.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ GPU = 0
 
 
 class GpuPool:
-    """A pool's tensors on the GPU, with the same alignment as their twins in host memory."""
+    """Copies of a pool's tensors on the GPU, with the same alignment as the originals in host memory."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -45,7 +47,7 @@ class GpuPool:
         )
 
     def fetch(self) -> None:
-        """Copies the GPU's bytes into the host twin, for comparison."""
+        """Copies the bytes from the GPU into the pool in host memory, for comparison."""
         torch.cuda.synchronize(GPU)
         for tensor, first, memory in zip(self.tensors, self.starts, self.pool.memory, strict=True):
             memory[:] = tensor[first : first + memory.size].cpu().numpy()
@@ -72,10 +74,8 @@ def test_every_byte_arrives_and_no_other_changes(seed: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path, fenced: bool) -> None:
-    """The engine's stream is busy for a long time when the transfer is submitted: without fences, both directions would
-    move wrong bytes.
-
-    The controls name a stream without any work.
+    """When the transfer is submitted, the engine's stream is busy for a long time, so without fences both directions
+    would move wrong bytes. The controls use a stream without work as the fence.
     """
     case = Case(0, 2, 65536, 8, 16, 16, False, True, 1, align=4096)
     world = World(case, tmp_path)

@@ -1,4 +1,6 @@
-"""The gds lane with pool and staging in GPU memory: every byte, and fences while the engine's stream is busy."""
+"""The gds lane with the pool and the staging buffer in GPU memory: every byte, and fences while the engine's stream is
+busy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ GPU = 0
 
 
 class GpuRank:
-    """`Rank` of `slab_world` on a GPU: [runs][blocks] or [blocks][runs] of `run` bytes."""
+    """Like `Rank` of `slab_world`, but on a GPU. The pool is [runs][blocks] or [blocks][runs], of `run` bytes each."""
 
     def __init__(self, layers: int, kv: int, run: int, blocks: int, block_first: bool, seed: int) -> None:
         self.runs, self.blocks, self.run = layers * kv, blocks, run
@@ -73,7 +75,7 @@ def test_every_byte_comes_back_and_no_other_changes(
 def test_each_layer_is_there_for_work_enqueued_after_its_wait(
     tmp_path: Path, layers: int, kv: int, run: int, block_first: bool, staged: bool
 ) -> None:
-    """Layer by layer: work that is enqueued after a layer's wait finds that layer of every page."""
+    """In a layerwise load, work that is enqueued after the wait for a layer reads that layer of every page."""
     world = make_world(tmp_path, layers=layers, kv=kv, run=run, block_first=block_first, staged=staged)
     places, blocks, targets = [9, 2, 17, 4, 0, 11, 6], [3, 11, 0, 7, 5, 1, 8], [2, 0, 9, 10, 4, 6, 11]
     world.store(places, blocks)
@@ -116,9 +118,8 @@ def test_damage_is_found_in_the_pool_and_in_the_slots(
 def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
     tmp_path: Path, block_first: bool, fenced: bool
 ) -> None:
-    """Staged pages are fenced on a stream, direct ones on the host: without either fence, bytes would be old.
-
-    The controls name a stream without any work, and must see the old bytes.
+    """Transfers of staged pages have a fence on a stream, those of direct pages a fence on the host. Without it the
+    bytes would be old. The controls use a stream without work as the fence, and must see old bytes.
     """
     world = make_world(tmp_path, layers=8, run=16384, block_first=block_first)
     rank = world.ranks[0]
@@ -146,7 +147,7 @@ def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
         assert bool((after == last).all()) is fenced, f"turn {turn}: the store and the forward"
         world.stream = engine_stream
         if not fenced:
-            break  # once is enough to show that the test can fail
+            break  # one turn shows that the test can fail
     world.close()
 
 

@@ -1,4 +1,4 @@
-"""The layerwise pipelines on a GPU's own streams."""
+"""The layerwise pipelines on streams of a real GPU."""
 
 from __future__ import annotations
 

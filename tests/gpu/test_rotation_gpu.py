@@ -1,5 +1,5 @@
-"""The rotation kernel on a GPU: the same bits as the CPU in every geometry, its order in a stream, and its
-bandwidth.
+"""The rotation kernel on a GPU: its bits equal the CPU's in every geometry, it runs in the order of its stream, and its
+bandwidth is printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rotation_of(pairing: str, dtype: str, heads: int, head_dim: int, rotary_dim:
 
 
 def upload(torch: Any, array: NDArray[Any]) -> Any:
-    """A copy of the array's bytes on the GPU."""
+    """Copies the array's bytes to the GPU."""
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).cuda()
 
 
@@ -60,8 +60,8 @@ def apply(
 @PAIRING
 @DTYPE
 def test_the_cpus_bits_in_every_geometry(torch: Any, device: Any, pairing: str, dtype: str) -> None:
-    """Covers every alignment, rows and heads at any place, and rows that are zeroed, copied or rotated; nothing else is
-    touched.
+    """Covers every alignment, rows and heads at any place, and rows that are zeroed, copied or rotated. No other bytes
+    change.
     """
     random = np.random.default_rng(5)
     for round_number in range(60):
@@ -103,13 +103,15 @@ def test_error_against_float64_in_place(torch: Any, device: Any, pairing: str, d
     shaped = keys.cpu().numpy().view(encode(before, dtype).dtype).reshape(before.shape)
     found = decode(shaped, dtype)
     assert relative_error(found, turned(plain, rotation.spec, new, rotation.frequencies)) <= LIMITS[dtype]
-    # The control: the unrotated keys differ.
+    # Control: the keys before the rotation differ.
     assert relative_error(before, turned(plain, rotation.spec, new, rotation.frequencies)) > 0.1
 
 
 @pytest.mark.parametrize("same_stream", [True, False], ids=["its stream", "control"])
 def test_it_comes_after_what_its_stream_was_given(torch: Any, device: Any, same_stream: bool) -> None:
-    """A copy that waits in its stream writes the keys; a rotation in another stream reads the bytes before the copy."""
+    """A copy that waits in the stream writes the keys, and the rotation comes after it. In the control the rotation is
+    in another stream and reads the old bytes.
+    """
     rotation = rotation_of("neox", "float32", 8, 128, 128)
     rows = 4096
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)
@@ -159,7 +161,7 @@ def test_rows_places_and_tables_that_do_not_fit_are_refused(torch: Any, device: 
 def test_bandwidth(
     torch: Any, device: Any, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Prints the bandwidth and that of a copy of the same bytes; asserts nothing about time."""
+    """Prints the kernel's bandwidth, and that of a copy of the same bytes. It asserts nothing about time."""
     rotation = rotation_of("neox", dtype, 8, 128, 128)
     rows = BUFFER_BYTES // rotation.row_bytes
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)

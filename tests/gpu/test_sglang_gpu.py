@@ -1,4 +1,4 @@
-"""flexkv as the linker of the real SGLang on a GPU: the same tokens computed, and loaded after a flush."""
+"""flexkv as the linker of a real SGLang engine on a GPU: a loaded prompt gives the same tokens as a computed one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORED_S = 30.0
 
 
 class GpuSglang(SglangProcess):
-    """SGLang in the environment that the tests run in."""
+    """Runs SGLang with the Python of the tests, instead of that of an environment of its own."""
 
     python = Path(sys.executable)
 
@@ -36,7 +36,7 @@ def test_loaded_tokens_are_those_that_were_computed(tmp_path: Path) -> None:
         computed = [engine.call("generate", requests=[one])[0] for one in asked]
         ends_s = time.monotonic() + STORED_S
         loaded: list[dict[str, int]] = []
-        # Stores end a little after the answers; a page that is not stored yet is computed again instead of loaded.
+        # Stores end a little after the answers. Until they have ended, the prompts are computed again and not loaded.
         while not (loaded and all(answer["host"] for answer in loaded)):
             assert time.monotonic() < ends_s, "nothing was loaded"
             assert engine.call("flush")

@@ -1,5 +1,5 @@
-"""The connector in the real TensorRT-LLM, if the package and a GPU are there: the tokens are the same when computed and
-when loaded.
+"""The connector in a real TensorRT-LLM engine, if the package and a GPU are present: a loaded prompt gives the same
+tokens as a computed one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.gpu.needs import GPU
 pytestmark = GPU
 
 MODEL_VARIABLE = "FLEXKV_TEST_TRTLLM_MODEL"
-"""Folder or name of a small model."""
+"""Environment variable with the folder or the name of a small model."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,9 @@ def package() -> Any:
 
 
 def generate(package: Any, prompts: list[str], with_connector: bool) -> list[list[int]]:
-    """Tokens of each prompt, asked twice in turn: the engine's own pool does not hold all of them at once."""
+    """Sends all prompts, then all of them again, and returns the tokens of each answer. The engine's own pool is too
+    small for all prompts at once.
+    """
     llmapi = package.llmapi
     cache = llmapi.KvCacheConfig(max_tokens=2048, enable_partial_reuse=False)
     more: dict[str, Any] = {}
@@ -41,7 +43,7 @@ def generate(package: Any, prompts: list[str], with_connector: bool) -> list[lis
     model = package.LLM(os.environ[MODEL_VARIABLE], kv_cache_config=cache, **more)
     greedy = package.SamplingParams(max_tokens=16, temperature=0.0)
     try:
-        # All ranks register within the first iterations.
+        # All ranks join the unit within the first iterations.
         for _ in range(3):
             model.generate("hello", greedy)
         return [

@@ -1,4 +1,4 @@
-"""The CUDA lane on a real GPU: every byte of every path, and fences while the engine's stream is busy."""
+"""The CUDA lane on a real GPU: every path copies every byte, and fences hold while the engine's stream is busy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 24
 
 
 class GpuWorld:
-    """A layer-first or block-first pool on one GPU, a host pool, and an engine between them."""
+    """A layer-first or block-first pool on one GPU, a host pool, and a transfer engine between them."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class GpuWorld:
         self.pool.pin(device)
         assert self.pool.wait_ready(BLOCKS, LONG_S)
         ends_s = time.monotonic() + LONG_S
-        while self.pool.pinned_slots < BLOCKS:  # earlier, the kernel could copy nothing
+        while self.pool.pinned_slots < BLOCKS:  # the kernel can copy only pinned slots
             assert time.monotonic() < ends_s, f"{self.pool.pinned_slots} of {BLOCKS} slots are pinned"
             time.sleep(0.01)
         self.engine = TransferEngine(device=device, batch_copies=batch, copy_kernel=kernel)
@@ -66,7 +66,7 @@ class GpuWorld:
         layerwise: bool = False,
         stream: int | None = None,
     ) -> Any:
-        """`stream` is the stream to fence with; None for the engine's."""
+        """Submits one op. `stream` is the stream for its fence; None for the engine's."""
         priority = Priority.LOAD if kind is OpKind.H2D else Priority.STORE
         op = TransferOp(
             OpId(next(self.ids)),
@@ -89,7 +89,7 @@ class GpuWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """Number of bytes that each path has moved."""
+        """Returns the number of bytes that each path has moved, for paths that moved any."""
         assert self.engine.cuda_lane is not None
         return {path: moved for path, _, moved, _ in self.engine.cuda_lane.counts() if moved}
 
@@ -148,18 +148,18 @@ def test_every_byte_arrives_and_no_other_is_touched(
         assert "batch" not in paths
 
 
-# The controls pass a stream without work: each fence test must then see wrong bytes, or it proves nothing.
+# The controls use a stream without work as the fence. Each test must then see wrong bytes, or it would prove nothing.
 FENCED = pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 KERNEL = pytest.mark.parametrize("kernel", [False, True], ids=["copy engine", "kernel"])
 TURNS = 30
 SLEEP_CYCLES = 100_000_000
-"""About 50 ms of a GPU at 2 GHz: a copy without a fence has ended long before that."""
+"""Clock cycles of a sleep: about 50 ms on a GPU at 2 GHz. A copy without a fence ends long before that."""
 FENCE_BLOCKS = list(range(8))
 FENCE_SHAPE = {"layers": 8, "run_bytes": 16384}
 
 
 def fence_of(world: GpuWorld, fenced: bool) -> int:
-    """The engine's stream, or one without any work."""
+    """Returns the engine's stream, or, for a control, a stream without work."""
     return world.stream() if fenced else int(world.torch.cuda.Stream(0).cuda_stream)
 
 
@@ -170,15 +170,14 @@ def end(world: GpuWorld, ticket: Any) -> None:
 
 
 def fill(world: GpuWorld, value: int) -> None:
-    """Fills all blocks and waits, so that nothing is under way afterwards."""
+    """Fills the blocks of the fence tests with a value, and waits until the stream has done it."""
     world.by_block[: len(FENCE_BLOCKS)].fill_(value)
     world.torch.cuda.current_stream(0).synchronize()
 
 
 def warm_up(world: GpuWorld) -> None:
-    """Makes one store and one load, so that the copies of the first turn do not begin only after the stream's sleep:
-    this loads kernels, starts threads, and creates torch's 32 streams, which are created together at the first
-    request.
+    """Makes one store and one load. This loads kernels, starts threads, and creates torch's 32 streams, which torch
+    creates all at once. Otherwise the copies of the first turn might begin only after the stream's sleep.
     """
     world.torch.cuda.Stream(0)
     world.torch.cuda._sleep(1)
@@ -202,7 +201,7 @@ def test_a_store_copies_what_the_forward_before_it_writes(
         value = turn % 200
         fill(world, 255 - value)
         world.torch.cuda._sleep(SLEEP_CYCLES)
-        for last in (value + 1, value):  # the forward pass writes more than once
+        for last in (value + 1, value):  # stands for a forward that writes each block twice
             world.by_block[: len(FENCE_BLOCKS)].fill_(last)
         end(world, world.submit(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS, stream=fence_of(world, fenced)))
         assert stored(world, value) is fenced, f"turn {turn}"
@@ -238,7 +237,7 @@ def test_a_forward_after_wait_layer_reads_what_the_load_brings(
     busy = torch.cuda.Stream(0)
     for turn in range(TURNS):
         fill(world, 8 + turn)
-        # The load is queued behind this, so that its copies begin long after they are enqueued.
+        # The load comes after this sleep in its stream, so its copies begin long after they were enqueued.
         with torch.cuda.stream(busy):
             torch.cuda._sleep(SLEEP_CYCLES)
         ticket = world.submit(OpKind.H2D, FENCE_BLOCKS, FENCE_BLOCKS, stream=int(busy.cuda_stream))
@@ -292,7 +291,7 @@ def test_two_gpus_of_one_process_move_their_own_bytes(torch: Any) -> None:
     for world in worlds:
         torch.cuda.synchronize(world.device)
     blocks, targets = [0, 1, 2, 5], [9, 7, 6, 8]
-    # Both run at once, submitted by one thread whose current device need not be that of either.
+    # Ops on both GPUs run at once. One thread submits them, and its current device may be neither of the two.
     for kind, places in ((OpKind.D2H, blocks), (OpKind.H2D, targets)):
         tickets = [world.submit(kind, places, blocks) for world in worlds]
         for world, ticket in zip(worlds, tickets, strict=True):

@@ -1,5 +1,6 @@
-"""The demo's conversation through the real vLLM on a GPU: the same tokens as without flexkv, and hits where
-expected."""
+"""Runs the demo's conversation with a real vLLM engine on a GPU. The tokens are those of an engine without flexkv, and
+hits occur where they are expected.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-// One launch of the transform kernel on the CPU, which copies and digests two runs of four leaves each. With
-// an argument its last leaf is taken from where the pool has ended.
+// Launches the transform kernel once on the CPU. It copies and digests two runs of four leaves each. If the
+// program has an argument, the kernel reads its last leaf from memory behind the pool.
 #include "../native/emulated_cuda.h"
-// Must follow the header that defines the kernel language.
+// Must come after the header above, which defines the keywords of CUDA.
 #include "gds/transform/kernel.cuh"
 
 using namespace flexkv;
@@ -9,7 +9,7 @@ using namespace flexkv;
 int main(int count, char**) {
   constexpr int32_t kRuns = 2, kLeaves = 4;
   constexpr size_t kBytes = kRuns * kLeaves * kLeafBytes;
-  // The pool ends at the end of its memory.
+  // The pool ends where its allocation ends, so that the sanitizer finds a read behind it.
   std::vector<Vector16> pool(kBytes / 16), slot(kBytes / 16 + kRuns);
   std::vector<TransformRun> runs;
   std::vector<TransformLeaf> leaves;

@@ -1,6 +1,6 @@
-"""Runs the Python tests of the native core again, on an extension built with a sanitizer.
+"""Runs the Python tests of the native core with an extension that is built with a sanitizer.
 
-`python -m tests.sanitizers.run SANITIZER [--short]`
+    python -m tests.sanitizers.run SANITIZER [--short]
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ FOLDERS = {
         "tests/unit/native_border/test_fuzz_threads.py",
     ),
 }
-"""Tests that call into the native core. Torch and the engines stay out: they are not built with a sanitizer."""
+"""For each sanitizer, the tests that call the native core. They use neither torch nor engines, which are not built with
+a sanitizer.
+"""
 
 SHORT = ("tests/unit/native_border", "tests/unit/transfer/test_engine_submit.py")
-"""`--short`, the part under `address` that `make test` runs: every binding with wrong and with random arguments. The
-native tests cover the code behind the bindings, under both sanitizers each time."""
+"""The tests for `--short`, which `make test` runs with `address`: they call every binding with wrong and with random
+arguments. The native tests, which always run with both sanitizers, cover the code behind the bindings.
+"""
 
 
 def main() -> None:
@@ -52,7 +55,7 @@ def main() -> None:
     asked = parser.parse_args()
     sanitizer, paths = asked.sanitizer, SHORT if asked.short else FOLDERS[asked.sanitizer]
     tree = make_tree(Variant(None, sanitizer))
-    # With a sanitizer random cases take 5 to 20 times as long, so there are only as many as in `make test`.
+    # With a sanitizer, random cases take 5 to 20 times as long, so only as many run as in `make test`.
     environ = sanitizer_environment(sanitizer) | {SOAK_VARIABLE: "1"}
     which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
     told = subprocess.run(

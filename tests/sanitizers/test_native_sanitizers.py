@@ -1,4 +1,4 @@
-"""The C++ tests under AddressSanitizer + UndefinedBehaviorSanitizer, and under ThreadSanitizer."""
+"""Runs the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer, and with ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CONTROLS = {
         "signed integer overflow",
     ),
     "thread": (
-        # The second write comes after the first has been recorded, but nothing that synchronizes orders them:
-        # a race of two writes at the same instant is one that the sanitizer may miss.
+        # The sanitizer may miss a race of two writes at the same instant. So the second write comes after the
+        # first, but no synchronization orders the two.
         "#include <atomic>\n#include <thread>\nint x;\nstd::atomic<bool> written;\n"
         "int main() { std::thread t([] { x = 1; written.store(true, std::memory_order_relaxed); });\n"
         "while (!written.load(std::memory_order_relaxed)) std::this_thread::yield();\n"
@@ -37,7 +37,7 @@ CONTROLS = {
         "data race",
     ),
 }
-"""Sanitizer -> (program with the kind of error it finds, words that it must print)."""
+"""For each sanitizer, a program with an error that it finds, and words that it must print for it."""
 
 
 @pytest.mark.soak
@@ -90,8 +90,8 @@ def test_the_sanitizer_would_have_spoken(sanitizer: str, tmp_path: Path) -> None
 def test_control_a_kernel_that_is_wrong_is_reported(
     sanitizer: str, define: str, arguments: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    """Faults in an emulated kernel: two warps race because an addition is not atomic, and an access is past the end of
-    memory. Without a fault nothing is reported.
+    """Runs an emulated kernel with a fault: two warps race because an addition is not atomic, or an access is behind
+    the end of memory. Without a fault nothing is reported.
     """
     program = tmp_path / "kernel"
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined", "-g", "-O1", "-pthread"]

@@ -1,4 +1,4 @@
-"""The Python tests of the native core are clean on an extension built with a sanitizer."""
+"""Checks that a sanitizer finds nothing in the Python tests of the native core."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Mooncake's own servers inside a network namespace: a master, and owners that contribute memory.
+"""Runs Mooncake's own servers in a network namespace: a master, and owners that contribute memory.
 
-All of them are children of the test and end with it; every wait is bounded.
+All servers are children of the test and end with it. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.servers.namespace import Namespace
 from tests.servers.stopping import stop_all_threads
 
 PORT = 50051
-"""The first master's port; the namespace has no other user. The next port serves its metrics."""
+"""Port of the first master; the next port serves its metrics. Nothing else uses ports in the namespace."""
 START_S = 20.0
-"""A master listens after 0.05 s on an idle machine."""
+"""Limit for the start of a server. On an idle machine a master listens after 0.05 s."""
 SEGMENT_MIB = 256
 
 OWNER = """
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 
 def binary(name: str) -> str:
-    """Path of a program in the wheel."""
+    """Returns the path of a program in Mooncake's wheel."""
     spec = find_spec("mooncake")
     assert spec is not None, "mooncake-transfer-engine-non-cuda is not installed: make env-test"
     assert spec.origin is not None
@@ -43,10 +43,10 @@ def binary(name: str) -> str:
 
 
 class Server:
-    """One process of the store, stopped by its pid.
+    """A server process of the store.
 
     Attributes:
-        log: file with its output.
+        log: file for the server's output.
     """
 
     def __init__(self, log: Path) -> None:
@@ -85,7 +85,7 @@ class Server:
 
 
 class Master(Server):
-    """The master, which knows the owner of each value. After a restart it knows nothing."""
+    """The master, which knows the owner of each value. It loses this knowledge when it is restarted."""
 
     def __init__(self, namespace: Namespace, log: Path, port: int = PORT) -> None:
         super().__init__(log)
@@ -116,7 +116,7 @@ class Master(Server):
 
 
 class Owner(Server):
-    """Contributes a segment of memory to a store."""
+    """A process that contributes a segment of memory to a store."""
 
     def __init__(self, namespace: Namespace, master: Master, log: Path, mib: int = SEGMENT_MIB) -> None:
         super().__init__(log)
@@ -133,9 +133,13 @@ class Owner(Server):
 def mooncake(
     namespace: Namespace, folder: Path, mib: int = SEGMENT_MIB, port: int = PORT, flags: Sequence[str] = ()
 ) -> Iterator[tuple[Master, Owner]]:
-    """A master, with `flags`, and one owner with a segment of `mib`; the end of the block kills both.
+    """Runs a master and an owner within the `with` block, then kills both.
 
-    Their logs are in `folder`.
+    Args:
+        folder: folder for the logs.
+        mib: size of the owner's segment in MiB.
+        port: the master's port.
+        flags: more options on the master's command line.
     """
     master = Master(namespace, folder / f"master-{port}.log", port)
     owner = Owner(namespace, master, folder / f"owner-{port}.log", mib)

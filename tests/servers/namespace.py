@@ -1,7 +1,7 @@
-"""A separate network for servers that listen on all interfaces: a namespace with nothing but the loopback.
+"""A network namespace that has only the loopback interface, for servers that listen on all interfaces.
 
-A test that cannot have one is skipped, and says so. A process started by `command` runs inside and ends with its
-parent.
+If the machine does not allow a namespace, the test is skipped, with the reason. A process that is started with
+`command` runs in the namespace and ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ fcntl.ioctl(socket.socket(), SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP)
 print("up", flush=True)
 sys.stdin.read()
 """
-"""Sets the loopback up without iproute2, which small images lack, and holds the namespace until its input ends."""
+"""A program that enables the loopback interface, and keeps the namespace open until its input ends. It does not use
+iproute2, which small container images lack.
+"""
 
 TOOLS = ("unshare", "nsenter", "setpriv")
-"""Programs of util-linux."""
+"""The programs of util-linux that a namespace needs."""
 
 
 class NoNamespace(Exception):
-    """This user cannot make a network namespace on this machine; says why."""
+    """Raised if this user cannot make a network namespace on this machine. The message has the reason."""
 
 
 class Namespace:
-    """A network namespace, open until `close` or the end of this process.
+    """A network namespace. It exists until `close` is called or this process ends.
 
     Attributes:
-        pid: id of the process that holds it.
+        pid: id of the process that keeps the namespace open.
     """
 
     def __init__(self) -> None:
@@ -58,14 +60,15 @@ class Namespace:
         self.pid = self._holder.pid
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` inside. The process keeps its pid and inherited files, and is killed when
-        the thread that started it ends."""
+        """Returns a command line that runs `argv` in the namespace. The process keeps its process id and inherited
+        files, and is killed when the thread that started it ends.
+        """
         enter = ["nsenter", "-t", str(self.pid), "-n", *(["-U", "--preserve-credentials"] * self._own_user)]
-        # After nsenter: a change of user clears what setpriv sets.
+        # setpriv must come after nsenter, because a change of the user clears the signal that setpriv sets.
         return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--", *argv]
 
     def listens(self, port: int) -> bool:
-        """Whether some process inside listens on TCP port `port`."""
+        """Tells whether a process in the namespace listens on TCP port `port`."""
         lines = [
             line.split()
             for name in ("tcp", "tcp6")
@@ -74,7 +77,9 @@ class Namespace:
         return any(int(line[1].rpartition(":")[2], 16) == port and line[3] == "0A" for line in lines)
 
     def close(self) -> None:
-        """Ends the holder. Processes inside keep the namespace until they end. Idempotent."""
+        """Ends the process that keeps the namespace open. The namespace still exists until all processes in it have
+        ended. Idempotent.
+        """
         for stream in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             if stream is not None:
                 stream.close()

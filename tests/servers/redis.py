@@ -1,4 +1,6 @@
-"""A real Redis server on a free port of this machine, in memory only. It ends with the test, however the test ends."""
+"""A real Redis server on a free port of this machine. It writes no data to disk, and ends when the test ends, even if
+the test is killed.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,14 @@ class RedisServer:
     """A Redis server in a process of its own.
 
     Args:
-        folder: folder for its log.
-        options: options on its command line.
-        port: 0 for a free one.
-        tls: whether `options` make it speak TLS on its port.
+        folder: folder for the server's log.
+        options: more options on the server's command line.
+        port: the server's port; 0 for a free one.
+        tls: whether the server uses TLS on its port; `options` must have the certificates.
+        maxmemory: bytes of memory beyond which the server refuses further values.
 
     Attributes:
-        url: for `remote.urls`.
+        url: the server's URL for `remote.urls`.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class RedisServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Starts it and waits until it accepts connections. At `MOST_BYTES` it accepts no more values."""
+        """Starts the server and waits until it accepts connections."""
         ports = ["--port", "0", "--tls-port", str(self.port)] if self._tls else ["--port", str(self.port)]
         command = [program(self._folder), *ports, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += [
@@ -80,14 +83,16 @@ class RedisServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Kills it, even if it is frozen. Idempotent."""
+        """Kills the server, even if it is frozen. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def freeze(self) -> None:
-        """Stops its threads: it keeps its connections, and the kernel accepts new ones, but nothing is answered."""
+        """Stops all threads of the server. Its connections stay open, and the kernel accepts new ones, but the server
+        does not answer.
+        """
         assert self._process is not None
         stop_all_threads(self._process.pid)
 
@@ -96,7 +101,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def ask(self, *words: str) -> bytes:
-        """Its raw answer to one command on a new connection: one line or one short value."""
+        """Sends one command on a new connection. Returns the raw answer, which must be one line or one short value."""
         line = b"".join(b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in words)
         with socket.create_connection(("127.0.0.1", self.port), 10.0) as other:
             other.sendall(b"*%d\r\n" % len(words) + line)
@@ -121,8 +126,8 @@ def redis_server(
 
 
 def program(folder: Path) -> str:
-    """Debian's package of Redis tools contains the server too: the program acts as the name under which it is
-    called.
+    """Finds the program of the server. If only Debian's package of Redis tools is installed, makes a link to a tool in
+    `folder`: the tool is the same program, and acts as a server if it is called by that name.
     """
     found = shutil.which("redis-server")
     if found is not None:
@@ -136,8 +141,8 @@ def program(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """A free port. One below the kernel's ephemeral range would be safer; a server reports an error if the port is
-    taken.
+    """Returns a port that is free now. The kernel may give it to a connection before the server binds it; then the
+    server reports an error.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

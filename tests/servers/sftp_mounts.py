@@ -1,7 +1,8 @@
-"""One folder, mounted several times through OpenSSH's SFTP server: a network file system without a network.
+"""Mounts one folder several times through OpenSSH's SFTP server: a network file system without a network.
 
-Each mount has a client and a server process of its own, joined by a pipe, as two machines have. sshfs caches names and
-attributes for a time, a mount is not notified of what another has written, and mappings are not coherent.
+Each mount has its own client and server process, connected by a pipe. The mounts behave as on different machines: sshfs
+caches names and attributes for some time, a mount is not notified when another mount writes, and memory mappings are
+not coherent.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ END_DEADLINE_S = 10.0
 
 
 class NoMounts(Exception):
-    """This machine or user cannot mount by sshfs; says why."""
+    """Raised if this user cannot mount with sshfs on this machine. The message has the reason."""
 
 
 class SftpMount:
-    """One mount of an exported folder through SFTP.
+    """A mount of a folder through SFTP.
 
     Attributes:
-        path: where the folder is mounted.
-        client: the pid of sshfs.
-        server: the pid of the SFTP server.
+        path: the mount point.
+        client: process id of sshfs.
+        server: process id of the SFTP server.
     """
 
     def __init__(self, export: Path, path: Path, options: str) -> None:
@@ -44,7 +45,7 @@ class SftpMount:
         self.path = path
         told = path.with_name(f"{path.name}.server")
         started = path.with_name(f"{path.name}.ssh")
-        # sshfs runs this instead of ssh, and uses its standard input and output.
+        # sshfs runs this script instead of ssh, and talks to the server over the script's standard input and output.
         started.write_text(
             f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec {preflight.sftp_server()}\n"
         )
@@ -56,7 +57,7 @@ class SftpMount:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # If the test is killed, sshfs gets this signal and ends the mount.
+                # If the test is killed, the kernel sends SIGTERM to sshfs, which ends the mount.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
         self.client = self._client.pid
@@ -72,10 +73,10 @@ class SftpMount:
         os.kill(self.server, number)
 
     def close(self) -> None:
-        """Ends the mount, and all calls that wait for it. Idempotent."""
+        """Ends the mount. Calls that wait for it fail. Idempotent."""
         subprocess.run(["umount", "-l", str(self.path)], stderr=subprocess.DEVNULL, timeout=END_DEADLINE_S)
         if self._client.poll() is None:
             self._client.kill()
             self._client.wait(END_DEADLINE_S)
-        with suppress(AttributeError, ProcessLookupError):  # it has not started, or has ended with its client
+        with suppress(AttributeError, ProcessLookupError):  # the server has not started, or has ended already
             os.kill(self.server, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Stops a process that a test has started, so that none of its threads runs on."""
+"""Stops a process that a test has started, with all its threads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ STOPPED_WITHIN_S = 30.0
 
 
 def stop_all_threads(pid: int) -> None:
-    """Stops a child of this process, and returns once none of its threads runs any more.
+    """Stops a child of this process, and waits until none of its threads runs.
 
-    On a busy machine the other threads continue until the signalled thread is scheduled, so a server may still answer
-    after the signal was sent.
+    On a busy machine, the threads of a process continue until the thread that gets the signal is scheduled. So a server
+    may still answer after the signal was sent, and sending the signal alone is not enough.
     """
     os.kill(pid, signal.SIGSTOP)
     ends_s = time.monotonic() + STOPPED_WITHIN_S
