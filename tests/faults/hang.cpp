@@ -1,5 +1,6 @@
 // A library to preload into a process. It makes a disk seem not to answer: writes by the thread with the name
-// in HANG_THREAD never end. These are the zeros with which an idle disk is cleared; I/Os of pages use other calls.
+// in HANG_THREAD never end. These are the zeros with which an idle disk is cleared; I/Os of pages use
+// different calls.
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,9 +1,10 @@
-// A library to preload into a process. It logs every write, sync and change of names under one folder, in order
-// and with the bytes. tests/faults/write_log.py reads the log.
+// A library to preload into a process. It logs every write, sync and change of names under one folder, in
+// order and with the bytes. tests/faults/write_log.py reads the log.
 //
-// Writes by io_uring are read from the rings. The begin of a write is logged right before its entry is handed to
-// the kernel. Its end is logged when its completion is found after a call, so never too early: no sync seems to
-// cover a write that it may not have covered. Rings with a thread in the kernel are not supported.
+// Writes by io_uring are read from the rings. The begin of a write is logged right before its entry is handed
+// to the kernel. Its end is logged when its completion is found after a call, so it is never logged too
+// early, and no sync seems to cover a write that it may not have covered. Rings with a thread in the kernel
+// are not supported.
 //
 // RECORD_DIR is the folder, RECORD_LOG the file for the log. A record is a header, and then `bytes` bytes.
 #include <dlfcn.h>
@@ -228,7 +229,8 @@ void note_ended(Ring& ring) {
 
 extern "C" {
 
-// Always reads six arguments. If a call has fewer, the others have random values, as in the C library's syscall().
+// Always reads six arguments. If a call has fewer, the others have arbitrary values, as in the C library's
+// own function.
 long syscall(long number, ...) noexcept {
   long given[6];
   va_list list;

@@ -1,6 +1,6 @@
 """Runs the Python tests of the native core with an extension that is built with a sanitizer.
 
-    python -m tests.sanitizers.run SANITIZER [--short]
+`python -m tests.sanitizers.run SANITIZER [--short]`
 """
 
 from __future__ import annotations
