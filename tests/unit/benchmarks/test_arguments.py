@@ -1,4 +1,4 @@
-"""Every program rejects a count of measurements below one."""
+"""Every benchmark program rejects a number of rounds or runs below one."""
 
 from __future__ import annotations
 

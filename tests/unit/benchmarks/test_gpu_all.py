@@ -1,4 +1,6 @@
-"""All GPU measurements in one call: their time limits fit into the total, and an existing core is kept."""
+"""One call that runs all GPU measurements: its stages' time limits fit into ten minutes, and it does not build a native
+core that was carried to the machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def test_every_stage_has_a_share_and_the_whole_fits_ten_minutes() -> None:
     assert set(ALL_SHARES) == set(STAGES)
     assert ALL_LIMIT_S < 600
     now_s, ends_s = 0.0, ALL_LIMIT_S - ENDING_S
-    for number, name in enumerate(STAGES):  # each takes all the time that it is allowed
+    for number, name in enumerate(STAGES):  # each stage takes all of its time
         now_s = all_deadlines_s(STAGES[number:], name, now_s, ends_s)
         assert now_s <= ends_s + 1e-6
     assert now_s == pytest.approx(ends_s)
@@ -54,7 +56,8 @@ def test_a_carried_core_is_not_built(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage has one step that prints its name; the build prints nothing if a core was carried along."""
+    """Replaces each stage by one with a single step, which prints the stage's name. If a core was carried to the
+    machine, the build stage's step does not run."""
 
     def small(name: str, visit: Visit) -> Stage:
         missing = gpu_plan.CARRIED if name == "build" and visit.carried else ""
@@ -90,7 +93,8 @@ def test_a_core_without_cuda_is_built_and_asked_again(
 
 
 def test_one_call_measures_less(tmp_path: Path) -> None:
-    """The steps are the same, each has its result, and every difference is a smaller number."""
+    """Within one call that runs all stages, the bench has the same steps and results as alone, and each number that
+    differs is smaller."""
     whole, quick = (plan("bench", Visit(tmp_path, quick=quick)).steps for quick in (False, True))
     assert [step.result for step in whole] == [step.result for step in quick]
     beside = next(step for step in quick if step.name == "beside")

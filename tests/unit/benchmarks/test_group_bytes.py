@@ -1,4 +1,6 @@
-"""The pages of a long prompt that are stored for a model with windows, as `benchmarks.group_bytes` counts them."""
+"""How many pages of a long prompt are stored for a model with several KV groups, as `benchmarks.group_bytes` counts
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ BOUND = 0.35
 
 
 def kept(checkpoint_tokens: int | None) -> float:
-    """Share of all pages, with five layers of windows of 1,024 tokens per layer of full attention."""
+    """Returns the stored share of all pages of a prompt. The model has five window groups of 1,024 tokens for each full
+    group."""
     geometry, groups = groups_of(MODELS["Gemma 3 12B"])
     assert [group.geometry.rule for group in groups] == [Rule.FULL] + [Rule.WINDOW] * 5
     assert len({group.image_bytes for group in groups}) == 1

@@ -1,4 +1,5 @@
-"""Which of compute-sanitizer's errors count: API errors of libcufile do not, memory errors always do."""
+"""Which errors that compute-sanitizer reports make a run fail: memory errors always do, API errors of libcufile do
+not."""
 
 from __future__ import annotations
 

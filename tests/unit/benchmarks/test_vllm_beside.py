@@ -1,4 +1,4 @@
-"""Steps of a running request: which ones count as beside a load or a store, and the verdict on them."""
+"""Which of a running request's steps count as concurrent with a load or a store, and how they are judged."""
 
 from __future__ import annotations
 

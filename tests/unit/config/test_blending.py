@@ -1,4 +1,4 @@
-"""Requests' fields and settings for blending, and values that are refused."""
+"""A request's fields for blending, the settings for blending, and the values that are refused in both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A configuration file with one bit flipped, or its end cut off, is a configuration or an error that names the file."""
+"""A configuration file in which one bit was flipped, or whose end is missing, is either read or refused with an error
+that names the file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ STEP = 8
 
 
 def refusal(path: Path, content: bytes) -> str | None:
-    """The error that a file with these bytes gives, or None."""
+    """Writes these bytes to the file and loads it. Returns the message of the error, or None if there is none."""
     path.write_bytes(content)
     try:
         load_config(None, {"FLEXKV_CONFIG": str(path)})

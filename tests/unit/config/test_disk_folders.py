@@ -1,4 +1,4 @@
-"""`disk.folders`: one or more absolute paths, joined by colons or commas, or as a list."""
+"""`disk.folders` is one or more absolute paths: a text in which colons or commas separate them, or a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine uses which setting: all settings in all engines, and warnings for settings without effect."""
+"""The tables say for each setting which engines use it. flexkv warns if a setting without effect is given."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SAMPLE_OF = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "tensorrt_llm"}
 
 
 def uses(key: str) -> dict[str, str]:
-    """By engine: "works", or the reason why the setting has no effect.
+    """Returns for each engine "works", or the reason why the setting has no effect in it.
 
     Raises:
-        KeyError: neither of the tables contains the setting, or both do.
+        KeyError: neither of the two tables has the setting, or both have it.
     """
     if (key in EVERYWHERE) == (key in PARTLY):
         raise KeyError(key)
@@ -31,11 +31,13 @@ def uses(key: str) -> dict[str, str]:
 
 
 def readers(key: str) -> set[str]:
-    """The engines whose adapters are the only code that reads the setting, or `SHARED` if other code reads it."""
+    """Returns the engines whose adapters read the setting. The set also has `SHARED` if code outside the adapters reads
+    it."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts
-        # `flexkv/config/memory.py` resolves host memory for all engines.
+        # Although it belongs to the config package, `memory.py` counts: it computes the size of host memory for all
+        # engines.
         if (parts[0] not in NOT_FOR_ENGINES or path.name == "memory.py") and key in path.read_text():
             is_adapter = parts[0] == "adapters" and parts[1] in ENGINES
             found.add(parts[1] if is_adapter else SHARED)
@@ -106,7 +108,7 @@ GIVEN = {
 def test_a_setting_without_effect_is_named_once_with_its_reason(key: str, engine: str) -> None:
     said = without_effect(load_config({key: GIVEN[key]}, {}), engine)
     use = uses(key)[engine]
-    if use == "works" or key == "disk.stream":  # the disk tier warns of it instead
+    if use == "works" or key == "disk.stream":  # the disk tier gives this warning itself
         assert said == []
         return
     (words,) = said

@@ -1,4 +1,6 @@
-"""Every sample file is complete, loads, and each of its lines has an effect; an engine's file names existing things."""
+"""Every sample file has all settings, can be loaded, and each of its lines has an effect. The classes and modules that
+an engine's sample file names exist.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_tensorrt_llms_file_names_what_is_here() -> None:
 
 
 def test_sglangs_file_names_the_linker() -> None:
-    """In tests/engines_sglang/test_own_flag.py SGLang's own parser reads the file."""
+    """This test needs no SGLang. tests/engines_sglang/test_own_flag.py reads the file with SGLang's own parser."""
     document = yaml.safe_load(sample_text("engine-sglang"))
     linker = json.loads(document["unified-cache-external-linker-config"])
     source = (ROOT / "flexkv" / "adapters" / "sglang" / "linker.py").read_text()

@@ -1,4 +1,6 @@
-"""Sources, their order, aliases, origins, and the errors for values that are not allowed."""
+"""Loading settings: their sources and which of them wins, aliases, the origin of each value, and errors for invalid
+values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ GIB = 1 << 30
 
 
 def write(tmp_path: Path, text: str) -> dict[str, str]:
-    """An environment that names a YAML file with `text`."""
+    """Writes `text` to a YAML file. Returns an environment whose FLEXKV_CONFIG names the file."""
     path = tmp_path / "flexkv.yaml"
     path.write_text(text)
     return {"FLEXKV_CONFIG": str(path)}
@@ -160,7 +162,7 @@ def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: obje
         ("FLEXKV_HOST_BYTES", "", ["'host.bytes'", "env FLEXKV_HOST_BYTES", "''"]),
         ("FLEXKV_STORE_MODE", "Lazy!", ["env FLEXKV_STORE_MODE", "'Lazy!'"]),
         ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
-        # Python's form of a byte that is not UTF-8.
+        # Python replaces a byte that is not UTF-8 by such a surrogate.
         ("FLEXKV_IDENTITY_NAMESPACE", "\udcff", ["env FLEXKV_IDENTITY_NAMESPACE", "expected text in UTF-8"]),
     ],
 )
@@ -226,7 +228,8 @@ def test_an_empty_variable_is_refused_by_its_name(key: str) -> None:
 
 
 def test_names_of_another_system_are_one_short_error() -> None:
-    """Each is named once, with the most similar valid name or none, and without a list of all settings."""
+    """The error names each unknown setting once, with the most similar valid name if there is one. It does not list all
+    settings."""
     extra = {"local_cpu": True, "max_local_cpu_size": 5, "remote_url": "x", "host.byts": 1}
     with pytest.raises(ConfigError) as caught:
         load_config(extra, {})
@@ -340,7 +343,7 @@ def test_settings_that_do_not_go_together(key: str, value: str, allowed: str) ->
     with pytest.raises(ConfigError, match=re.escape(message + "'disk.gds_stores' from engine extra config")):
         load_config(extra, {environment_name(key): value})
     assert load_config({"disk.gds_stores": False}, {environment_name(key): value}).disk.gds_stores is False
-    # The final values count, whichever source set them.
+    # The settings are compared after all sources have been merged.
     assert load_config(GDS_STORES | {key: allowed}, {environment_name(key): value}).disk.gds_stores
 
 
@@ -372,8 +375,8 @@ def _takes_numbers(key: str) -> bool:
 
 @pytest.mark.parametrize("key", [key for key in setting_fields() if _takes_numbers(key)])
 def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
-    """Such values are refused here rather than failing at the engine's start, by an overflow or by a thousand
-    threads.
+    """Without such a limit, a value like this would fail only at the engine's start, with an overflow or with thousands
+    of threads.
     """
     with pytest.raises(ConfigError) as caught:
         load_config({key: 1 << 62}, {})

@@ -1,4 +1,4 @@
-"""Free memory as reported by the kernel and the control groups, and the share that a unit takes of it."""
+"""How flexkv reads the free memory from the kernel and the control groups, and how much of it a unit takes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_limit_of_version_1_groups_counts(tmp_path: Path) -> None:
     }
     assert read_memory(machine(tmp_path, files)).usable == 13000
     files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = (
-        "9223372036854771712\n"  # how version 1 writes "no limit"
+        "9223372036854771712\n"  # control groups version 1 write "no limit" like this
     )
     assert read_memory(machine(tmp_path, files)).limited_by == "MemAvailable"
 
@@ -84,7 +84,7 @@ def test_share_of_free_memory_is_divided_among_the_units() -> None:
     assert resolve_host_bytes(load_config({}, {}), 4, 8 * GIB) == 4 * GIB
     shared = load_config({"host.memory_share": 0.8, "host.units_per_node": 2}, {})
     assert resolve_host_bytes(shared, 4, 10 * GIB) == 4 * GIB
-    # Never more than the pool takes, which leaves some of the memory free.
+    # Even with a share of 1, a pool leaves HEADROOM_BYTES of the memory free.
     everything = load_config({"host.memory_share": 1}, {})
     assert resolve_host_bytes(everything, 1, GIB) == GIB - HEADROOM_BYTES
     assert resolve_host_bytes(everything, 1, 100) == 0
@@ -107,7 +107,7 @@ def test_more_than_is_free_is_refused_by_name() -> None:
     assert resolve_host_bytes(config, 4, 4 * GIB + HEADROOM_BYTES) == 4 * GIB
     assert resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=4 * GIB) == 4 * GIB
     with pytest.raises(CapacityError, match="can be had"):
-        # The pool is in reserved huge pages or outside them.
+        # A pool lies completely in reserved huge pages or completely outside, so the sum of both does not count.
         resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=GIB)
     with pytest.raises(ConfigError, match="ranks=0"):
         resolve_host_bytes(config, 0, GIB)

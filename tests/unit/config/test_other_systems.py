@@ -1,4 +1,6 @@
-"""A setting's name from another system gets an error that names the setting here with the same effect, row by row."""
+"""If a user gives a setting of another KV cache system, the error names the setting of flexkv with the same effect. The
+tests check every row of the table of such names.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
 
 GIB = 1 << 30
-# Name there -> the value there, the setting here, its value here. Numbers of bytes are those that the other system
-# derives from its value.
+# For each name of a setting in another system: an example of its value, flexkv's settings with the same effect, and the
+# value that flexkv reads from them. Numbers of bytes are those that the other system computes from its value.
 SAME: dict[str, tuple[object, dict[str, object], object]] = {
     "local_cpu": (True, {"host.bytes": "5GiB"}, 5 * GIB),
     "max_local_cpu_size": (2.5, {"host.bytes_per_rank": "2.5GiB"}, int(2.5 * GIB)),
@@ -99,7 +101,7 @@ def test_every_name_has_an_example_or_a_reason() -> None:
     assert all(OTHER_NAMES[name].how for name in OTHER_NAMES)
     ours = {*setting_fields(), *OTHER_VARIABLES}
     assert {row.setting for row in OTHER_NAMES.values() if row.setting} <= ours
-    # A name that is accepted here needs no hint.
+    # A name that flexkv itself accepts must not be in the table.
     assert not set(OTHER_NAMES) & (set(ALIASES) | ours)
 
 
@@ -116,7 +118,7 @@ def test_a_name_without_a_setting_here_is_answered_with_the_reason(name: str) ->
         ("FLEXKV_CPU_CACHE_GB", "16", "here it is 'FLEXKV_HOST_BYTES', with its unit (16GiB)"),
         ("FLEXKV_CONFIG_PATH", "flexkv.yml", "here it is 'FLEXKV_CONFIG'"),
         ("FLEXKV_SERVER_CLIENT_MODE", "1", "flexkv has no server"),
-        # Looks like a variable set by Kubernetes, but does not hold an address.
+        # Kubernetes sets variables with such names, but to an address that begins with tcp://.
         ("FLEXKV_SERVER_RECV_PORT", "ipc:///tmp/flexkv_server", "flexkv has no server"),
     ],
 )

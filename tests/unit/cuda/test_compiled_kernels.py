@@ -1,4 +1,6 @@
-"""nvcc's output for the kernels: no registers spilled to memory, accesses of 16 bytes, blocks that fit."""
+"""What nvcc makes of the kernels: they spill no registers to memory, access memory 16 bytes at a time, and as many of
+their blocks as intended fit on a multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,15 @@ __global__ void narrow(unsigned* to, const unsigned* from) { to[threadIdx.x] = f
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel of a file.
+    """One compiled kernel.
 
     Attributes:
-        stack_bytes: memory per thread for arrays and for registers that do not fit.
-        block_threads: the most threads per block that its launch may request.
-        blocks: number of blocks that a multiprocessor must hold.
-        code: its PTX.
+        spilled_bytes: bytes of spill loads and stores in the kernel's code.
+        stack_bytes: bytes of stack per thread, for arrays and for registers that do not fit.
+        registers: registers per thread.
+        block_threads: the largest number of threads per block with which the kernel may be launched.
+        blocks: number of blocks that must fit on a multiprocessor at the same time.
+        code: the kernel's PTX.
     """
 
     spilled_bytes: int
@@ -61,7 +65,7 @@ class Entry:
 
 
 def nvcc(source: Path, kind: str, arch: str, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Compiles one file with the build's flags; `kind` is "ptx" or "cubin"."""
+    """Compiles one file with the build's flags to `output`. `kind` is "ptx" or "cubin"."""
     require(NVCC)
     command = [str(NVCC), *KERNEL_FLAGS.split(), f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", *more]
     return subprocess.run(
@@ -70,7 +74,7 @@ def nvcc(source: Path, kind: str, arch: str, output: Path, *more: str) -> subpro
 
 
 def compiled(source: Path, arch: str, folder: Path) -> dict[str, Entry]:
-    """The kernels of one file by name. Runs nvcc's own two steps, and keeps the text between them."""
+    """Compiles one file in nvcc's two steps, in order to keep the PTX between them. Returns its kernels by name."""
     ptx = folder / f"{source.stem}-{arch}.ptx"
     translated = nvcc(source, "ptx", arch, ptx)
     assert translated.returncode == 0, translated.stderr
@@ -95,14 +99,15 @@ def compiled(source: Path, arch: str, folder: Path) -> dict[str, Entry]:
 
 
 def _directive(name: str, code: str) -> int:
-    """The number after a PTX directive that comes from launch bounds; 0 if there is none."""
+    """Returns the number of a PTX directive that nvcc derives from the kernel's launch bounds; 0 if the code has
+    none."""
     found = re.search(rf"\.{name} (\d+)", code)
     return int(found[1]) if found else 0
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Entry]]:
-    """The kernels of each file for each architecture."""
+    """The kernels by name, for each pair of a file and an architecture."""
     folder = tmp_path_factory.mktemp("kernels")
     wanted = [(name, arch) for name in SOURCES for arch in ARCHS]
     with ThreadPoolExecutor(2) as pool:
@@ -131,7 +136,7 @@ def test_every_kernel_moves_sixteen_bytes_at_a_time(
         if MOVES_NOTHING in kernel:
             continue
         assert re.search(VECTOR_LOAD, entry.code), kernel
-        only_reads = "transform_kernelILb1ELb0E" in kernel  # digests the bytes in the pool
+        only_reads = "transform_kernelILb1ELb0E" in kernel  # this kernel only digests bytes of the pool
         assert bool(re.search(VECTOR_STORE, entry.code)) != only_reads, kernel
 
 
@@ -149,7 +154,7 @@ def test_all_kernels_are_looked_at(kernels: dict[tuple[str, str], dict[str, Entr
 def test_as_many_loads_are_under_way_as_the_code_says(
     kernels: dict[tuple[str, str], dict[str, Entry]],
 ) -> None:
-    """Eight loads before the first store of their data, in the copy kernel and in the transform."""
+    """In the copy kernel and in the transform, a thread issues eight loads before it stores any of their data."""
     for name, wanted in (("cuda/copy_kernel.cu", 8), ("gds/transform/launcher.cu", 8)):
         for kernel, entry in kernels[name, READ_ARCH].items():
             if MOVES_NOTHING in kernel:

@@ -1,4 +1,4 @@
-"""csrc/gds/cufile_shim.h declares what cufile.h does: compared with the real headers of CUDA 12 and 13."""
+"""The declarations in csrc/gds/cufile_shim.h agree with those of the real cufile.h, in CUDA 12 and 13."""
 
 from __future__ import annotations
 
@@ -73,19 +73,21 @@ using namespace flexkv;
 
 
 def found_functions() -> dict[str, str]:
-    """Entry of the table -> name of the symbol that is loaded into it."""
+    """Returns the name of the symbol that is loaded into each entry of the shim's table, by entry."""
     loaded = [pair for text in TEXTS for pair in re.findall(r'"(cuFile\w+)",\s*table\.([\w.]+)\)', text)]
     return {field: name for name, field in loaded}
 
 
 def already_open() -> int:
-    """The code by which csrc/gds/cufile_shim.cpp recognises a driver that another user has opened."""
+    """Returns the error code by which csrc/gds/cufile_shim.cpp sees that other code of the process has already opened
+    the cuFile driver."""
     (number,) = re.findall(r"kDriverAlreadyOpen = (\d+);", "".join(TEXTS))
     return int(number)
 
 
 def statistics_assertions() -> list[str]:
-    """Assertions that cuFile 1.20 lays out its statistics as csrc/gds/cufile_statistics reads them."""
+    """Returns static assertions that cuFile 1.20's statistics have the layout with which csrc/gds/cufile_statistics
+    reads them."""
     ranges = re.findall(r"version >= (\d+) && version < (\d+)\) return (\d+);", "".join(TEXTS))
     (offset,) = (at for first, end, at in ranges if int(first) <= 1200 < int(end))
     mine, theirs = "CufileGpuStatistics", "CUfilePerGpuStats_t"
@@ -103,8 +105,8 @@ def statistics_assertions() -> list[str]:
 
 
 def assertions(major: int) -> str:
-    """A program that compiles only if the shim agrees with the cufile.h of CUDA `major`. Functions that the header
-    lacks belong to newer libraries.
+    """Returns a program that compiles only if the shim agrees with the cufile.h of CUDA `major`. It leaves out
+    functions that this header does not have, because only newer libraries have them.
     """
     lines = [PROLOGUE]
     for ours, (theirs, members) in STRUCTS.items():

@@ -1,4 +1,4 @@
-"""csrc/cuda/driver.h declares what cuda.h does: compared with the real headers of CUDA 12 and 13."""
+"""The declarations in csrc/cuda/driver.h agree with those of the real cuda.h, in CUDA 12 and 13."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ using namespace flexkv::cuda;
 
 
 def declared_values() -> set[str]:
-    """The constants of driver.h; those of an enumeration have its name as prefix."""
+    """Returns the constants that driver.h declares. The name of an enumeration's constant begins with the
+    enumeration's."""
     enumerations = re.findall(r"^enum class (\w+) : int \{(.*?)^\};", HEADER, re.S | re.M)
     inner = {
         f"{name}::{value}" for name, body in enumerations for value in re.findall(r"^\s*(k\w+) =", body, re.M)
@@ -81,19 +82,19 @@ def declared_values() -> set[str]:
 
 
 def declared_functions() -> set[str]:
-    """The entries of the table of functions."""
+    """Returns the names of the entries in driver.h's table of functions."""
     (table,) = re.findall(r"^struct Driver \{(.*?)^\};", HEADER, re.S | re.M)
     return set(re.findall(r"\(\*(\w+)\)\(", table)) | set(re.findall(r"^  BatchCopy\d+ (\w+) =", table, re.M))
 
 
 def found_functions() -> dict[str, str]:
-    """Entry of the table -> the name that is looked up in the driver."""
+    """Returns the name that is looked up in the driver for each entry of the table, by entry."""
     asked = re.findall(r'\((?:find, )?"(cu[A-Z]\w+)", (?:\w+, )?d\.(\w+)\)', FINDER)
     return {field: name for name, field in asked}
 
 
 def assertions(major: int) -> str:
-    """A program that compiles only if driver.h agrees with the cuda.h of `major`."""
+    """Returns a program that compiles only if driver.h agrees with the cuda.h of CUDA `major`."""
     lines = [PROLOGUE, "namespace abi {"]
     for ours, theirs in OPAQUE.items():
         lines.append(

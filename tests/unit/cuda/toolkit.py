@@ -1,4 +1,4 @@
-"""CUDA's headers and compiler, which `make env-test` puts into a folder of the environment for these tests."""
+"""CUDA's headers and compiler. `make env-test` installs them for these tests, in a folder of the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INCLUDES = {
     12: (FOLDER / "cuda_runtime" / "include", FOLDER / "cufile" / "include"),
     13: (FOLDER / "cu13" / "include",),
 }
-"""Folders of headers, by CUDA's major version."""
+"""For each major version of CUDA, the folders with its headers."""
 
 
 def require(path: Path) -> None:
@@ -24,7 +24,8 @@ def require(path: Path) -> None:
 
 
 def compile_with_headers(source: str, major: int) -> subprocess.CompletedProcess[str]:
-    """Has the C++ compiler check `source`, with this project's headers and those of CUDA `major`."""
+    """Runs the C++ compiler on `source`, with this project's headers and those of CUDA `major`. The compiler only
+    checks the code."""
     for folder in INCLUDES[major]:
         require(folder)
     program = (compiler() or "g++").split()

@@ -1,5 +1,6 @@
-"""An engine that answers by a rule, in place of vLLM: only such an engine can give a wrong token or miss a hit on
-demand."""
+"""An engine that replaces vLLM in the demo's tests and computes its answers by a rule. A test can make it give a wrong
+token or serve fewer tokens than it found.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ BYTES_A_TOKEN = 1000
 
 
 class ScriptedEngine:
-    """Answers follow from the prompt. With a connector, a cache of prompts outlives `reset`, and is saved in the disk
-    tier's folder when the engine is closed.
+    """An engine whose answer depends only on the prompt. If it has a connector, it remembers all prompts, and saves
+    them in the disk tier's folder when it is closed.
 
-    `spoil` changes an answer of the engine with a connector; `serve` decides how many of the found tokens it serves.
+    Tests replace `spoil`, which changes the answers of the engine with a connector, and `serve`, which returns how many
+    of the tokens that it found it serves.
     """
 
     spoil: Callable[[list[int]], list[int]] = staticmethod(lambda answer: answer)
@@ -71,6 +73,6 @@ class ScriptedEngine:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix of two prompts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))

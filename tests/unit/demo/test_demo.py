@@ -1,4 +1,4 @@
-"""The demo's own verdict: it exits with 0 only if every answer agrees and flexkv served what it should."""
+"""The demo judges itself: it exits with 0 only if all answers agree and flexkv served the expected tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def turn(phase: str, alone_s: float, with_s: float, served: int, answer: int = 0) -> tuple[Turn, Turn]:
-    """A turn with flexkv, and the same turn without."""
+    """Returns the record of a turn with flexkv, and that of the same turn without it."""
     mine = Turn(phase, 0, 0, 64, (answer,), with_s, served)
     return mine, Turn(phase, 0, 0, 64, (0,), alone_s)
 
@@ -59,7 +59,7 @@ def test_the_headline_has_the_least_and_the_median_gain_and_what_a_miss_costs() 
         turn("disk", 1.0, 2.0, 32),
     )
     assert equal.endswith("token for token: 4/4")
-    # A slower hit is reported like the others.
+    # The report includes the hit that was slower than computing the prompt.
     assert (
         "in the 3 turns in which it served tokens: least 0.5, median 4.0 (medians: warm 7.0, disk 0.5)"
         in gain
@@ -119,7 +119,7 @@ def test_a_good_run_is_told_drawn_and_written(
     assert run() == 0
     said = capsys.readouterr().out
     assert f"token for token: {turn_count()}/{turn_count()}" in said
-    # There is no terminal here: one line per phase instead of a bar.
+    # The output is not a terminal, so the demo prints one line per phase instead of a progress bar.
     steps = ["starting vLLM with flexkv", "starting vLLM alone", "both engines: crowd"]
     assert [step for step in steps if step not in said.splitlines()] == []
     assert said.count("both engines: ") == len(PHASES)

@@ -1,4 +1,4 @@
-"""The demo's verdict on its second part: the conditions that it calls a failure."""
+"""The second part of the demo, with a hybrid model: under which conditions it reports a failure."""
 
 from __future__ import annotations
 

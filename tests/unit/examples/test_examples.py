@@ -1,4 +1,4 @@
-"""Every example runs, reports it in one line, and fits a screen or two."""
+"""Every example runs, prints one line, and is short enough for a screen or two."""
 
 from __future__ import annotations
 

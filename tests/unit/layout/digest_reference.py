@@ -1,4 +1,6 @@
-"""The digest of docs/digest.md, written from its text in plain integers, to check the native one against."""
+"""A reference implementation of the digest, written with plain integers from the text of docs/digest.md. Tests compare
+the native digest with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors over NumPy memory with the few methods that the layout handlers use."""
+"""A replacement for torch tensors: NumPy memory, with the few methods that the layout handlers use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ DTYPE_OF_ITEM = {1: "torch.uint8", 2: "torch.bfloat16", 4: "torch.float32"}
 
 
 def fake_tensor(view: NDArray[np.uint8], storage: NDArray[np.uint8], item: int = 2) -> FakeTensor:
-    """A tensor of `item`-byte elements over a byte view whose last axis is contiguous, within `storage`."""
+    """Makes a tensor with elements of `item` bytes from `view`, a view of bytes in `storage` whose last axis is
+    contiguous."""
     assert view.dtype == np.uint8
     assert np.may_share_memory(view, storage)
     assert view.shape[-1] % item == 0

@@ -17,9 +17,9 @@ WritePage = Callable[[int, Bytes], None]
 def check_view(
     view: c_ext.KvView, pool: Bytes, read_page: ReadPage, write_page: WritePage, seed: int, blocks: int = 3
 ) -> None:
-    """Gathers and scatters some blocks both ways and compares every byte of page and pool.
+    """Gathers some blocks into pages, scatters pages into these blocks, and compares every byte of pages and pool.
 
-    `read_page(b)` and `write_page(b, page)` work on `pool` by NumPy indexing alone.
+    `read_page(b)` and `write_page(b, page)` compute the expected result. They access `pool` only by NumPy indexing.
     """
     random = np.random.default_rng(seed)
     pool[:] = random.integers(0, 256, pool.size, dtype=np.uint8)
@@ -55,7 +55,7 @@ def _check_scatter(
 
 
 def _check_layers(view: c_ext.KvView, block: int, pool: Bytes, random: np.random.Generator) -> None:
-    """A range of layers moves exactly the bytes of its runs, both ways."""
+    """Asserts that a gather and a scatter of a random range of layers move exactly the bytes of these layers' runs."""
     lo = int(random.integers(0, view.num_layers))
     hi = int(random.integers(lo + 1, view.num_layers + 1))
     whole, part = np.zeros(view.stripe_bytes, np.uint8), np.full(view.stripe_bytes, 0x5A, np.uint8)

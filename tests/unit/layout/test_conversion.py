@@ -1,5 +1,5 @@
-"""A block is stored from one engine's pool and loaded into another's: every number of K and V is at its token and
-head.
+"""A block is stored from one engine's pool, converted, and loaded into the pool of another engine. Every number of K
+and V must then be at the right token and head.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.unit.layout.vllm_pool import Shape, build_pool
 BLOCKS, LAYERS, HEADS, TOKENS, SIZE, ITEM = 6, 3, 2, 4, 8, 2
 ROW = SIZE * ITEM
 Numbers = NDArray[np.uint8]
-"""The numbers of one block, [layers, K and V, tokens, heads, row bytes]."""
+"""The numbers of one block, as bytes [layers, K and V, tokens, heads, bytes of a row]."""
 
 
 @dataclass(frozen=True)
 class EnginePool:
-    """One engine's pool. `block(b)` is a view of it as Numbers, by plain indexing."""
+    """An engine's pool. `block(b)` returns block b as Numbers, by NumPy indexing of the pool."""
 
     encoding: PageEncoding
     view: Any
@@ -44,7 +44,7 @@ def vllm(order: str, heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
     handler = pool.handler()
 
     def block(number: int) -> Numbers:
-        # [layers, heads, tokens, K then V]
+        # The pool is [layers, heads, tokens, K and V, bytes of a row] for one block.
         content = pool.logical[0][:, number].reshape(layers, heads, TOKENS, 2, ROW)
         return content.transpose(0, 3, 2, 1, 4)
 
@@ -53,7 +53,8 @@ def vllm(order: str, heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
 
 
 def vllm_cpu(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
-    """vLLM's pool in the order that its vector attention on a CPU uses: per head K by elements, then V by tokens."""
+    """vLLM's pool in the order for its vectorised CPU attention: for each head, first K [elements, tokens], then V
+    [tokens, elements]."""
     plain = vllm("LBHNC", heads, layers)
     format_id = replace(plain.encoding.format_id, interior=Interior.K_TRANSPOSED)
     half = TOKENS * ROW
@@ -97,7 +98,7 @@ POOLS: dict[str, Callable[..., EnginePool]] = {
 
 
 def move(one: EnginePool, from_block: int, other: EnginePool, to_block: int) -> None:
-    """Moves a block from pool to page, page to page, page to pool."""
+    """Gathers a block of pool `one` into a page, converts the page if necessary, and scatters it into pool `other`."""
     stripe = np.zeros(one.view.stripe_bytes, np.uint8)
     c_ext.gather(one.view, from_block, stripe)
     rewrite = conversion(one.encoding, other.encoding)
@@ -136,7 +137,7 @@ def test_every_pair_of_encodings(source: str, target: str, heads: int, layers: i
 
 @pytest.mark.parametrize("target", ["vllm-LBHNC", "vllm-LBNHC", "vllm-BHLNC", "vllm-cpu", "trtllm"])
 def test_without_conversion_the_numbers_are_elsewhere(target: str) -> None:
-    """The control: pages of the same size whose bytes are taken unchanged."""
+    """The control: the pages have the same size, but without a conversion the numbers are in the wrong places."""
     one, other = sglang(), POOLS[target]()
     one.raw[:] = np.random.default_rng(5).integers(0, 256, one.raw.size, dtype=np.uint8)
     stripe = np.zeros(one.view.stripe_bytes, np.uint8)
@@ -174,7 +175,7 @@ def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> N
 
 
 def test_encodings_of_runs_and_formats_of_text_are_the_same() -> None:
-    """The text in a slab's header is enough."""
+    """A page's encoding can be rebuilt from its runs and the text of its format, which a slab's header has."""
     for pool in (make() for make in POOLS.values()):
         encoding, runs = pool.encoding, pool.view.runs[:, [3, 2, 4]]
         format_id = FormatId.parse(str(encoding.format_id))

@@ -1,6 +1,4 @@
-"""Arguments that Python may pass to the native layout code: wrong arrays and buffers give a typed error, never a
-crash.
-"""
+"""If Python passes wrong arrays or buffers to the native layout code, the result is a typed error, never a crash."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def test_other_threads_run_while_a_view_is_proved() -> None:
         nonlocal ticks
         while not ends.is_set():
             ticks += 1
-            time.sleep(0)  # releases the interpreter lock, so that it never delays the other thread
+            time.sleep(0)  # releases the interpreter lock for the main thread
 
     thread = threading.Thread(target=tick)
     thread.start()
@@ -103,7 +101,7 @@ def test_other_threads_run_while_a_view_is_proved() -> None:
     try:
         sys.setswitchinterval(
             1000.0
-        )  # the other thread only runs while this one has released the interpreter lock
+        )  # so the other thread runs only while this one has released the interpreter lock
         for _ in range(20):  # on a busy machine the other thread may not get a core for a while
             before = ticks
             view = c_ext.KvView(rows, 4, 64 << 17)

@@ -1,4 +1,4 @@
-"""SGLang pools: K and V halves of one allocation, joined MLA buffers; page 0 is never touched."""
+"""SGLang's pools: K and V are halves of one allocation, or one buffer for MLA. flexkv never touches page 0."""
 
 from __future__ import annotations
 

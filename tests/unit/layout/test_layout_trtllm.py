@@ -1,4 +1,6 @@
-"""TensorRT-LLM pools: one segment from a block-first pool, regions of slots, and refusals that say why."""
+"""TensorRT-LLM's pools: a block-first pool is a single segment, a pool may consist of regions of slots, and the error
+for an unsupported pool gives the reason.
+"""
 
 from __future__ import annotations
 

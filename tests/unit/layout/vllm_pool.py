@@ -1,4 +1,6 @@
-"""vLLM pools of random geometry in NumPy: the placements, the tensors, and page bytes by plain indexing."""
+"""vLLM's pools of any geometry in NumPy memory, with their placements and tensors. A page's expected bytes come from
+plain indexing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shape:
-    """Same-shaped layers; `content` in bytes."""
+    """Some layers of the same shape. `content` is the size of one token's row in one head, in bytes."""
 
     layers: int
     heads: int
@@ -60,7 +62,7 @@ class Pool:
         return VllmHandler(**(arguments | changes))  # type: ignore[arg-type]
 
     def page_view(self, index: int, block: int) -> Bytes:
-        """The block's bytes of placement `index`, axes in page order; a view of the pool."""
+        """Returns a view of the pool: the bytes of a block in placement `index`, with the axes in the page's order."""
         view = self.logical[index][:, block]
         inner = self.order.replace("B", "")
         if inner[0] != "L" and self.order[0] != "B":
@@ -78,9 +80,9 @@ class Pool:
 def build_pool(
     order: str, blocks: int, shapes: list[Shape], item: int, padding: int = 0, lead: int = 0
 ) -> Pool:
-    """One allocation that holds `shapes` one after the other, as vLLM places them.
+    """Makes a pool: one allocation with the layers of all `shapes`, one shape after another, as vLLM places them.
 
-    `padding` bytes follow each page (layer-outermost LB orders only), `lead` bytes precede the first
+    `padding` bytes follow each page; this is possible only in orders that begin with LB. `lead` bytes precede the first
     placement.
     """
     packed = sum(shape.layers * shape.page for shape in shapes)

@@ -1,4 +1,4 @@
-"""Every failure gets a line in the log; many failures at once get a few lines and a count."""
+"""Every failed op is logged with one line. If many ops fail at once, a few lines and their number are logged."""
 
 from __future__ import annotations
 

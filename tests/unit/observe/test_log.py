@@ -1,4 +1,4 @@
-"""Logging uses the program's handlers if there are any, and its own otherwise."""
+"""flexkv logs through the program's handlers if it has any, and otherwise through a handler of its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ print(first, logging.getLevelName(logging.getLogger("flexkv").level))
 def test_a_level_of_the_programs_own_stays_unless_another_is_given(
     program: str, given: bool, levels: str
 ) -> None:
-    """The last row is the control: if the logger has no level of its own, each engine of the process sets one."""
+    """The last row is the control: if the program has set no level, each engine in the process sets the logger's
+    level."""
     argv = [sys.executable, "-c", LEVELS, program, "given" if given else "default"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == levels

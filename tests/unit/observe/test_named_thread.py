@@ -1,4 +1,4 @@
-"""The operating system's own lists show flexkv's threads by name."""
+"""The operating system shows flexkv's threads with their names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_name_that_would_not_be_found_is_refused(name: str) -> None:
 
 
 def test_the_package_starts_no_other_threads() -> None:
-    """The benchmarks' own threads, which end with them, are excepted."""
+    """Threads of the benchmarks are an exception, because they end with the benchmark."""
     unnamed = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "flexkv").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Another package of the same name is found wherever it is installed, and the message names this one and its path."""
+"""flexkv finds another package named flexkv wherever it is installed, and warns with the versions and paths of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ HERE = Path(flexkv.__file__).resolve().parent
 
 
 def install(site: Path, name: str, version: str, editable: Path | None = None) -> None:
-    """The files that pip installs for a distribution with a package `flexkv`."""
+    """Writes the files that pip installs for distribution `name`, which has a package `flexkv`, into `site`. If
+    `editable` is given, it is an editable install of that folder."""
     about = site / f"{name.replace('-', '_')}-{version}.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -31,7 +32,7 @@ def install(site: Path, name: str, version: str, editable: Path | None = None) -
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two folders in which alone Python looks for package metadata."""
+    """Two folders that replace Python's search path, so that package metadata is found only in them."""
     found = [tmp_path / "first", tmp_path / "second"]
     monkeypatch.setattr("sys.path", [str(site) for site in found])
     return found
@@ -69,7 +70,8 @@ def test_another_distribution_of_another_name_is_found(sites: list[Path]) -> Non
 
 
 def test_a_package_among_this_ones_files_is_found(sites: list[Path]) -> None:
-    """A state as if one package had been installed over the other."""
+    """The other distribution's metadata refers to this package's folder, as if one had been installed over the
+    other."""
     install(sites[0], "flexkv", "9.9", editable=HERE.parent)
     assert other_packages() == [OtherPackage("flexkv", "9.9", HERE)]
 

@@ -1,4 +1,6 @@
-"""Every reason for a lost page is in one list, is counted somewhere, and is documented for the operator."""
+"""All reasons for which a page is lost are in one list. Some code counts each of them, and the docs explain it to the
+operator.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def product() -> dict[Path, ast.Module]:
 
 
 def named_in(module: ast.Module) -> set[str]:
-    """The members of `PageLoss` that a module's code refers to."""
+    """Returns the members of `PageLoss` to which a module's code refers."""
     return {
         node.attr
         for node in ast.walk(module)
@@ -34,7 +36,8 @@ def named_in(module: ast.Module) -> set[str]:
 
 
 def counted_by_name(module: ast.Module) -> set[str]:
-    """Metrics of the list that a module counts without going through the list."""
+    """Returns the metrics of lost pages that a module counts directly, by their name, rather than through
+    `PageLoss`."""
     metrics = {loss.metric for loss in PageLoss}
     return {
         node.args[0].value
@@ -66,7 +69,7 @@ def test_a_reason_has_a_series_and_a_row_in_the_documentation(loss: PageLoss) ->
     others = {
         name: values[0]
         for name, values in METRICS[loss.metric].labels
-        if name != "reason"  # such as the direction
+        if name != "reason"  # other labels, such as the direction
     }
     counters = Counters()
     loss.count(counters, 3, **others)

@@ -27,7 +27,7 @@ LEAVES = "#!/bin/sh\nsetsid sleep 1000 &\nsleep 1000 &\necho left\nexec sleep 10
 
 
 def plugin(folder: Path, name: str, text: str = SLEEPS, mode: int = 0o755) -> Path:
-    """Writes a plugin into the folder, with this mode whatever the umask is. Returns the folder."""
+    """Writes a plugin into the folder, with this mode whatever the umask is. Returns the plugin's path."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     path = folder / name

@@ -1,4 +1,4 @@
-"""Units of several KV groups: all groups use the same host slots, and the same slabs on disk."""
+"""Units with several KV groups: all groups use the same host slots, and the same slabs on disk."""
 
 from __future__ import annotations
 

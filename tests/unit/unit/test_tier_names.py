@@ -1,4 +1,4 @@
-"""A tier's label is the same word in metrics and in the settings of a request."""
+"""Metrics and the settings of a request use the same word for a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A unit's behaviour in each of its states, and that a failed build leaves nothing behind."""
+"""What a unit does in each of its states. A build of a unit that fails leaves no lock, thread or memory behind."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def hit(unit: EngineUnit) -> int:
 
 
 def in_state(state: UnitState, build: Build) -> EngineUnit:
-    """A unit in this state; one that ever had ranks has stored `KEYS`."""
+    """Returns a unit in this state. Unless it is still waiting for its ranks, it has stored KEYS."""
     if state is UnitState.AWAITING_RANKS:
         return NullUnit()
     unit = stored(build())
@@ -281,7 +281,7 @@ HALVES = np.array([[0, STRIPE // 2, 1], [STRIPE // 2, STRIPE // 2, 0]], np.int64
 
 
 def shared(rank: int = 0, **other: object) -> RankFacts:
-    """Facts of a rank that holds the same bytes as all others."""
+    """Returns the facts of a rank whose pool has the same bytes as the other rank's."""
     said = facts(rank, replicas=2)
     return replace(said, groups=(replace(said.groups[0], **other),))  # type: ignore[arg-type]
 
@@ -326,7 +326,7 @@ def test_a_unit_without_groups_is_refused() -> None:
 
 
 class Unopenable(TierPlan):
-    """A tier that comes after the disks and cannot be opened."""
+    """The plan of a tier that cannot be opened. It is opened after the disk tier."""
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         raise DiskError("no such luck")

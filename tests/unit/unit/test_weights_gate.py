@@ -1,4 +1,4 @@
-"""Pages outside host memory are served only for the weights that computed them."""
+"""A unit serves pages outside host memory only for the weights with which they were computed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture(autouse=True)
 def _patient_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a start wait for weights that are read at once, however busy the machine is."""
+    """Makes a unit's start wait long enough for small weights to be read, even on a busy machine."""
     monkeypatch.setattr(weights_gate, "START_WAIT_S", DEADLINE_S)
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that existed before the engine."""
+    """The folder of a model whose files are older than the engine's process."""
     monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + LATER_NS)
     return write_model(tmp_path / "model")
 
@@ -52,8 +52,8 @@ def build(tmp_path: Path) -> Iterator[Build]:
     units: list[LiveUnit] = []
 
     def make(content: WeightsContent | Path = NAMED, **settings: object) -> LiveUnit:
-        """An engine with these weights. Their fingerprint stays the same in all of these tests, whatever they
-        change.
+        """Closes the previous unit and makes one with these weights. The fingerprint of the model is always the same,
+        even if a test changes the weights.
         """
         while units:
             finish(units.pop())
@@ -96,12 +96,14 @@ def poll_until(unit: LiveUnit, done: Callable[[], object]) -> None:
 
 
 def on_disk(unit: LiveUnit) -> int:
-    """Number of pages that the disk would serve."""
+    """Returns the number of pages that the disk tier would serve: all of KEYS, or 0 if it is not in use or lacks
+    one."""
     return len(KEYS) if unit.manager.tiers[1].in_use and unit.manager.present(0, KEYS).all() else 0
 
 
 def asked(unit: LiveUnit) -> int:
-    """Number of blocks that a request is promised, from any tier."""
+    """Looks up a request until its fetches are finished. Returns the number of blocks that it is promised, from any
+    tier."""
     name = f"request {time.monotonic_ns()}"
     ends_s = time.monotonic() + DEADLINE_S
     while (result := unit.manager.match(name, [KEYS], 0)).reads or unit.manager.waits(name):
@@ -146,7 +148,7 @@ def test_changed_weights_of_the_same_fingerprint_find_none(
     unit = build(model)
     assert asked(unit) == 0
     assert [r.message for r in caplog.records if "the disk tier had 3 pages" in r.message]
-    # Pages computed with these weights are kept, and survive a restart in turn.
+    # Pages that are now computed with the new weights are found after a restart.
     written(unit)
     assert asked(build(model)) == len(KEYS)
 
@@ -185,7 +187,10 @@ def test_pages_of_nobody_knows_which_weights_are_not_served(
 def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The slabs were made anew, so no page is strange to the new weights, and their name is written late."""
+    """The slabs were deleted, so they had no pages when the unit with the new weights wrote to them, and a crash kept
+    it from writing its weights' name. These pages must not be taken for pages of the previous weights, whose name was
+    there.
+    """
     original = (model / FILE).read_bytes()
     finish(written(build(model)))
     for pattern in ("*.slab", "*.header", "index.sqlite*"):
@@ -200,7 +205,8 @@ def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
 
 
 def test_a_disk_that_joins_costs_the_others_no_page(build: Build, model: Path, tmp_path: Path) -> None:
-    """Places are striped over the folders in their order, so the new folder comes last."""
+    """A folder without pages must not make a unit drop the pages of the others. It is the last one in the setting,
+    because slots are striped over the folders in their order."""
     written(build(model))
     unit = build(model, disk__folders=[str(tmp_path / "disk"), str(tmp_path / "new")])
     assert unit.gate.is_open
@@ -209,13 +215,14 @@ def test_a_disk_that_joins_costs_the_others_no_page(build: Build, model: Path, t
 
 
 class LateDigest:
-    """A computation of the weights' digest that begins only when it is released."""
+    """Delays the computation of the weights' digest until the test calls `let_go`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go, self._digest_files = threading.Event(), digest.digest_files
         monkeypatch.setattr(check, "digest_files", self)
         monkeypatch.setattr(check, "SOON_BYTES", 0)
-        # On a slow machine, files get old enough for the table to have their digests, which would then not be late.
+        # On a slow machine, the files may be old enough for the table to keep their digests. Nothing would be delayed
+        # then, so the table must know none.
         monkeypatch.setattr(WeightsTable, "known", lambda *_: {})
         self._monkeypatch = monkeypatch
         self.failure: Exception | None = None
@@ -351,7 +358,8 @@ def test_a_file_that_changed_after_the_start_leaves_host_memory(
 def test_a_tier_that_cannot_open_goes_down_alone(
     build: Build, model: Path, late: LateDigest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, its thread that names the disks cannot start; the engine's step must not fail because of that."""
+    """When the weights are known, the disk tier starts a thread that writes their name. If the thread cannot start,
+    only this tier goes down, and the engine's step must not fail."""
     unit = stored(build(model))
 
     def refused(*_: object) -> None:
@@ -371,7 +379,7 @@ def test_a_disk_that_hangs_while_it_forgets_holds_up_no_step(
     rows(model)
     late = LateDigest(monkeypatch)
     unit = stored(build(model))
-    # The disk's thread never gets to it.
+    # The disk's journal accepts records and never writes them, as if its disk hung.
     monkeypatch.setattr(Journal, "put", lambda *_: True)
     waits: list[float] = []
     finish_reset = StripedSlabs.finish_reset
@@ -404,8 +412,8 @@ def test_weights_without_a_name_leave_host_memory(build: Build) -> None:
 def test_a_reset_before_the_name_keeps_all_pages_out(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New weights in the running engine, while its files still have the old ones: pages of the new weights are only for
-    this run.
+    """The running engine has new weights, but the files still have the old ones. So pages of the new weights must not
+    be kept under the name of the files' content.
     """
     written(build(model))
     late = LateDigest(monkeypatch)

@@ -1,4 +1,4 @@
-"""Small models of safetensors files, and changes of single values in them."""
+"""Small models in safetensors files, and helpers that change single values in them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (4 * HIDDEN, HIDDEN),
     "model.norm.weight": (HIDDEN,),
 }
-"""13 MB of float32."""
+"""Shapes of the model's tensors, by name: 13 MB of float32 in all."""
 
 WITHIN_S = 60.0
 
 
 def write_model(folder: Path, name: str = "model.safetensors", seed: int = 0) -> Path:
-    """A model of one file with random values."""
+    """Writes a model with random values in one file. Returns its folder."""
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
     write_tensors(
@@ -46,7 +46,7 @@ def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def place_of(file: Path, tensor: str) -> int:
-    """Offset of a tensor in the file."""
+    """Returns the offset of a tensor's first byte in the file."""
     raw = file.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     start: int = json.loads(raw[8 : 8 + size])[tensor]["data_offsets"][0]
@@ -54,7 +54,8 @@ def place_of(file: Path, tensor: str) -> int:
 
 
 def change(file: Path, tensor: str, first: int = 0, values: int = 1) -> None:
-    """Overwrites values of one tensor in place: the file keeps its size and its other bytes."""
+    """Overwrites `values` values of a tensor in the file, from number `first` on. The rest of the file stays the
+    same."""
     at = place_of(file, tensor) + 4 * first
     with file.open("r+b") as content:
         content.seek(at)
@@ -62,7 +63,8 @@ def change(file: Path, tensor: str, first: int = 0, values: int = 1) -> None:
 
 
 def settle(folder: Path) -> int:
-    """Waits until a later change has a later time than earlier ones. Returns a unix time between them, in ns."""
+    """Waits until the file system's clock has advanced, so that a later change gets a later time than earlier ones.
+    Returns a time between them, in ns since 1970."""
     at_ns = time.time_ns()
     probe = folder / "probe"
     ends_s = time.monotonic() + WITHIN_S

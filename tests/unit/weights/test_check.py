@@ -1,5 +1,6 @@
-"""The name of an engine's weights: which differences it shows, when files are read again, and several processes at
-once."""
+"""The name of an engine's weights: which changes of the weights change it, when files are read again, and how several
+processes share the reading.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were read completely."""
+    """A list to which the name of each file is added that flexkv begins to digest."""
     read: list[str] = []
     digest_files = digest.digest_files
 
@@ -45,7 +46,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def checked(*models: Path, folder: Path | None = None, since_ns: int | None = None) -> WeightsCheck:
-    """A check that has ended. Everything on disk is as old as the engine unless a test says otherwise."""
+    """Runs a check of these models to its end, and returns it. Unless `since_ns` is given, the engine's process seems
+    to have started after every change on disk."""
     content = WeightsContent(tuple(map(str, models)))
     done = WeightsCheck(content, folder, time.time_ns() + LATER_NS if since_ns is None else since_ns)
     done.start(WITHIN_S)
@@ -187,7 +189,8 @@ def test_the_table_is_bounded_and_private(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_changed_after_the_engines_start_names_nothing(tmp_path: Path) -> None:
-    """The engine may have loaded the former content."""
+    """The engine may have loaded the content that the file had before, so the file's content cannot name the
+    weights."""
     write_model(tmp_path / "a")
     start_ns = settle(tmp_path)
     assert checked(tmp_path / "a", since_ns=start_ns).digest
@@ -226,7 +229,7 @@ def linked(folder: Path) -> None:
 def disturbed(
     monkeypatch: pytest.MonkeyPatch, folder: Path, edit: Callable[[Path], None], times: int
 ) -> None:
-    """Runs `edit` on the file while it is read, in the first `times` readings."""
+    """Makes the first `times` reads of a range of the file call `edit`, so that the file changes while it is read."""
     digest_range, left = digest._digest_range, [None] * times
 
     def and_disturbed(*args):  # type: ignore[no-untyped-def]
@@ -289,7 +292,8 @@ def test_weights_that_nothing_names_say_so() -> None:
 
 
 def test_a_start_waits_for_what_comes_soon_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start does not wait for a large model: its check reports at once that it takes longer."""
+    """A start waits only for weights that can be read soon. For a large model it returns at once, and the check
+    continues in a thread."""
     write_model(tmp_path / "a")
     monkeypatch.setattr(check, "SOON_BYTES", 1000)
     may_read = threading.Event()
@@ -320,7 +324,7 @@ with WeightsTable(folder).reading([folder / "a" / "model.safetensors"], 30, thre
 
 @pytest.fixture
 def holder(tmp_path: Path) -> subprocess.Popen[str]:
-    """Another process of the node that is reading weights."""
+    """Another process on the same node. It holds the table's lock for the file, as if it were reading the weights."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         cwd=ROOT,
@@ -347,7 +351,7 @@ def test_a_second_process_takes_what_the_first_has_read(
     try:
         waiting.start(0.3)
         assert waiting.pending
-        # The result of the other process.
+        # This enters the result into the table, as the other process would.
         WeightsTable(tmp_path).enter(file, FileState.of(file), "ab" * 32)
     finally:
         holder.communicate("\n", timeout=WITHIN_S)
@@ -410,7 +414,7 @@ def test_nobody_waits_for_the_reading_of_another_model(
 def test_control_the_same_model_waits(
     tmp_path: Path, reads: list[str], holder: subprocess.Popen[str]
 ) -> None:
-    """This holds even under another path."""
+    """A process that wants to read the same file waits, even if it reads the file through another path."""
     write_model(tmp_path / "a")
     (tmp_path / "other").symlink_to(tmp_path / "a")
     waiting = WeightsCheck(WeightsContent((str(tmp_path / "other"),)), tmp_path, time.time_ns() + LATER_NS)

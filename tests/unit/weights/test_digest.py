@@ -1,4 +1,5 @@
-"""The digest of whole files: what it depends on, and how it treats files that change, fail or take too long."""
+"""The digest of complete files: what it depends on, and what happens if files change, cannot be read or take too
+long."""
 
 from __future__ import annotations
 

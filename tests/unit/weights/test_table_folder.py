@@ -1,4 +1,4 @@
-"""The folder of the weights table: only this user can write it, and the ranks of a node share it."""
+"""The folder of the weights table: only this user can write to it, and all ranks of a node use the same one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def temporary(home: Path) -> Path:
-    """The private folder for a home that is a file, so that it cannot be written."""
+    """Replaces the home folder by a file, so that no folder can be made in it. Returns the private folder that is used
+    instead."""
     home.write_bytes(b"")
     return home.parent / "temporary" / f"flexkv-{os.geteuid()}"
 
@@ -81,7 +82,7 @@ def test_a_home_that_nobody_writes_is_left_out(home: Path, monkeypatch: pytest.M
 def test_a_folder_of_another_user_is_not_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A user who can write the table can name other weights."""
+    """A user who can write the table could give these weights the name of others."""
     temporary.mkdir(0o700)
     user = os.geteuid()
     (temporary.parent / f"flexkv-{user + 1}").mkdir(0o700)

@@ -1,9 +1,10 @@
-"""The numbers worked out in the five documents that flexkv implements, each computed by the code that it describes.
+"""flexkv implements five documents, which contain worked examples. These tests compute each example's numbers with
+flexkv's code and compare them with the document's.
 
-The documents, by subject: the layer pipeline (buffers to paged memory); the walk of two requests through a CPU offload
-connector; the flow by POSIX files; staged GDS transfers; tokens and blocks of a cache's connector. Where a document has
-a mistake (two different sizes of a block, V of layer 0 taken for layer 1, an enumeration in another order), the test
-follows the document's own premises, and a comment names the mistake.
+The documents are about: the layer pipeline (from buffers to paged memory); two requests in a CPU offload connector; the
+flow through POSIX files; staged GDS transfers; and tokens and blocks in a cache's connector. Some documents have
+mistakes: two different sizes of a block, V of layer 0 taken for layer 1, and an enumeration in another order. There the
+test follows the document's own premises, and a comment names the mistake.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ NAMESPACE = namespace_digest({"model": "worked"})
 
 
 def test_the_table_of_steps_for_32_layers() -> None:
-    """Section "whole table of the sequence": 34 steps; layer 0 is written at step 2, layer 31 at step 33."""
+    """Section "whole table of the sequence": 32 layers take 34 steps; layer 0 is written to paged memory in step 2, and
+    layer 31 in step 33."""
     world = LayerWorld(3, layers=32)
     device = ReorderingDevice(0)
     steps = world.pipeline(device).run()
@@ -48,12 +50,12 @@ def test_the_table_of_steps_for_32_layers() -> None:
     step_of: dict[tuple[str, int], int] = {}
     step = 0
     for number, work in enumerate(device.given):
-        # A step begins with its scatter; if it has none, with its transform; otherwise with the first load.
+        # A step begins with its scatter, or with its transform if it has no scatter. Step 0 has only a load.
         if work[0] == "scatter" or (work[0] == "transform" and device.given[number - 1][0] != "scatter"):
             step += 1
         step_of[work] = step
     assert max(step_of.values()) + 1 == 34
-    table = {  # step -> written to paged memory, transformed, loaded
+    table = {  # by step: the layers that are written to paged memory, transformed and loaded
         0: (None, None, 0),
         1: (None, 0, 1),
         2: (0, 1, 2),
@@ -67,7 +69,7 @@ def test_the_table_of_steps_for_32_layers() -> None:
         for stage, expected in zip(("scatter", "transform", "load"), layers, strict=True):
             found = [of for (name, of), when in step_of.items() if name == stage and when == at]
             assert found == ([] if expected is None else [expected]), (at, stage)
-    # "One layer's way": layer 5 is loaded at step 5, transformed at 6 and written at 7.
+    # Section "One layer's way": layer 5 is loaded in step 5, transformed in step 6 and written in step 7.
     assert [step_of[(stage, 5)] for stage in ("load", "transform", "scatter")] == [5, 6, 7]
     assert len(device.buffers) == 2, "two buffers serve all layers"
 
@@ -76,16 +78,18 @@ def test_the_table_of_steps_for_32_layers() -> None:
 
 
 def test_the_settings_of_the_walk_are_taken_by_their_names() -> None:
-    """Section "start of the service": 3 GiB for each rank, and stores as blocks are computed."""
+    """Section "start of the service": each rank gets 3 GiB of host memory, and blocks are stored as soon as they are
+    computed."""
     config = load_config({"cpu_bytes_to_use_per_rank": 3221225472, "lazy_offload": False}, {})
     assert config.host.bytes_per_rank == 3 * GIB
     assert config.store.mode == "eager"
 
 
 def test_k_of_a_block_in_one_layer_is_128_kib(tmp_path: Path) -> None:
-    """Sections "assumptions" and "worker": 16 tokens of 32 heads of 128 halves are 128 KiB, 4 MiB over 32 layers.
+    """Sections "assumptions" and "worker": 16 tokens of 32 heads with 128 float16 numbers are 128 KiB in one layer, and
+    4 MiB in 32 layers.
 
-    The document calls that a block, but it is only K. With V it is twice as much.
+    The document calls this the size of a block, but it is only that of K. With V, a block is twice as large.
     """
     k_bytes = BLOCK_TOKENS * 32 * 128 * 2
     assert k_bytes == 128 * KIB
@@ -95,10 +99,12 @@ def test_k_of_a_block_in_one_layer_is_128_kib(tmp_path: Path) -> None:
 
 
 def test_a_second_request_loads_the_three_tokens_that_the_first_one_stored() -> None:
-    """Sections "request A" to "final state": 3 tokens in a block of 16, then 7 that begin with them, in 50 host blocks.
+    """Sections "request A" to "final state": host memory has 50 blocks of 16 tokens. The first request has 3 tokens,
+    and the second one has 7, which begin with these 3.
 
-    The second request loads 3 tokens and computes 4, in a separate block; both tails stay, and 48 of 50 blocks are
-    free. (The document gives the engine a block 101 of 100, and two contents one key.)
+    The second request loads 3 tokens and computes 4, in another block. Both partial tails stay cached, so 48 of the 50
+    blocks are free. The document has two mistakes: an engine with 100 blocks gets a block 101, and two different
+    contents have the same key.
     """
     first = np.array([11, 12, 13], np.uint32)
     second = np.concatenate([first, np.array([21, 22, 23, 24], np.uint32)])
@@ -135,11 +141,11 @@ def test_a_second_request_loads_the_three_tokens_that_the_first_one_stored() -> 
     assert manager.free_slots(0) == 48, "48 of 50 are free"
 
 
-# --- the flow by POSIX files ---
+# --- the flow through POSIX files ---
 
 
 class RawRank:
-    """A rank's pool in plain memory, layer-first, and files with the layout that a test gives."""
+    """A rank's pool in plain memory, in the layout of a backend: 0 for vLLM, 1 for TensorRT-LLM, 2 for SGLang."""
 
     def __init__(self, layers: int, blocks: int, chunk: int, backend: int = 0) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (layers, 2, blocks, chunk), np.uint8)
@@ -159,10 +165,10 @@ class RawRank:
 
 
 def test_the_table_of_offsets_in_a_file(tmp_path: Path) -> None:
-    """Section "details of the offsets": a header of 1 KiB, then K and V of each layer, 2 MiB each.
+    """Section "details of the offsets": a file has a header of 1 KiB, then K and V of each layer, 2 MiB each.
 
-    256 tokens of 32 heads of 128 halves. The document reads its array as one offset per layer; the array has one for K
-    and one for V, so [1] is V of layer 0 and layer 1 begins at [2].
+    2 MiB are 256 tokens of 32 heads with 128 float16 numbers. The document reads its array as one offset per layer. In
+    fact the array has two per layer, for K and for V: [1] is V of layer 0, and layer 1 begins at [2].
     """
     token = 32 * 128 * 2
     assert token == 8 * KIB
@@ -185,7 +191,7 @@ def test_the_table_of_offsets_in_a_file(tmp_path: Path) -> None:
 
 
 def test_slots_80_to_95_are_block_5() -> None:
-    """Section "memory from host to GPU": blocks 5 and 10 have slots 80-95 and 160-175."""
+    """Section "memory from host to GPU": block 5 has slots 80 to 95, and block 10 has slots 160 to 175."""
     paged = paged_layers(1, 16)[0]
     for block, slots in ((5, range(80, 96)), (10, range(160, 176))):
         blocks, tokens = paged.split(np.array(slots, np.int64))
@@ -197,9 +203,9 @@ def test_slots_80_to_95_are_block_5() -> None:
 
 
 def test_staging_of_a_70b_model_takes_a_gib_and_a_quarter(tmp_path: Path) -> None:
-    """Section "memory that it costs": 128 KiB, K and V, 80 layers, 64 blocks.
+    """Section "memory that it costs": 128 KiB each for K and V, in 80 layers, for 64 blocks, are 1.25 GiB.
 
-    The test takes one slot for real; 64 of them are the defaults' request, and fit the limit in bytes.
+    The test allocates only one staging slot. By default 64 slots are requested, and they are within the limit in bytes.
     """
     gds = load_config(None, {}).gds
     files = RawFileLayout.dense(80, 128 * KIB, blocks_per_file=1)
@@ -215,14 +221,15 @@ def test_staging_of_a_70b_model_takes_a_gib_and_a_quarter(tmp_path: Path) -> Non
     assert gds.max_staging_bytes // files.block_stride >= 64
 
 
-# Number of calls for a block of 80 layers: engine, without staging, with staging. 0 vLLM, 1 TensorRT-LLM, 2 SGLang in
-# that document's own interface; its example of an enumeration has another order.
+# For each engine: its number in the document's interface, and the I/O calls for a block of 80 layers without staging
+# and with staging. The document also shows an enumeration of the engines in another order, which is a mistake.
 CALLS = {"vLLM": (0, 80, 1), "TensorRT-LLM": (1, 1, 1), "SGLang": (2, 160, 1)}
 
 
 @pytest.mark.parametrize("engine", CALLS)
 def test_calls_for_a_block_of_80_layers(engine: str, tmp_path: Path) -> None:
-    """Section "what to expect": 80 calls become 1, or 160; TensorRT-LLM's block moves as before, without staging."""
+    """Section "what to expect": with staging, one call replaces 80 calls (vLLM) or 160 (SGLang). TensorRT-LLM's block
+    already needs only one call."""
     backend, direct, staged = CALLS[engine]
     rank = RawRank(80, 3, 4096, backend)
     files = RawFileLayout.dense(80, 4096, blocks_per_file=4)
@@ -238,8 +245,10 @@ def test_calls_for_a_block_of_80_layers(engine: str, tmp_path: Path) -> None:
 
 
 def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Section "settings": on and 64 by default; 0 turns staging off, 128 makes it larger; arguments take precedence."""
-    # With a single block the layers would be one piece, which needs no staging where its address happens to be aligned.
+    """Section "settings": by default staging is on, with 64 blocks. One variable turns it off with 0, the other one
+    makes it larger with 128. Arguments override both."""
+    # The pool has two blocks, because the layers of a single block would be contiguous, and would need no staging if
+    # their address happened to be aligned.
     rank, files = RawRank(2, 2, 4096), RawFileLayout.dense(2, 4096, blocks_per_file=1)
 
     def worker(**arguments: object) -> tuple[bool, int, int]:
@@ -260,16 +269,17 @@ def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, t
 
 
 def paged_layers(layers: int, blocks: int) -> tuple[PagedLayers, list[NDArray[np.int32]]]:
-    """Paged memory [layer][K, V][block][token][head][width], and the arrays of which it is a view."""
+    """Returns paged memory [layer][K, V][block][token][head][width], and the array of each layer behind it."""
     memory = [np.zeros((2, blocks, BLOCK_TOKENS, 1, 4), np.int32) for _ in range(layers)]
     return PagedLayers([list(layer) for layer in memory]), memory
 
 
 def test_300_tokens_go_to_slots_1600_and_3200() -> None:
-    """Section "an example of the conversion": 19 blocks of 16 tokens; logical blocks 0, 1 and 18 are 100, 200, 50.
+    """Section "an example of the conversion": 300 tokens need 19 blocks of 16 tokens. The request's blocks 0, 1 and 18
+    are the engine's blocks 100, 200 and 50.
 
-    Token 0 goes to slot 1600, token 16 to slot 3200, and the last one, 299, to 50 * 16 + 11. Two chunks of 256 tokens
-    cover them, [0, 256) and [256, 300).
+    Token 0 has slot 1600, token 16 has slot 3200, and the last token, 299, has slot 50 * 16 + 11. Two chunks of up to
+    256 tokens cover the tokens: [0, 256) and [256, 300).
     """
     count = 300
     assert -(-count // BLOCK_TOKENS) == 19
@@ -308,9 +318,10 @@ def test_300_tokens_go_to_slots_1600_and_3200() -> None:
 
 
 def test_missing_tokens_name_their_blocks() -> None:
-    """Section "errors and recomputing": the slots of tokens that did not arrive give the engine's blocks.
+    """Section "errors and recomputing": the engine recomputes the blocks with the slots of tokens that did not arrive.
 
-    With the blocks of the example before: tokens 17 and 290 are missing, so blocks 200 and 50 are computed.
+    With the blocks of the previous example: tokens 17 and 290 are missing, so the engine's blocks 200 and 50 are
+    recomputed.
     """
     table = np.array([100, 200, *range(16), 50], np.int64)
     slots = (table[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:300]
