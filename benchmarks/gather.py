@@ -28,6 +28,7 @@ from flexkv import c_ext
 
 LAYERS, KV = 32, 2
 KIB, MIB = 1 << 10, 1 << 20
+HUGE_PAGE = 2 * MIB
 POOL_BYTES = 512 * MIB
 """16 times an L3 cache of 32 MiB, so that every pass finds its bytes cold."""
 RUN_KIB = (4, 16, 32, 64, 128, 256)
@@ -38,9 +39,9 @@ Method = Callable[[], None]
 
 def huge_buffer(size: int) -> Bytes:
     """Private memory that is already touched, in transparent huge pages if the host allows them. All bytes are 1."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = np.frombuffer(memory, np.uint8)
+    buffer = np.frombuffer(memory, np.uint8)[:size]
     buffer[:] = 1
     return buffer
 

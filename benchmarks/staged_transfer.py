@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import mmap
 import os
 import resource
 import statistics
@@ -23,9 +22,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.arguments import at_least_one
+from benchmarks.gather import huge_buffer
 from flexkv.config import GdsConfig, IoBackend
 from flexkv.transfer.raw.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 
@@ -36,17 +35,6 @@ GOAL_RATIO = 1.3
 """The CPU time of a staged read may be at most this multiple of that of a bare read and one copy."""
 GOAL_ROUNDS = 9
 """The fewest interleaved rounds that give a verdict. On a shared machine single rounds differ by a third."""
-
-Bytes = NDArray[np.uint8]
-
-
-def huge_buffer(size: int) -> Bytes:
-    """Private memory that is already touched, in transparent huge pages if the host allows them. All bytes are 1."""
-    memory = mmap.mmap(-1, -(-size // (2 * MIB)) * 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = np.frombuffer(memory, np.uint8)[:size]
-    buffer[:] = 1
-    return buffer
 
 
 @dataclass

@@ -106,15 +106,21 @@ def as_segments(segments: Segments) -> list[Segment]:
     return found
 
 
+def _layers_of(past: Any) -> list[tuple[Any, Any]]:
+    if past is None or past.get_seq_length() == 0:
+        return []
+    return [(layer.keys, layer.values) for layer in past.layers]
+
+
 def _past_layers(past: Any, layered: LayeredModel) -> list[tuple[Any, Any]]:
     """Each layer's keys and values [heads, tokens, dim] of the tokens that the engine has; empty if it has none.
 
     Raises:
         GeometryError: `past` has a different number of layers than the model, or several prompts.
     """
-    if past is None or past.get_seq_length() == 0:
+    layers = _layers_of(past)
+    if not layers:
         return []
-    layers = [(layer.keys, layer.values) for layer in past.layers]
     if len(layers) != len(layered.layers) or layers[0][0].shape[0] != 1:
         raise GeometryError(
             f"past: {len(layers)} layers of batch {layers[0][0].shape[0]}; "
@@ -207,12 +213,6 @@ def _recompute(model: Any, tokens: Any, past: Any, reason: str) -> Prefill:
         kv.update(keys, values, number)
     found = model(tokens[None], past_key_values=kv, use_cache=True, logits_to_keep=1)
     return Prefill(found.logits[0, -1:], found.past_key_values, BlendReport(len(tokens), 0, [], reason))
-
-
-def _layers_of(past: Any) -> list[tuple[Any, Any]]:
-    if past is None or past.get_seq_length() == 0:
-        return []
-    return [(layer.keys, layer.values) for layer in past.layers]
 
 
 def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:

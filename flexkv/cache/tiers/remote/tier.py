@@ -314,10 +314,6 @@ class RemoteTier(Tier, Source, Sink, Prober):
         if not self._off:
             self.down = self._lane.down_reason
 
-    @property
-    def unflushed(self) -> bool:
-        return False
-
     def gauges(self) -> Mapping[str, float]:
         page_s = self._context.tables.cost.fetch(self._context.tier).line()[1]
         return {"flexkv_remote_up": float(not self.down), "flexkv_remote_page_seconds": page_s}
