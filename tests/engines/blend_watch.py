@@ -194,7 +194,7 @@ class Oracle:
     # --- captures ---
 
     def break_captures(self, wrong: str) -> None:
-        """See `blend_captured`."""
+        """Control: from now on captures rows wrongly; see `blend_captured`."""
         pages, layers = self._blend._pages, len(self._forward.layers)
         of_capture = pages.capture
 
@@ -241,7 +241,7 @@ class Oracle:
     # --- the rows that ranks keep ---
 
     def begin_kept(self, alone: bool) -> None:
-        """See `blend_kept`."""
+        """Begins to record the kept rows; see `blend_kept`."""
         from flexkv.adapters.vllm.blend import forward as module
 
         forward = self._forward
@@ -263,7 +263,7 @@ class Oracle:
 
 
 _oracles: list[Oracle] = []
-"""The oracle of this rank's process."""
+"""A list with the oracle of this rank's process; empty until the first one is made."""
 
 
 def rank_oracle(worker: Any, step: str, *given: Any) -> Any:

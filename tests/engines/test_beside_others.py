@@ -38,7 +38,7 @@ def compute_after_anothers_failed_load(session: EngineSession, stream: int) -> P
     right.
     """
     prompt = Prompt.of(400, stream)
-    session.forget()  # the promised blocks hold garbage
+    session.forget()  # overwrites free blocks, so the promised blocks hold garbage
     broken = Prompt(
         prompt.ids, prompt.max_tokens, extra={"kv_transfer_params": {"promised_tokens": PROMISED_TOKENS}}
     )
@@ -135,7 +135,7 @@ def test_a_blended_prompt_whose_first_blocks_another_connector_fails_to_load(
         broken.extra["kv_transfer_params"]["promised_tokens"] = PROMISED_TOKENS
         before = results(session)
         [right] = session.ask(wanted)
-        session.forget()  # the promised blocks hold garbage
+        session.forget()  # overwrites free blocks, so the promised blocks hold garbage
         [answer] = session.ask(broken)
         assert results(session)["blended"] - before.get("blended", 0) == 2
         assert (answer.tokens, answer.log_probabilities) == (right.tokens, right.log_probabilities)

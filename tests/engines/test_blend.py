@@ -118,8 +118,8 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
 def test_any_layer_but_the_last_may_be_the_check_layer(
     session: EngineSession, stream: int, check_layer: int
 ) -> None:
-    """Compares the kept rows with the full computation, and their attention with plain torch. The control shows that
-    the comparison fails if rows attend one position too far ahead.
+    """Compares the keys of the kept rows with those of the full computation, and their attention with attention in
+    plain torch. The control shows that the comparison fails if rows attend one position too far ahead.
     """
     documents = Documents.of(stream % 10_000_000)
     spans = [list(span) for span in documents.spans]
@@ -303,8 +303,8 @@ def test_a_damaged_segment_is_computed(session: EngineSession, documents: Docume
 def test_one_damaged_page_costs_its_own_segment(
     session: EngineSession, documents: Documents, damaged: int
 ) -> None:
-    """The other segments are reused, and the answer is as if the request had listed only these. The control shows that
-    the answer with all segments differs.
+    """All segments except the damaged one are reused, and the answer is as if the request had not listed that one. The
+    control shows that the answer with all segments differs.
     """
     rows = "vllm:flexkv_blend_rows_total{kind=reused}"
     good = [span for at, span in enumerate(documents.spans) if at != damaged]

@@ -90,7 +90,7 @@ def start(
     disk: dict[str, Any] = {
         "disk__folders": str(folder),
         "disk__bytes_per_folder": SLAB_BYTES,
-        # The tests check what the disk serves, not how fast. To compute with the tiny model would often be faster.
+        # The tests check what the disk serves, not how fast. The tiny model often computes faster than the disk reads.
         "disk__compute_if_faster": False,
     }
     connected = connector(kind, **disk | settings)

@@ -127,8 +127,8 @@ def test_layers_that_share_kv_in_one_group_are_served(
 
 
 def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:
-    """flexkv refuses a Gemma 3n in such a pool, because there vLLM's own prefix cache changes the model's answer. The
-    test shows this too.
+    """flexkv refuses a Gemma 3n whose layers are in several KV groups. The test also shows the reason: in such a pool
+    vLLM's own prefix cache changes the model's answer.
     """
     more: dict[str, Any] = {
         "model": str(write_gemma_3n(tmp_path / "model")),

@@ -34,8 +34,8 @@ PAGES = (TOKENS - 1) // BLOCK_TOKENS
 
 
 def shared(tmp_path: Path, share: str = "host+disk", **more: Any) -> dict[str, Any]:
-    """Makes a configuration of an engine that shares pages. Reads are never skipped in favour of computation, which is
-    faster with the tiny model.
+    """Makes a configuration of an engine that shares pages. The engine always reads pages from disk, although the tiny
+    model computes faster.
     """
     return connector(
         peers__share=share,
@@ -113,7 +113,7 @@ def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int,
 def test_two_engines_keep_a_prompt_once_and_one_takes_it_over(
     engines: Engines, stream: int, tmp_path: Path, store: str
 ) -> None:
-    """With `peers.store: own`, the control, both engines keep the prompt."""
+    """With `peers.store: once`, only one engine keeps the prompt. With `own`, the control, both do."""
     told = shared(tmp_path, peers__store=store)
     one, other = engines.another(told), engines.another(told)
     prompt = Prompt.of(TOKENS, stream)

@@ -73,7 +73,7 @@ def client(redis: RedisServer) -> Iterator[Store]:
 def settings(redis: RedisServer, **more: Any) -> dict[str, Any]:
     """Makes settings with generous time limits, because the tests check what the store serves, not how fast."""
     patient: dict[str, Any] = {"remote__probe_s": 10.0, "remote__wait_s": 30.0, "remote__get_s": 4.0}
-    # To compute with the tiny model is faster than to read from any store, so the choice must be off.
+    # The tiny model computes faster than any store can be read, and flexkv must not compute instead of reading.
     return {"remote__urls": redis.url, "disk__compute_if_faster": False} | patient | more
 
 

@@ -27,7 +27,7 @@ BLOCK_TOKENS = 288
 PART_TOKENS, PART_BLOCKS = 640, 2
 """The largest part of a prompt that vLLM computes in one step, in tokens and in full blocks."""
 MOST_ASKED = 10
-"""How many times a prompt is sent at most until all its states are stored."""
+"""The most times that a prompt is sent until all its states are stored."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     # vLLM chooses float32 only on a CPU with AVX512-BF16. On other CPUs it would choose bfloat16 and smaller blocks.
@@ -66,7 +66,9 @@ class Alone:
         self._session = EngineSession(process, Reference(process))
 
     def answer(self, prompt: Prompt, *before: Prompt) -> Answer:
-        """Sends `before` to the empty engine, then the prompt. Returns the answer to the prompt."""
+        """Drops the reference's prefix cache, sends the prompts in `before`, then `prompt`. Returns the answer to
+        `prompt`.
+        """
         self._session.forget()
         *_, answer = [self._session.ask(one)[0] for one in (*before, prompt)]
         return answer

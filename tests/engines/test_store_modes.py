@@ -76,8 +76,8 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
 
 
 def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> None:
-    """The second of two prompts, of 3 and 7 tokens, gets a hit on the first one's partial tail of 3 tokens. 48 of 50
-    slots stay free.
+    """Two prompts have 3 and 7 tokens. The second one gets a hit on the partial tail of the first one, which has 3
+    tokens. 48 of 50 slots stay free.
     """
     page_bytes = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
     session = engines.get(

@@ -24,7 +24,9 @@ GDS: dict[str, Any] = {
 def test_stored_served_after_a_restart_and_a_bad_page_ends_its_request(
     model: Path, tmp_path: Path, judge: Judge
 ) -> None:
-    """This is one test because engines start slowly."""
+    """Pages are stored and, after a restart, loaded without host memory. A bad page ends its request. This is one test
+    because engines start slowly.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     first = Spied(model, tmp_path / "first", disk, **GDS)

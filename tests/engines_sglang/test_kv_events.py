@@ -112,7 +112,9 @@ def router() -> Iterator[Router]:
 
 
 def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: Router, judge: Judge) -> None:
-    """This is one test because engines start slowly."""
+    """From KV events alone, a router predicts at each step which tokens are hits. This is one test because engines
+    start slowly.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     publisher = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{router.port}", "bind": True}

@@ -74,7 +74,7 @@ def started(namespace: Namespace, master: Master, model: Path, log: Path) -> Ite
         remote__probe_s=10.0,
         remote__wait_s=WAIT_S,
         load__lookup_wait_s=WAIT_S,
-        # To compute with the tiny model is faster than to read from any store, so the choice must be off.
+        # The tiny model computes faster than any store can be read, and flexkv must not compute instead of reading.
         disk__compute_if_faster=False,
     )
     with InNamespace(namespace, model, log, {**told, "enable_metrics": True}) as engine:
