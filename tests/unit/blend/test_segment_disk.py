@@ -248,8 +248,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """Shows that a wrong page would change the answer: here wrong numbers are stored for a segment, so that they
-    verify."""
+    """The control: wrong numbers are stored for a segment with matching digests, are loaded, and change the answer."""
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)

@@ -32,7 +32,8 @@ from tests.unit.cache.disk_world import disk_tier
 SHAPE = KvShape(layers=3, heads=2, head_dim=8, dtype="float32")
 ROTATION = KeyRotation(RopeSpec(8, 8, 100.0), SHAPE.heads, SHAPE.dtype)
 SEGMENTS = (np.arange(20), np.arange(100, 111), np.arange(200, 203))
-"""Pages of 4 tokens: 5, 3 and 1; two tails."""
+"""Tokens of three segments. They have 5, 3 and 1 pages of up to 4 tokens; the last page of the second and of the third
+one is a partial tail."""
 PAGES = 9
 WITHIN_S = 30.0
 HANG = 3

@@ -35,7 +35,7 @@ from tests.unit.cache.disk_world import disk_tier
 SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
 BLOCK_TOKENS = 8
 IMAGE_BYTES = 8192
-"""Bytes of a page and of what a disk writes beside it."""
+"""Size of a page's slot image on disk, including its trailer."""
 
 Text = NDArray[np.int64]
 

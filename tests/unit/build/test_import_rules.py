@@ -72,7 +72,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     },
 }
 CONTROL_PLANE = ("base", "keys", "stores", "ledger", "checks", "tiers", "moves", "promise", "manager")
-"""Files and folders of `flexkv/cache`, from the ground up: each imports only those before it."""
+"""Files and folders of `flexkv/cache`, from the lowest layer to the highest. Each may import only those before it."""
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"vllm", "torch"}),
@@ -80,11 +80,11 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "tensorrt_llm": frozenset({"tensorrt_llm", "torch"}),
     "torch_tensors": frozenset({"torch"}),
 }
-"""Adapter -> engines it may import; the adapters' shared code (`adapters/common`) imports none."""
+"""For each adapter, the engines that it may import. The adapters' shared code (`adapters/common`) may import none."""
 TENSORS = "torch_tensors"
-"""The adapter that others which may import torch may use."""
+"""The one adapter that other adapters may import, if they may import torch."""
 BASELINES: dict[str, frozenset[str]] = {"cli/bench/torch_baseline.py": frozenset({"torch"})}
-"""File -> the module it imports as a baseline to compare with."""
+"""For each benchmark file, the modules that it may import because flexkv is compared with them."""
 NAMED_BY_ENGINES = (
     "flexkv.adapters.vllm",
     "flexkv.adapters.vllm.plugin",
@@ -97,7 +97,8 @@ NAMED_BY_ENGINES = (
     "flexkv.common",
     "flexkv.kvmanager",
 )
-"""What engines import: by their configuration, by an entry point, or where they look for a package named flexkv."""
+"""The modules that an engine imports: because its configuration names them, through an entry point, or when it looks
+for a package named flexkv."""
 RUNNER = "blend.runner"
 RUNNER_ENGINES = frozenset({"transformers", "torch"})
 """Modules that blending's runner for transformers models may import, and the rest of `blend` may not."""

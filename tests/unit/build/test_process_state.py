@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SECTION = "## What units share"
 OUTSIDE = ("os.environ", "os.putenv", "signal.signal")
-"""State that belongs to the process and not to flexkv."""
+"""Beginnings of expressions that access state of the process, rather than flexkv's own."""
 READERS = frozenset({"get", "items", "copy", "__contains__"})
 OWN_PROCESSES = frozenset({"flexkv/plugins/keeper/__main__.py", "flexkv/remote/helper/__main__.py"})
-"""Files that run as a separate process of flexkv, which no engine's code shares."""
+"""Programs that run as separate processes of flexkv, in which no engine's code runs."""
 
 
 def kept_names(source: str) -> list[str]:

@@ -210,7 +210,7 @@ WRITTEN = {
     "item.md": "Two:\n- {}\n- more\n",
     "cell.md": "| name | meaning |\n|---|---|\n| `limit` | {} |\n",
 }
-"""Where prose stands in a file."""
+"""Files with prose in different places, by file name; `{}` is replaced by the prose to test."""
 
 written = pytest.mark.parametrize("name", WRITTEN)
 

@@ -35,9 +35,9 @@ PAGES = [
 ]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#]*)(?:#([^)]*))?\)")
 README_WORDS = 500
-"""A stranger reads the whole README in two minutes; commands do not count."""
+"""The most words that README may have, without its commands. A person reads them in two minutes."""
 ONE_MINUTE_WORDS = 250
-"""A stranger reads so many words of it in one."""
+"""Number of words that a person reads in one minute."""
 
 
 def words(text: str) -> list[str]:

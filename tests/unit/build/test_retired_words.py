@@ -35,7 +35,7 @@ NAMES = {
     "await_group": ("GATHER_S",),
     "cancel_and_drain": ("recall",),
 }
-"""Identifiers, by their replacement."""
+"""Retired identifiers, by the name that replaced them."""
 
 PROSE = {
     "invalidate": r"disown\w*",
@@ -45,7 +45,7 @@ PROSE = {
     "source error": r"astray",
     "fault events": r"upsets?",
 }
-"""Patterns of whole words, in upper or lower case."""
+"""Patterns of retired words in prose, in upper or lower case, by the word that replaced them."""
 
 
 def texts() -> dict[str, str]:

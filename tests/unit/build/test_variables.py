@@ -36,9 +36,9 @@ READERS = {
     "flexkv/peers/runtime_folder.py": "`XDG_RUNTIME_DIR`, the folder of the user's own sockets (docs/one-cache.md)",
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
-"""Files of the product that read the environment, and what they read: the second reads variables of launchers
-(docs/tensorrt-llm.md); the third one that prometheus_client reads as well (docs/metrics.md); the fourth checks whether
-those that Mooncake's library reads are set; for a process that is started, all are passed on."""
+"""For each file of the product that reads the environment, which variables it reads. They are variables of launchers
+(docs/tensorrt-llm.md), one that prometheus_client reads too (docs/metrics.md), those that Mooncake's library reads, and
+all variables where a process is started, which inherits them."""
 
 
 def reads() -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from flexkv.config.samples import SAMPLES
 ROOT = Path(__file__).resolve().parents[3]
 BUILD_S = 600
 MOST_LIBRARY_BYTES = 8 << 20
-"""With symbols for debuggers it would be twice that."""
+"""The largest size of the native library in a wheel. With symbols for debuggers, it would be twice as large."""
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:

@@ -16,7 +16,7 @@ from flexkv.errors import ConfigError
 
 SETTINGS = [name for name in SAMPLES if name not in ENGINE_FILES]
 STEP = 8
-"""Every eighth byte, and every eighth length."""
+"""Only every eighth byte is damaged, and every eighth length tried."""
 
 
 def refusal(path: Path, content: bytes) -> str | None:

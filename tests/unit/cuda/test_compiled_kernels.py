@@ -20,10 +20,10 @@ MOVES_NOTHING = "wait_kernel"
 SOURCES = ("cuda/copy_kernel.cu", "gds/transform/launcher.cu", "rope/rotate_kernel.cu")
 ARCHS = tuple(arch.removesuffix("+PTX") for arch in DEFAULT_CUDA_ARCHS.split(";"))
 READ_ARCH = "90"
-"""The architecture whose PTX is read."""
+"""The architecture whose PTX the tests examine."""
 
 REGISTERS = 65_536
-"""Registers of a multiprocessor, since compute capability 3.5."""
+"""Number of registers of a multiprocessor, since compute capability 3.5."""
 
 VECTOR_LOAD = r"\bld(?:\.global)?(?:\.nc)?\.v(?:2\.[bu]64|4\.[bfu]32)\b"
 VECTOR_STORE = VECTOR_LOAD.replace("ld", "st", 1)

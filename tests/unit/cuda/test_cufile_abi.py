@@ -36,7 +36,7 @@ STRUCTS = {
         },
     ),
 }
-"""Our name -> (NVIDIA's name, our member -> theirs)."""
+"""For each structure of the shim: NVIDIA's name for it, and NVIDIA's name for each of its members."""
 
 GPU_STATISTICS = {
     "uuid": "uuid",
@@ -59,10 +59,11 @@ GPU_STATISTICS = {
     "rerouted_writes": "n_dr_writes",
     "write_errors": "n_writes_err",
 }
-"""Members of CufileGpuStatistics, which came with cuFile 1.15: only CUDA 13's header has them."""
+"""NVIDIA's names for the members of CufileGpuStatistics. They came with cuFile 1.15, so only CUDA 13's header has
+them."""
 
 ROOM = {"CufileProperties"}
-"""Structures that the library fills in; ours are larger, because newer libraries write more."""
+"""Structures that the library fills in. The shim's are larger than NVIDIA's, because newer libraries write more."""
 
 PROLOGUE = """
 #include <cufile.h>

@@ -13,7 +13,7 @@ HEADER = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
 FINDER = (ROOT / "csrc" / "cuda" / "driver.cpp").read_text()
 
 OPAQUE = {"ContextHandle": "CUcontext", "StreamHandle": "CUstream", "EventHandle": "CUevent"}
-"""Handles, which point to opaque structures."""
+"""For each handle type of driver.h, NVIDIA's name. Handles are pointers to opaque structures."""
 
 STRUCTS = {
     "Uuid": ("CUuuid", {"bytes": "bytes"}),
@@ -28,7 +28,8 @@ STRUCTS = {
         },
     ),
 }
-"""Our name -> (NVIDIA's name, our member -> theirs); an inner structure before the one that contains it."""
+"""For each structure of driver.h: NVIDIA's name for it, and NVIDIA's name for each of its members. A structure comes
+before those that contain it."""
 
 VALUES = {
     "kSuccess": "CUDA_SUCCESS",
@@ -58,10 +59,11 @@ VALUES = {
 }
 
 POINTERS = {"kLegacyStream": "CU_STREAM_LEGACY"}
-"""Our numbers that are pointers in NVIDIA's header, which no compiler compares: `((CUstream)0x1)`."""
+"""Numbers of driver.h that are pointers in NVIDIA's header, such as `((CUstream)0x1)`. A compiler cannot compare them
+in a static assertion."""
 
 BATCH_OF = {12: "batch_12080", 13: "batch_13000"}
-"""The entry that corresponds to the cuMemcpyBatchAsync of a header's version."""
+"""For each major version of CUDA, the entry of the table for its header's cuMemcpyBatchAsync."""
 
 PROLOGUE = """
 #include <cuda.h>

@@ -26,7 +26,7 @@ from tests.unit.demo.scripted_engine import ScriptedEngine
 
 Engine = type[ScriptedEngine]
 WINDOWS = hybrid.HybridRun((1, 2), (1, 2), (1, 2), cached=1376, stored_pages=100)
-"""The second part's result when all is well: that part has real engines."""
+"""A good result of the demo's second part. These tests do not run that part, because it needs real engines."""
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ sys.path[:0] = sys.argv[1:]
 from flexkv.transfer import cufile_library
 print(json.dumps(asdict(cufile_library.find_cufile()) | {"wheels": cufile_library.name_wheels()}))
 """
-"""Prints the library that is found with these folders in front of sys.path."""
+"""A program that puts the given folders in front of sys.path, and prints which libcufile flexkv finds."""
 
 LIBRARY = """
 #include <cstdint>

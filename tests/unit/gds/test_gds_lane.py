@@ -19,7 +19,7 @@ from tests.unit.gds.slab_world import Rank, SlabWorld
 from tests.unit.storage.disk_world import ids
 
 TRAILER_FIELDS = range(0, 96, 8)
-"""One byte of every 8-byte word of the trailer's head; the digest covers all of them."""
+"""Offset of one byte in every 8-byte word of the trailer's head. The trailer's digest covers all these words."""
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.unit.storage.disk_world import GENEROUS_S
 
 LAYERS, KV, RUN = 9, 2, 1000
 RANGES = (0, 1, 3)
-"""First layers of the ranges of nine layers; the last range has six."""
+"""The first layer of each range of the nine layers. The last range has six layers."""
 
 
 def load(world: SlabWorld, places: list[int], blocks: list[int], rank: int = 0) -> OpResult:

@@ -20,7 +20,7 @@ CASES = 150 * soak_factor()
 ELEMENT_BYTES = (1, 2, 4, 8)
 """Element sizes of float8, bfloat16, float32 and 64-bit types."""
 ELEMENTS = (1, 2, 7, 16, 48, 250, 512, 1000, 1024, 4096, 4100, 6144, 9216)
-"""Elements of a run with fewer than 80 layers; 80 layers have `DEEP_ELEMENTS`."""
+"""Numbers of elements in a run, for cases with fewer than 80 layers. Cases with 80 layers use DEEP_ELEMENTS."""
 DEEP_ELEMENTS = (3, 64, 1024, 4096)
 DEEP = 80
 NO_URING = c_ext.uring_refusal()

@@ -17,7 +17,7 @@ from tests.unit.gds.raw_world import SGLANG, TRTLLM, VLLM
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILE_S = 1200
-"""torch's headers take 10 s to compile on an idle core, and minutes on a busy one."""
+"""Time limit for the compiler. torch's headers take 10 s on an idle core, and minutes on a busy one."""
 
 
 @pytest.mark.timeout(COMPILE_S + 60)

@@ -19,7 +19,7 @@ from tests.unit.adapters.scheduled_pools import full, state, window
 from tests.unit.peers.live_engines import DEADLINE_S, wait_for
 
 PROMPT = list(range(10, 60))
-"""50 tokens. A hit ends at 48, a multiple of all block sizes below."""
+"""A prompt of 50 tokens. A hit ends at token 48, which is a multiple of all block sizes of KINDS."""
 
 HIT = 48
 

@@ -13,7 +13,7 @@ from flexkv.peers.share import PeerShare
 from tests.unit.adapters.mini_engine import MiniEngine
 
 PROMPT = list(range(100, 123))
-"""5 whole blocks of 4 tokens, and 3 more tokens."""
+"""A prompt of 5 complete blocks of 4 tokens, and 3 more tokens."""
 
 DEADLINE_S = 30.0
 

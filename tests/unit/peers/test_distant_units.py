@@ -353,7 +353,7 @@ def test_control_other_weights_are_taken_where_nobody_compares_them(
 
 @contextmanager
 def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within the block, readers of the file see its content at the begin of the block, as through a cache."""
+    """Until the end of the block, readers of the file see its content at the start of the block, as through a cache."""
     kept = path.with_name("kept")
     kept.write_bytes(path.read_bytes())
     opened = live_file.open_live

@@ -23,10 +23,10 @@ from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, shar
 
 PAGES = 5
 ALONE: dict[str, Any] = {"flexkv.tiers": ["host"]}
-"""Settings of a request that computes its prompt, whatever peers have."""
+"""Settings of a request that loads nothing from peers, so that its prompt is computed."""
 
 GROUP_PAGES = 16
-"""Pages of full attention and of windows that two KV groups have of `group_engines.PROMPT` and its answer."""
+"""Number of pages that the full group and the window group together have of `group_engines.PROMPT` and its answer."""
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -48,7 +48,7 @@ from tests.unit.storage.disk_world import (
 HEADS = [0, 0, 0]
 SLOTS = 8
 PAGES = 3
-"""Pages of each group; each has the same keys."""
+"""Number of pages of each KV group. The keys are the same in all groups."""
 
 
 class TwoUnits:

@@ -35,7 +35,7 @@ from tests.unit.peers.group_engines import (
 from tests.unit.peers.live_engines import distant_settings, wait_for
 
 BOUNDARIES = {"store.checkpoint_tokens": 16}
-"""A hit may end at 16, 32 and 48 tokens."""
+"""A setting with which a hit may end at 16, 32 or 48 tokens."""
 
 SHORTER = 32
 

@@ -28,7 +28,7 @@ from tests.unit.peers.live_engines import wait_for
 
 ONCE = {"peers.store": "once"}
 ALONE: dict[str, Any] = {"flexkv.tiers": ["host"]}
-"""Settings of a request that computes its prompt, whatever peers have."""
+"""Settings of a request that loads nothing from peers, so that its prompt is computed."""
 
 KINDS = ["window", "windows of other blocks", "state"]
 

@@ -30,13 +30,14 @@ from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, shar
 
 PAGES = 5
 CLOSE_S = 15.0
-"""A close of an engine waits for its readers, its disks and its threads one after the other."""
+"""Time limit for closing an engine, which waits for its readers, its disks and its threads, one after another."""
 OPTIONS = "dir_cache=no,attr_timeout=0.3,entry_timeout=0.3"
-"""The kernel caches attributes for as long."""
+"""sshfs options with which sshfs caches no folders, and the kernel caches attributes for 0.3 s."""
 BEAT_S = 0.2
-"""So a unit is gone a second after its last heartbeat was seen."""
+"""Interval of heartbeats. Others take a unit for gone a second after they saw its last heartbeat."""
 CACHED, CACHED_BEAT_S = "dcache_timeout=1", 0.5
-"""sshfs caches attributes for a second, and the kernel what sshfs says for another: less than five intervals."""
+"""sshfs caches attributes for a second, and the kernel caches sshfs's answers for another second. Together this is less
+than the five heartbeats after which a unit is taken for gone."""
 
 Mounts = Callable[..., SftpMount]
 

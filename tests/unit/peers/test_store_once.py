@@ -34,7 +34,7 @@ from tests.unit.peers.live_engines import (
 )
 
 PAGES = 5
-"""Whole blocks in PROMPT."""
+"""Number of complete blocks in PROMPT."""
 
 
 def once(folder: Path, **more: object) -> dict[str, Any]:

@@ -34,4 +34,4 @@ Path("role").write_text(json.dumps([os.environ["FLEXKV_PLUGIN_ROLE"], os.environ
 Path("role").rename("told.json")
 time.sleep(1000)
 """
-"""Leaves its role and rank in `told.json`."""
+"""The source of a plugin. It writes its role and rank to `told.json`."""

@@ -15,7 +15,7 @@ from flexkv.plugins.base import Times
 
 DEADLINE_S = 60.0
 QUICK = Times(first_restart_s=0.05, longest_restart_s=60.0, grace_s=0.3, kill_s=20.0)
-"""Times of tests: nobody waits for a plugin that hangs, and the kernel gets all the time it wants."""
+"""Times for plugins in tests: a plugin that hangs is soon killed, and the kernel has long to carry out the kill."""
 
 SLEEPS = "#!/bin/sh\nexec sleep 1000\n"
 HANGS = "#!/bin/sh\ntrap '' TERM INT HUP\necho deaf\nwhile :; do sleep 1000; done\n"
@@ -23,7 +23,7 @@ FLOODS = "#!/bin/sh\nexec yes flood\n"
 EXITS = "#!/bin/sh\necho here\nexit 3\n"
 ENDS = "#!/bin/sh\necho done\n"
 LEAVES = "#!/bin/sh\nsetsid sleep 1000 &\nsleep 1000 &\necho left\nexec sleep 1000\n"
-"""Starts a process in a session of its own, and one in its own session."""
+"""A plugin that starts two processes: one in a new session, and one in the plugin's session."""
 
 
 def plugin(folder: Path, name: str, text: str = SLEEPS, mode: int = 0o755) -> Path:

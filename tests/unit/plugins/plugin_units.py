@@ -25,7 +25,7 @@ PAGES = 6
 KEYS = np.random.default_rng(0).integers(0, 256, (PAGES, 16), dtype=np.uint8)
 PROMPT = list(range(BLOCK_TOKENS * PAGES))
 STORED = 4
-"""Pages of the prompt that are stored."""
+"""Number of pages of PROMPT that `store_prompt` stores."""
 
 
 def keys_of(tokens: Sequence[int], salt: str) -> list[Keys]:

@@ -42,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SCHEDULER = Place(Role.SCHEDULER, None, "a socket")
 
 SHARE_OF_FLOODS = 0.1
-"""A tenth of a core. Ten lines take a millisecond; a flood that is passed on takes all that the process gets."""
+"""The engine's process must use less than this share of a core while a plugin floods its output. Ten lines per second
+take a millisecond; if the flood were passed on, it would use all that the process gets."""
 
 Launch = Callable[..., PluginLauncher]
 

@@ -21,7 +21,7 @@ from flexkv.remote.values import ValueFormat
 
 PLAN_VARIABLE = "TEST_REMOTE_FAULT_PLAN"
 REACHED = ".reached"
-"""Suffix of a file beside the plan: it exists once the moment has come."""
+"""Suffix of the name of a file beside the plan. The helper makes this file when it carries out the plan."""
 
 
 def act(moment: str) -> None:

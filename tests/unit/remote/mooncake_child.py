@@ -25,7 +25,7 @@ from tests.servers.namespace import Namespace
 
 ROOT = Path(__file__).resolve().parents[3]
 GUARD_BYTES = 64
-"""Guard bytes after each part that is read into."""
+"""Number of guard bytes behind each part of a value's memory, which a get must not overwrite."""
 GUARD = 0xA5
 REPLY_S = 60.0
 

@@ -15,7 +15,8 @@ from tests.unit.remote.helper_faults import begin_fetch, leased, load_in_time, r
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, RemoteUnit, chain
 
 FAST = {"remote__get_s": 1.0, "remote__stuck_s": 8.0}
-"""A call of the library may take 4.3 s, and a dead master is tried once more."""
+"""Settings of the units. A call of Mooncake's library may take 4.3 s, and a dead master is tried twice, so a helper may
+be stuck for longer than that."""
 
 
 class Units(mooncake_child.Answers):

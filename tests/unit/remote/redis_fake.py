@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 Script = Callable[[socket.socket, int], None]
-"""Handles a connection, given its number; afterwards it is closed."""
+"""A function that is called with a connection's socket and number. When it returns, the connection is closed."""
 
 
 class FakeRedis:

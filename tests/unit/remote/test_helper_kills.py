@@ -36,9 +36,9 @@ KILLS = 60
 PAGES = 48
 PROMPTS = 4
 VICTIMS = 3
-"""While one victim's process restarts, another's is killed."""
+"""Number of units whose helpers are killed in turn. While one helper restarts, the next one is killed."""
 LATEST_S = 0.006
-"""Latest kill after an op began: most of its 48 pages are still under way then."""
+"""A helper is killed at most this long after an op began, when most of the op's 48 pages are still in flight."""
 
 
 class Killing:

@@ -19,7 +19,7 @@ from tests.unit.remote.mooncake_child import StoreChild, store_child
 DEADLINE_S = 5.0
 HEALED_S = 30.0
 HANG_S = 15.0
-"""No call of these tests comes near it: the slowest takes 4.3 s on an idle machine."""
+"""A call that takes longer counts as hanging. The slowest call takes 4.3 s on an idle machine."""
 VALUE = [bytes(range(200)), b"trailer"]
 SIZES = [200, 7]
 

@@ -20,7 +20,7 @@ from tests.unit.remote.mooncake_child import StoreChild, store_child
 PAGES = 24
 HEALED_S = 90.0
 MANY = 200
-"""Pages of a long op, about 2 MB; a unit has 256 slots."""
+"""Number of pages of a long op, about 2 MB. A unit has 256 host slots."""
 
 
 @pytest.fixture

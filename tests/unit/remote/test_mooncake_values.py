@@ -17,7 +17,7 @@ from tests.unit.remote.mooncake_child import GUARD, StoreChild, store_child
 DEADLINE_S = 20.0
 ODD = [1_000_003, 77, 1, 4096]
 OTHERS = [[100, 1], [100, 2], [300], [101, 200], [1]]
-"""Sizes that a value of 102 + 98 bytes does not have."""
+"""Sizes of parts with which a get must not find a value whose parts have 102 and 98 bytes."""
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,8 @@ def test_what_is_forgotten_leaves_the_store_though_this_unit_did_not_know_of_it(
 
 
 def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> None:
-    """Writes to the store that wait use at most a quarter of the host slots, so an engine can always store pages."""
+    """Pages that wait to be written to the store hold at most a quarter of the host slots, so that an engine can always
+    store others."""
     unit = build(remote__put_bytes_per_s=1)
     slots = unit.manager.hub.index.up_slots(0)
     for number in range(4 * slots):

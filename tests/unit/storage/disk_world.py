@@ -303,4 +303,4 @@ class DiskWorld:
 
 
 MakeDisks = Callable[..., DiskWorld]
-"""The fixture `make_disks`."""
+"""Type of the fixture `make_disks`."""

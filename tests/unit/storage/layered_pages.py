@@ -13,7 +13,7 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, Transfe
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, ids, keys_of
 
 LAYERS = 32
-"""A read fetches the layers in ranges: 0-1, 2-5, 6-13, 14-31."""
+"""Number of layers of a page. A layerwise read reads them in the ranges 0 to 1, 2 to 5, 6 to 13 and 14 to 31."""
 PAGES = 4
 READ = OpId(900)
 

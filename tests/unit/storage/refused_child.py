@@ -20,13 +20,13 @@ from flexkv.errors import FlexKVError
 from tests.unit.storage.disk_world import DiskWorld
 
 IO_URING_SETUP, IO_URING_REGISTER = 425, 427
-"""The same numbers on every architecture."""
+"""Numbers of two system calls; they are the same on every architecture."""
 NO_NEW_PRIVS, SECCOMP, FILTER = 38, 22, 2
-"""PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER."""
+"""The kernel's constants PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP and SECCOMP_MODE_FILTER."""
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, SECOND_ARGUMENT = 0, 24
-"""Offsets of the two in the data that a filter gets."""
+"""Offsets of the system call's number and of its second argument in the data that the kernel passes to a filter."""
 PLACE = re.compile(r"^\s*\d+: 0x[0-9a-f]+/\d+", re.MULTILINE)
 
 

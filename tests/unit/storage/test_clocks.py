@@ -15,7 +15,7 @@ from tests.unit.storage.disk_world import MakeDisks, ids
 
 TIMES = [-1.0, -(2.0**63), 0.0, 2.0**31, 2.0**32, 2.0**53, 2.0**63, 2.0**64]
 NO_TIMES = [1e300, float("inf"), float("nan")]
-"""Times that no clock has; `logging` cannot write them either."""
+"""Values of `time.time` that no real clock has. `logging` cannot format them."""
 
 
 class SetClock:

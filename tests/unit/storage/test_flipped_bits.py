@@ -103,7 +103,7 @@ def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["epoch", "opens", "lock"])
 def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) -> None:
-    """Nor does the tier repeat a generation or serve pages of other weights."""
+    """The tier must not repeat a generation or serve pages of other weights either."""
     world = make_folder(memory / "original", epoch=2)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)

@@ -25,7 +25,7 @@ from tests.unit.storage.disk_world import (
 
 MakeDisks = Callable[..., DiskWorld]
 FULL = {"journal_rows": 3}
-"""If more pages than this are published together, the rest find no room."""
+"""Options of a journal with space for 3 rows. If more pages are published together, the others' records are pending."""
 
 
 def publish(world: DiskWorld, numbers: Sequence[int], generations: NDArray[np.uint64]) -> bool:
