@@ -32,7 +32,7 @@ PAGES = 5
 CLOSE_S = 15.0
 """Time limit for closing an engine, which waits for its readers, its disks and its threads, one after another."""
 OPTIONS = "dir_cache=no,attr_timeout=0.3,entry_timeout=0.3"
-"""sshfs options with which sshfs caches no folders, and the kernel caches attributes for 0.3 s."""
+"""Options of sshfs: it caches nothing itself, and the kernel caches attributes for 0.3 s."""
 BEAT_S = 0.2
 """Interval of heartbeats. Others take a unit for gone a second after they saw its last heartbeat."""
 CACHED, CACHED_BEAT_S = "dcache_timeout=1", 0.5

@@ -178,7 +178,7 @@ def test_a_copy_is_promoted_although_the_index_still_believes_in_its_keeper(
 
 
 def has_holder(engine: MiniEngine) -> bool:
-    """Whether the engine's directory, which the thread of peers updates, has a peer with a page of the prompt."""
+    """Whether the engine's directory of peers has a peer with a page of the prompt."""
     directory = share_of(engine).host
     assert directory is not None
     peers, *_ = directory.find(0, engine.keys_of(make_request(PROMPT)))

@@ -149,7 +149,7 @@ class RawRank:
 
     def __init__(self, layers: int, blocks: int, chunk: int, backend: int = 0) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (layers, 2, blocks, chunk), np.uint8)
-        if backend == 1:  # [block][layer][kv], on 4 KiB boundaries
+        if backend == 1:  # the pool is [block][layer][kv], on a 4 KiB boundary
             raw = np.empty(self.memory.size + 4096, np.uint8)
             start = -raw.ctypes.data % 4096
             self.memory = raw[start : start + self.memory.size].reshape(blocks, layers, 2, chunk)
