@@ -1,5 +1,5 @@
-// Whether two declarations have the same binary form, so that a caller compiled with one can call a function
-// compiled with the other.
+// Compares declarations at compile time. Two declarations are the same here if a caller compiled with one of
+// them can call a function compiled with the other.
 #pragma once
 #include <cstddef>
 #include <type_traits>
@@ -7,7 +7,8 @@
 
 namespace abi {
 
-// Specialised for structures whose members were compared, and for the opaque structures behind handles.
+// A test specialises this for two structures if it compares their members, or if they are opaque types behind
+// handles.
 template <typename Ours, typename Theirs>
 struct SameStruct : std::is_same<Ours, Theirs> {};
 
@@ -22,8 +23,8 @@ constexpr bool same() {
 template <typename Type>
 constexpr bool is_number = std::is_integral_v<Type> || std::is_enum_v<Type>;
 
-// Numbers are compared by size; an enumeration's underlying type may be signed or not. A C library's
-// enumerations are ints here.
+// Numbers must have the same size and signedness. Signedness does not matter if one of them is an
+// enumeration: the compiler chooses the type of a C library's enumeration, and this project declares an int.
 template <typename Ours, typename Theirs>
 constexpr bool same_number() {
   if constexpr (is_number<Ours> && is_number<Theirs>) {
@@ -37,7 +38,7 @@ constexpr bool same_number() {
 template <typename Ours, typename Theirs>
 struct Same : std::bool_constant<same_number<Ours, Theirs>() || SameStruct<Ours, Theirs>::value> {};
 
-// A void pointer matches any other pointer.
+// A void pointer counts as the same as any other pointer.
 template <typename Ours, typename Theirs>
 struct Same<Ours*, Theirs*>
     : std::bool_constant<std::is_void_v<Ours> || std::is_void_v<Theirs> || same<Ours, Theirs>()> {};
