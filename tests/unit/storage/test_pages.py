@@ -174,6 +174,6 @@ def test_a_page_that_was_written_again_is_not_the_one_that_an_earlier_tag_names(
 
 def test_a_new_page_format_is_a_new_format_of_values() -> None:
     """A value in a shared store consists of a page and its trailer, but the version in its name is a separate number.
-    Who raises the page's version must also raise the values' version, and add the new pair here.
+    Whoever raises the page's version must also raise the values' version, and add the new pair here.
     """
     assert (c_ext.PAGE_VERSION, VALUE_VERSION) in {(1, 1)}
