@@ -31,7 +31,7 @@ def command() -> None:
     help="The engine's extra config, as you would pass it in kv_connector_extra_config.",
 )
 def show(as_json: bool, extra: str | None) -> None:
-    """Print every setting, its value and where the value came from."""
+    """Print every setting with its value and the value's source."""
     config = load_config(parse_extra(extra))
     rows = list(config.rows())
     if as_json:
@@ -91,14 +91,15 @@ def markdown_reference() -> str:
         lines.append(f"| `{row.key}` | `{row.environment_name}` | {show_value(row)} | {row.description} |")
     lines += [
         "",
-        "Some engines do not use these settings, and warn if one is given. Every engine uses all others:",
+        "Some engines do not use the following settings; flexkv logs a warning if one is given. Every engine uses all "
+        "others:",
         "",
     ]
     lines += [markdown_engines()]
-    lines += ["", "Names that other systems use, accepted in every source:", ""]
+    lines += ["", "flexkv accepts these names of other systems in every source:", ""]
     lines += ["| name | setting | value |", "|---|---|---|"]
     lines += [f"| `{name}` | `{alias.key}` | {alias.meaning} |" for name, alias in ALIASES.items()]
-    lines += ["", "Variables with the same prefix that are not settings:", ""]
+    lines += ["", "These variables have the same prefix but are not settings:", ""]
     lines += ["| variable | use |", "|---|---|"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in OTHER_VARIABLES.items()]
     return "\n".join(lines)

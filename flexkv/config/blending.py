@@ -63,41 +63,43 @@ class BlendConfig(Section):
     enabled: bool = Field(
         False,
         description="Blend requests that ask for it ([blending.md](blending.md)). Needs one of flexkv's model classes "
-        "(`--hf-overrides`). Off, because blended answers are not exact.",
+        "(`--hf-overrides`). Off by default, because blended answers are not exact.",
     )
     separators: Separators = Field(
         (),
-        description="What stands between the segments of a prompt, for requests that do not name their segments: a "
-        "text, or a list of texts and of lists of token ids. A text is encoded without special tokens; ids are the "
-        "surer way, because a tokenizer may join a text with what is beside it.",
+        description="Separators between the segments of a prompt, for requests that do not list their segments: a "
+        "text, or a list of texts and of lists of token ids. A text is encoded without special tokens. Ids are more "
+        "reliable, because a tokenizer may join a text with its neighbours.",
     )
     ratio: Share = Field(
         0.15,
-        description="Share of the reused rows that is computed again after the check layer; 0.15 is what CacheBlend's "
-        "authors use. A request may give its own, 0 included.",
+        description="Share of the reused rows that is recomputed after the check layer. 0.15 is the value that "
+        "CacheBlend's authors use. A request may give its own, including 0.",
     )
     min_tokens: Count = Field(
         256,
-        description="A request with fewer tokens in its segments is computed fully: a short prompt gains little.",
+        description="A request whose segments have fewer tokens in all is computed fully, because a short prompt "
+        "gains little.",
     )
     check_layer: Count = Field(
         1,
-        description="The layer whose fresh keys are compared with the cached ones; this layer and those before it "
-        "compute every row. The first layer's keys do not depend on the text before, so 1 is the earliest.",
+        description="The layer whose fresh keys are compared with the cached ones. This layer and those before it "
+        "compute every row. The keys of layer 0 do not depend on the text before, so 1 is the earliest.",
     )
     run_tokens: OptionalCount = Field(
         None,
-        description="Reused rows are computed again in runs of this many neighbours, those whose keys differ most on "
-        "average. An attention kernel reads all earlier keys once per run. Unset: 16 for an engine on a GPU, 1 on a "
-        "CPU, where a row by itself costs no more.",
+        description="Reused rows are recomputed in runs of this many neighbouring rows. The runs whose keys differ "
+        "most on average are chosen. An attention kernel reads all earlier keys once per run. Unset: 16 for an engine "
+        "on a GPU, 1 on a CPU, where a single row costs no more.",
     )
     bytes: SizeBytes = Field(
         GIB,
-        description="Host memory of each rank for cached segments. The least recently used leave it first. As many "
-        "tokens as the longest prompt has take their memory beside it, for segments on their way.",
+        description="Host memory of each rank for cached segments. The least recently used segments are evicted "
+        "first. Segments in flight take further memory, for as many tokens as the longest prompt has.",
     )
     disk_bytes: OptionalSizeBytes = Field(
         None,
-        description="What each rank fills with segments in each of `disk.folders`, beside the blocks of prefixes, by "
-        "`disk.mode`. Unset: segments are in host memory alone and are gone with the engine.",
+        description="Number of bytes that each rank fills with segments in each of `disk.folders`, beside the blocks "
+        "of prefixes. `disk.mode` says when. Unset: segments are only in host memory and are lost when the engine "
+        "ends.",
     )

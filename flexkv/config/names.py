@@ -65,15 +65,15 @@ def _only_item(value: object) -> object:
 
 
 ALIASES: dict[str, Alias] = {
-    "blend_check_layers": Alias("blend.check_layer", _only_item, "the same value; of a list, its only item"),
+    "blend_check_layers": Alias("blend.check_layer", _only_item, "the same value, or a list of one"),
     "blend_min_tokens": Alias("blend.min_tokens", _same, "the same value"),
-    "blend_recompute_ratios": Alias("blend.ratio", _only_item, "the same value; of a list, its only item"),
+    "blend_recompute_ratios": Alias("blend.ratio", _only_item, "the same value, or a list of one"),
     "blend_special_str": Alias("blend.separators", _same, "the same value"),
     "cpu_bytes_to_use": Alias("host.bytes", _same, "the same value"),
     "cpu_bytes_to_use_per_rank": Alias("host.bytes_per_rank", _same, "the same value"),
     "enable_blending": Alias("blend.enabled", _same, "the same value"),
     "lazy_offload": Alias("store.mode", _choice("lazy", "eager"), "true: `lazy`, false: `eager`"),
-    "runtime_plugin_locations": Alias("plugins.folder", _same, "the same value, of one folder"),
+    "runtime_plugin_locations": Alias("plugins.folder", _same, "the same value, but only one folder"),
     "save_decode_cache": Alias("store.tokens", _choice("all", "prompt"), "true: `all`, false: `prompt`"),
     "save_partial_blocks": Alias("store.partial_blocks", _same, "the same value"),
     "save_unfull_chunk": Alias("store.partial_blocks", _same, "the same value"),

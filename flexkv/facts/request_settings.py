@@ -186,11 +186,11 @@ class RequestSettings:
     skip_save: bool = _setting(
         False,
         FLAG,
-        "nothing more of the request is stored",
+        "no further pages of the request are stored",
         "true, false, 1, 0",
         {"skip_save": _flag, "lmcache.skip_save": _flag},
     )
-    skip_load: bool = _setting(False, FLAG, "nothing is loaded for the request", "true, false, 1, 0")
+    skip_load: bool = _setting(False, FLAG, "no pages are loaded for the request", "true, false, 1, 0")
     max_store_tokens: int | None = _setting(
         None,
         TOKENS,
@@ -201,36 +201,36 @@ class RequestSettings:
     max_load_tokens: int | None = _setting(
         None,
         TOKENS,
-        "no load brings more tokens, in whole blocks",
+        "no load brings more tokens than this, rounded down to whole blocks",
         "a whole number",
         {"max_load_tokens": TOKENS.read, "lmcache.max_tokens_per_load": TOKENS.read},
     )
     tiers: frozenset[str] | None = _setting(
         None,
         TIERS,
-        "only these tiers are read for the request; host memory always is, because the others are read into it",
-        f"a list of {', '.join(f'`{name}`' for name in TIER_NAMES)}; of the alias, entries `{{medium, locality}}` as "
-        "vLLM has them",
+        "only these tiers are read for the request, and host memory, because the others are read into it",
+        f"a list of {', '.join(f'`{name}`' for name in TIER_NAMES)}; `kv_load_tiers` takes vLLM's entries "
+        "`{medium, locality}`",
         {"kv_load_tiers": _vllm_tiers},
     )
     ttl_s: int | None = _setting(
         None,
         SECONDS,
-        "a page that the request stores is a miss this many seconds later, in every tier, also after a restart",
+        "a page that the request stores becomes a miss after this many seconds, in every tier and even after a restart",
         f"a whole number from 1 to {MOST_TTL_S}",
     )
     namespace: str = _setting(
         "",
         NAMESPACE,
-        "a further part of the namespace of its keys: requests with different ones share nothing, in any tier",
+        "it is added to the namespace of the request's keys: requests with different values share no page in any tier",
         ALLOWED_NAMESPACE,
     )
     blend: BlendAsk | None = _setting(  # noqa: RUF009 - the class is frozen
         None,
         BLEND,
-        "segments of the prompt are reused at their positions, or the prompt is kept as a segment (vLLM alone; "
-        "[blending.md](blending.md))",
-        f"true, false, a mapping with {', '.join(f'`{name}`' for name in FIELDS)}",
+        "cached segments are reused at their positions in the prompt, or the prompt is kept as a segment (only in "
+        "vLLM; [blending.md](blending.md))",
+        f"true, false, or a mapping with {', '.join(f'`{name}`' for name in FIELDS)}",
     )
 
 
