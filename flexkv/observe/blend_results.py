@@ -13,32 +13,34 @@ class BlendResult(Enum):
         words: what happened, for the operator.
     """
 
-    BLENDED = "blended", "cached segments were put where they stand in the prompt"
-    STORED = "stored", "the prompt is a segment, which was computed by itself and which every rank keeps"
-    NO_ROOM = "no_room", "the prompt is a segment, and some rank had no room to keep all of it"
+    BLENDED = "blended", "its cached segments were put at their positions in the prompt"
+    STORED = "stored", "the prompt is a segment; it was computed by itself, and every rank keeps it"
+    NO_ROOM = "no_room", "the prompt is a segment, and some rank had no space for all of it"
     MISS = "miss", "none of its segments was cached"
     LOST = (
         "lost",
-        "no page of its segments came and verified, or their load could not begin; of a segment, its own were lost",
+        "no page of its segments arrived and passed verification, or their load could not begin; a prompt that is a "
+        "segment was lost to an error",
     )
     LATE = (
         "late",
-        "its pages, or room for them, did not come within `load.deadline_s`; of a segment, its own did not move",
+        "its pages, or space for them, were not there within `load.deadline_s`; the store of a prompt that is a "
+        "segment did not finish in time",
     )
     RESET = "reset", "the weights changed, or a namespace was erased, before it was blended or stored"
     OFF = "off", "blending is off in this engine; the log says why"
     SALT = "salt", "it has no `cache_salt` that begins with `flexkv-blend:`"
-    USED_SALT = "used_salt", "its `cache_salt` was used before"
+    USED_SALT = "used_salt", "an earlier request had the same `cache_salt`"
     SEGMENTS = "segments", "its segments overlap, are empty or lie outside the prompt"
-    NO_SEGMENTS = "no_segments", "it names no segments, and no configured separator occurs in it"
-    SHORT = "short", "its segments have fewer than `blend.min_tokens` tokens"
+    NO_SEGMENTS = "no_segments", "it lists no segments, and its prompt contains no configured separator"
+    SHORT = "short", "its segments have fewer than `blend.min_tokens` tokens in all"
     TIME_TO_LIVE = (
         "time_to_live",
-        "it is to be kept as a segment, and has a `flexkv.ttl_s`, which segments do not have",
+        "it asks to be kept as a segment and has a `flexkv.ttl_s`, but segments do not expire",
     )
     INPUTS = "inputs", "it has images, other inputs or prompt embeddings"
     LORA = "lora", "it uses a LoRA adapter"
-    POOLING = "pooling", "it is of a pooling model"
+    POOLING = "pooling", "it is for a pooling model"
     PROMPT_LOGPROBS = "prompt_logprobs", "it asks for log probabilities of its prompt"
     SESSION = "session", "it is a streaming session"
 

@@ -94,29 +94,29 @@ _TABLE = (
         "flexkv_lookup_tokens_total",
         MetricKind.COUNTER,
         "tokens",
-        "Tokens that the engine did not have and asked for.",
+        "Tokens that the engine looked up in flexkv because its own cache did not have them.",
     ),
     Metric(
         "flexkv_hit_tokens_total",
         MetricKind.COUNTER,
         "tokens",
-        "Tokens promised to the engine, which need not compute them.",
+        "Tokens that the engine took from flexkv's promises, so that it need not compute them.",
     ),
     Metric(
         "flexkv_hit_blocks_total",
         MetricKind.COUNTER,
         "blocks",
-        "Whole blocks that the engine took of what was promised, by the tier that they came from; what was read from "
-        "disk, or from the store that machines share, for the request counts for that. Where KV groups need other "
-        "pages each, a tier's blocks are reckoned by its share of the pages.",
+        "Whole blocks that the engine took from promises, by the tier that supplied them. A block that was read for "
+        "the request from disk, or from the store that machines share, counts for that tier and not for host memory. "
+        "If KV groups need different pages, blocks are divided among tiers by each tier's share of the pages.",
         (("tier", ("host", "peer-host", "disk", "peers", "remote")),),
     ),
     Metric(
         "flexkv_no_room_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages of a tier that a request went on without, because host memory had no slot for them, or too many were "
-        "being read, for as long as it waits: larger prompts than host memory, and what waited in vain for room.",
+        "Pages of a tier that a request continued without because, until its wait was over, host memory had no slots "
+        "for them or too many pages were being read. Pages of prompts that are larger than host memory count too.",
         (("tier", ("peer-host", "disk", "peers", "remote")),),
     ),
     Metric(
@@ -126,14 +126,14 @@ _TABLE = (
         "flexkv_moved_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that arrived; from disk, and with `host.verify`, verified.",
+        "Pages that arrived. Loaded pages that came from disk, and with `host.verify` all loaded pages, were verified.",
         (_DIRECTION,),
     ),
     Metric(
         "flexkv_transfer_seconds",
         MetricKind.HISTOGRAM,
         "seconds",
-        "From a load's or store's start to its end on one rank.",
+        "Time from the start of a load or store to its end on one rank.",
         (_DIRECTION,),
         _SECONDS,
     ),
@@ -141,47 +141,48 @@ _TABLE = (
         "flexkv_failed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages of loads and stores that did not arrive.",
+        "Pages of loads and stores that did not arrive, by reason.",
         (_DIRECTION, ("reason", reasons_of(NOT_MOVED))),
     ),
     Metric(
         "flexkv_cancelled_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages of loads and stores that were called off: a client hung up while its load ran, a reset or a sleep came, "
-        "SGLang's queue of loads stayed full, the engine ended. No failure; of a load past its deadline see "
-        "`flexkv_failed_pages_total`.",
+        "Pages of loads and stores that were cancelled, which is not a failure: a client disconnected during its "
+        "load, the cache was reset, the engine went to sleep or ended, or SGLang's queue of loads stayed full. Loads "
+        "that missed their deadline are in `flexkv_failed_pages_total`.",
         (_DIRECTION,),
     ),
     Metric(
         "flexkv_unread_request_fields_total",
         MetricKind.COUNTER,
         "fields",
-        "Fields of requests that flexkv could not read: a name that it does not know, a value or a type that is not "
-        "allowed. The request is served; docs/requests.md says what holds instead.",
+        "Fields of requests that flexkv could not read: it does not know the name, or the value or its type is not "
+        "allowed. The request is served; docs/requests.md says which setting applies instead.",
         (("reason", ("name", "value", "type")),),
     ),
     Metric(
         "flexkv_blend_requests_total",
         MetricKind.COUNTER,
         "requests",
-        "Requests that ask for blending, by what became of them. All but `blended` were computed fully.",
+        "Requests that ask for blending, by result. All but the `blended` ones were computed fully.",
         (("result", RESULTS),),
     ),
     Metric(
         "flexkv_blend_rows_total",
         MetricKind.COUNTER,
         "rows",
-        "Rows of blended prompts that cached segments cover, per rank: `reused` after the check layer, `computed` in "
-        "every layer, or computed in a step that did not have them where the scheduler said, or for which vLLM did not "
-        "call the model's forward (`unplaced`), or because their segment did not come whole from disk (`lost`).",
+        "Rows of blended prompts that cached segments cover, per rank. `reused` rows came from the cache after the "
+        "check layer. All others were computed: `computed` rows in every layer, `unplaced` rows because the step did "
+        "not have them where the scheduler said, or vLLM did not call the model's forward, `lost` rows because their "
+        "segment did not come completely from disk.",
         (("kind", ("reused", "computed", "unplaced", "lost")),),
     ),
     Metric(
         "flexkv_blend_lost_segments_total",
         MetricKind.COUNTER,
         "segments",
-        "Cached segments whose pages did not arrive or did not verify, per rank. They were computed.",
+        "Cached segments whose pages did not arrive or failed verification, per rank. Their tokens were computed.",
     ),
     Metric(
         "flexkv_blend_missed_pages_total",
@@ -194,74 +195,76 @@ _TABLE = (
         "flexkv_blend_disk_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages of segments read from disk and written to it, per rank.",
+        "Pages of segments that were read from disk or written to it, per rank.",
         (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_failed_kernel_launches_total",
         MetricKind.COUNTER,
         "launches",
-        "Kernels that a rank's GPU could not start, the one that copies and the one that waits for a layer. The first "
-        "failure ends the use of either: runs go by the copy engine, and forwards wait for such layers on the host.",
+        "Kernels that a rank's GPU could not start: the kernel that copies, or the kernel that waits for a layer. "
+        "After one failure a kernel is not used again: the copy engine copies the runs, or forwards wait on the host.",
     ),
     Metric(
         "flexkv_dropped_store_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that were computed and not stored, so that the engine need not wait.",
+        "Pages that were computed but not stored, by reason.",
         (("reason", reasons_of(NOT_STORED)),),
     ),
     Metric(
         "flexkv_lazy_missed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Blocks that the engine evicted or dropped before a lazy store found a place for them.",
+        "Blocks that the engine evicted or dropped before a lazy store could take them.",
     ),
     Metric(
         "flexkv_unpublished_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages stored and thrown away: their copy or a load that their step read failed, or the weights changed.",
+        "Pages stored but not published: their copy or a load that their step read failed, or the weights changed.",
     ),
     Metric(
         "flexkv_refused_messages_total",
         MetricKind.COUNTER,
         "messages",
-        "Orders that reached a worker of another engine, and reports that reached another engine's scheduler: refused.",
+        "Messages from another engine that a worker (`orders`) or a scheduler (`reports`) refused.",
         (("kind", ("orders", "reports")),),
     ),
     Metric(
         "flexkv_missed_blocks_total",
         MetricKind.COUNTER,
         "blocks",
-        "Whole blocks that were looked up and not promised. What the engine asks again counts once, with the last "
-        "answer.",
+        "Whole blocks that were looked up and not promised, by reason. If the engine asks about a block several "
+        "times, only the last answer counts.",
         (("reason", tuple(miss.reason for miss in MissReason)),),
     ),
     Metric(
         "flexkv_manager_blocks_total",
         MetricKind.COUNTER,
         "blocks",
-        "Whole blocks in the control plane: promised and not promised by lookups, each time that the engine asks; made "
-        "misses because they were forgotten or found bad.",
+        "Whole blocks in the control plane. `promised` and `not_promised`: the blocks of each lookup, every time that "
+        "the engine asks. `forgotten`: blocks that became misses because they were forgotten or found bad.",
         (("event", ("promised", "not_promised", "forgotten")),),
     ),
     Metric(
         "flexkv_manager_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages of loads and stores as the control plane counts them, once over all ranks. Discarded ones were written "
-        "well and not published: revoked, forgotten or of old weights. Busy ones found no slot or queue entry.",
+        "Pages of loads and stores as the control plane counts them, once for all ranks. `discarded` pages were "
+        "stored but not published: revoked, forgotten, of old weights, or stored during a load of their request. "
+        "`busy` pages found no slot or queue entry.",
         (("event", ("loaded", "load_failed", "stored", "store_failed", "discarded", "busy")),),
     ),
     Metric(
         "flexkv_manager_events_total",
         MetricKind.COUNTER,
         "events",
-        "Lookups, those with a partial tail, and promises that were cut because the queue of loads was full.",
+        "`lookup`: lookups. `tail_hit`: partial tails that lookups promised. `cut_promise`: lookups whose promise was "
+        "cut to `load.inflight_pages`.",
         (("event", ("lookup", "tail_hit", "cut_promise")),),
     ),
-    Metric("flexkv_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted to make room."),
+    Metric("flexkv_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted from host memory."),
     Metric(
         "flexkv_expired_pages_total",
         MetricKind.COUNTER,
@@ -272,56 +275,61 @@ _TABLE = (
         "flexkv_expired_leases_total",
         MetricKind.COUNTER,
         "leases",
-        "Lookups that the engine never followed up.",
+        "Lookups on which the engine did not act before their lease expired.",
     ),
-    Metric("flexkv_resets_total", MetricKind.COUNTER, "resets", "Times everything stored became invalid."),
-    Metric("flexkv_host_slots", MetricKind.GAUGE, "slots", "Slots of the host tier that are up."),
+    Metric(
+        "flexkv_resets_total", MetricKind.COUNTER, "resets", "Resets, which make everything stored a miss."
+    ),
+    Metric("flexkv_host_slots", MetricKind.GAUGE, "slots", "Usable slots of the host tier."),
     Metric(
         "flexkv_host_capacity_tokens",
         MetricKind.GAUGE,
         "tokens",
-        "Tokens that those slots have room for; only for models with one KV group.",
+        "Tokens for which the usable slots of the host tier have space. Only for models with one KV group.",
     ),
-    Metric("flexkv_host_slots_used", MetricKind.GAUGE, "slots", "Slots that hold a page or receive one."),
+    Metric(
+        "flexkv_host_slots_used", MetricKind.GAUGE, "slots", "Host slots that hold a page or receive one."
+    ),
     Metric(
         "flexkv_weights_known",
         MetricKind.GAUGE,
         "engines",
-        "1 once nothing keeps the tiers behind host memory waiting for the name of the engine's weights, 0 while these "
-        "are read, or if nothing can name them. Only with such tiers.",
+        "1 when the tiers behind host memory need not wait for the name of the engine's weights. 0 while the weights "
+        "are being read, or if nothing can name them. Only with such tiers.",
     ),
     Metric(
-        "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned that have not ended on every rank."
+        "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned and not finished on every rank."
     ),
     Metric(
         "flexkv_disk_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages written to disk, or read from it and verified.",
+        "Pages that were written to disk, or were read from it and verified.",
         (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_disk_failed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that a disk did not take, or did not give back as they were: damaged, torn, of another write, an error.",
+        "`write`: pages that a disk did not write. `read`: pages that a disk did not return as they were written. "
+        "They were damaged, torn or from another write, or the disk reported an error.",
         (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_disk_lost_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that are not on disk.",
+        "Pages that did not reach a disk or were lost with one, by reason.",
         (("reason", reasons_of(NOT_ON_DISK)),),
     ),
     Metric(
-        "flexkv_disk_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted from disk to make room."
+        "flexkv_disk_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted from disk to free slots."
     ),
     Metric(
         "flexkv_disk_expired_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages found on disk past their time to live.",
+        "Pages that were found on disk after their time to live was over.",
     ),
     Metric(
         "flexkv_disk_durable_pages_total", MetricKind.COUNTER, "pages", "Written pages that survive a crash."
@@ -330,121 +338,124 @@ _TABLE = (
         "flexkv_disk_lookups_total",
         MetricKind.COUNTER,
         "lookups",
-        "Lookups that waited for blocks from disk; `late` are those that went on without them. `computed`: lookups of "
-        "which the engine was left what it computes sooner. `no_room`: lookups that went on without blocks for which "
-        "host memory had no slot in time.",
+        "Lookups by what became of their blocks on disk. `waited`: the lookup waited for them. `late`: it continued "
+        "without them, because they took too long. `computed`: it left them to the engine, which computes them "
+        "sooner. `no_room`: it continued without blocks for which host memory had no slot in time.",
         (("outcome", ("waited", "late", "computed", "no_room")),),
     ),
     Metric(
         "flexkv_disk_prefetched_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages whose read was begun while their request waited in the engine's queue (`disk.prefetch_requests`).",
+        "Pages whose read began while their request waited in the engine's queue (`disk.prefetch_requests`).",
     ),
     Metric(
         "flexkv_disk_left_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages on disk that were left to the engine, because it computes them sooner.",
+        "Pages on disk that were left to the engine because it computes them sooner.",
     ),
     Metric(
         "flexkv_disk_streamed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages loaded that had been promised while the disk still read them (`disk.stream`).",
+        "Pages whose load began while the disk still read them (`disk.stream`).",
     ),
     Metric(
         "flexkv_disk_gds_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages loaded from disk and verified, or stored there, without a page of host memory (`disk.gds`).",
+        "Pages that passed between disk and engine without a slot of host memory (`disk.gds`). `read`: loaded from "
+        "disk and verified. `write`: stored to disk.",
         (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_disk_page_seconds",
         MetricKind.GAUGE,
         "seconds",
-        "What a page more adds to a read from disk, to a load from host memory, and to a load straight from disk, as "
-        "measured lately.",
+        "Time that each further page adds to a read from disk (`read`), a load from host memory (`load`) or a load "
+        "straight from disk (`gds`), by recent measurements.",
         (("what", ("read", "load", "gds")),),
     ),
     Metric(
         "flexkv_compute_token_seconds",
         MetricKind.GAUGE,
         "seconds",
-        "What a token more adds to a prefill step of the engine, as measured lately. Only with a disk tier.",
+        "Time that each further token adds to a prefill step of the engine, by recent measurements. Needs a disk tier.",
     ),
     Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Slots on the disks in use."),
     Metric(
         "flexkv_disk_capacity_tokens",
         MetricKind.GAUGE,
         "tokens",
-        "Tokens that those slots have room for; only for models with one KV group.",
+        "Tokens for which the slots on the disks in use have space. Only for models with one KV group.",
     ),
     Metric(
         "flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Disk slots that hold a page or receive one."
     ),
     Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
-    Metric("flexkv_peers", MetricKind.GAUGE, "units", "Running units whose pages this one finds."),
+    Metric("flexkv_peers", MetricKind.GAUGE, "units", "Running units whose pages this unit finds."),
     Metric(
         "flexkv_peer_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages asked of the host memory of running units: copied, or a miss because the page had gone, its slot "
-        "changed during the copy, a digest did not match, or a unit of another format had left.",
+        "Pages that were to be copied from the host memory of running units. `copied` pages arrived. The others "
+        "became misses. `absent`: no unit had the page any more. `changed`: its slot changed during the copy. "
+        "`digest`: a digest did not match. `format`: a unit whose pages have another format had left.",
         (("outcome", ("copied", "absent", "changed", "digest", "format")),),
     ),
     Metric(
         "flexkv_once_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "With `peers.store: once`, pages that a running peer has in host memory: left out of this unit's tiers, taken "
-        "over because no peer has them any more, or lost, because the last peer gave them up before that.",
+        "With `peers.store: once`, pages that a running peer had in host memory. `left_out`: not stored in this "
+        "unit's tiers. `promoted`: taken over, because no peer has them any more. `lost`: dropped by the last peer "
+        "that had them before this unit had a copy.",
         (("outcome", ("left_out", "promoted", "lost")),),
     ),
     Metric(
         "flexkv_remote_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages written to the store that machines share, or read from it and verified.",
+        "Pages that were written to the store that machines share, or were read from it and verified.",
         (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_remote_bytes_total",
         MetricKind.COUNTER,
         "bytes",
-        "Bytes of these pages, with their trailers.",
+        "Bytes of pages and trailers that were written to the store that machines share, or read from it.",
         (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_remote_missed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that the store said it has and did not give as they were.",
+        "Pages that the store claimed to have but did not return as they were written, by reason.",
         (("reason", reasons_of(NOT_READ)),),
     ),
     Metric(
         "flexkv_remote_dropped_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that are not written to the store.",
+        "Pages that were not written to the store, by reason.",
         (("reason", reasons_of(NOT_WRITTEN)),),
     ),
     Metric(
         "flexkv_remote_lookups_total",
         MetricKind.COUNTER,
         "lookups",
-        "What the store answered when a request's pages were asked for; `unknown`: not in time. `waited`: lookups that "
-        "waited for pages from it, `late` those that went on without them, `computed` those that left them to the "
-        "engine, which computes them sooner, `no_room` those that went on without pages for which host memory had no "
-        "slot in time.",
+        "Lookups by the store's answer: `hit`, `miss`, or `unknown` if none came in time. Also lookups that waited "
+        "for pages from it (`waited`), continued without them because they took too long (`late`), left pages to the "
+        "engine because it computes them sooner (`computed`), or continued without pages for which host memory had no "
+        "slot in time (`no_room`).",
         (("outcome", ("hit", "miss", "unknown", "waited", "late", "computed", "no_room")),),
     ),
     Metric(
         "flexkv_remote_page_seconds",
         MetricKind.GAUGE,
         "seconds",
-        "What a page more adds to a read from the store, as measured lately.",
+        "Time that each further page adds to a read from the store, by recent measurements.",
     ),
     Metric(
         "flexkv_remote_up",
@@ -456,13 +467,13 @@ _TABLE = (
         "flexkv_remote_restarts_total",
         MetricKind.COUNTER,
         "restarts",
-        "Times that the process with the store's client was started again.",
+        "Restarts of the process with the store's client.",
     ),
     Metric(
         "flexkv_lost_samples_total",
         MetricKind.COUNTER,
         "samples",
-        "Histogram observations left out because an interval had too many.",
+        "Histogram observations that were left out because an interval had too many.",
     ),
 )
 

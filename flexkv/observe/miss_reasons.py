@@ -13,15 +13,15 @@ class MissReason(Enum):
         words: what happened, for the operator.
     """
 
-    ABSENT = "absent", "no tier in use has the next block, or a store is filling it"
+    ABSENT = "absent", "no tier in use has the next block, or a store is still filling it"
     EXPIRED = "expired", "the page of the next block was cached until its time to live was over"
-    OFF = "off", "the cache is disabled, or a reset has not ended"
-    ASKED = "asked", "the request's own settings ask for no more"
-    FAILED_LOAD = "failed_load", "a load of the request, or lately any load, did not bring its pages"
+    OFF = "off", "the cache is disabled, or a reset has not finished"
+    ASKED = "asked", "the request's own settings allow no more"
+    FAILED_LOAD = "failed_load", "a load of this request, or recently of any request, did not bring its pages"
     QUEUE_FULL = "queue_full", "as many pages are promised or being loaded as `load.inflight_pages` allows"
-    NO_ROOM = "no_room", "fetches of what follows found no room in host memory while their request waited"
-    LATE = "late", "a tier took too long to bring what follows, or to answer"
-    COMPUTED_SOONER = "computed_sooner", "the engine computes what follows sooner than a tier brings it"
+    NO_ROOM = "no_room", "host memory had no slots for the next blocks until the request's wait was over"
+    LATE = "late", "a tier took too long to answer or to bring the next blocks"
+    COMPUTED_SOONER = "computed_sooner", "the engine computes the next blocks sooner than a tier brings them"
 
     def __init__(self, reason: str, words: str) -> None:
         self.reason = reason

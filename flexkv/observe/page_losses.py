@@ -36,68 +36,93 @@ class PageLoss(Enum):
     BROKEN_STEP = (
         NOT_STORED,
         "broken_step",
-        "a step broke off after their request had begun, so nobody knows what they hold",
+        "a step broke off after their request had begun, so their content is unknown",
     )
-    ENDED = NOT_STORED, "ended", "their request ended, and nothing tells what becomes of its blocks then"
-    HOLD_EXPIRED = NOT_STORED, "hold_expired", "`store.hold_s` was over before there was room"
-    NO_SLOT = NOT_STORED, "no_slot", "no slot of host memory, or no place in flight, was free"
+    ENDED = (
+        NOT_STORED,
+        "ended",
+        "their request ended, and the engine does not say what then becomes of its blocks",
+    )
+    HOLD_EXPIRED = (
+        NOT_STORED,
+        "hold_expired",
+        "they waited until `store.hold_s` was over, or until another request with the same id began",
+    )
+    NO_SLOT = NOT_STORED, "no_slot", "host memory had no free slot, or too many pages had a store in flight"
     PREEMPTED = NOT_STORED, "preempted", "the engine preempted their request"
     REFERENCE_LIMIT = (
         NOT_STORED,
         "reference_limit",
         "too many blocks that no request holds had a store in flight (`store.max_reference_share`)",
     )
-    RELEASED = NOT_STORED, "released", "the engine took its KV memory away for a sleep"
+    RELEASED = NOT_STORED, "released", "the engine released its KV memory in order to sleep"
     RESET = NOT_STORED, "reset", "the weights changed, or the engine reset its own cache"
-    REUSED = NOT_STORED, "reused", "the engine needed the blocks after their request's end"
+    REUSED = NOT_STORED, "reused", "the engine reused the blocks after their request's end"
     LAZY_MISSED = (
         "flexkv_lazy_missed_pages_total",
         "",
-        "the engine evicted them before a lazy store found a place for them",
+        "the engine evicted or dropped them before a lazy store could take them",
     )
     UNPUBLISHED = (
         "flexkv_unpublished_pages_total",
         "",
-        "stored and thrown away: their copy or a load that their step read failed, or the weights changed",
+        "they were stored but not published, because their copy failed, a load that their step read failed, or the "
+        "weights changed",
     )
 
-    MOVE_FAILED = NOT_MOVED, "failed", "the copy failed, or its bytes were not those that were stored"
-    MOVE_SKIPPED = NOT_MOVED, "skipped", "what they waited for failed"
+    MOVE_FAILED = (
+        NOT_MOVED,
+        "failed",
+        "the copy failed, its bytes were not those that were stored, or the engine reused the block too soon",
+    )
+    MOVE_SKIPPED = NOT_MOVED, "skipped", "an operation for which they waited failed"
     LANE_DOWN = NOT_MOVED, "lane_down", "the thread or device that moves them is out of use"
     DEADLINE = NOT_MOVED, "deadline", "they did not arrive within `load.deadline_s`"
     CANCELLED = (
         "flexkv_cancelled_pages_total",
         "",
-        "called off: a client hung up, a reset or a sleep came, SGLang's queue of loads stayed full, the engine ended; "
-        "no failure",
+        "they were cancelled, which is not a failure: a client disconnected, the cache was reset, the engine went to "
+        "sleep or ended, or SGLang's queue of loads stayed full",
     )
     NO_ROOM = (
         "flexkv_no_room_pages_total",
         "",
-        "host memory had no slot for them, or too many were being read, for as long as their request waits",
+        "until their request's wait was over, host memory had no slots for them or too many pages were being read",
     )
-    EXPIRED = "flexkv_expired_pages_total", "", "left host memory because their time to live was over"
+    EXPIRED = "flexkv_expired_pages_total", "", "they left host memory because their time to live was over"
 
-    DISK_BUSY = NOT_ON_DISK, "busy", "the queue of writes was full"
-    DISK_EVICTED = NOT_ON_DISK, "evicted", "they left host memory before they were written"
+    DISK_BUSY = NOT_ON_DISK, "busy", "the queue of writes or the tier was full, or no disk was in use"
+    DISK_EVICTED = (
+        NOT_ON_DISK,
+        "evicted",
+        "they left host memory, or the engine ended, before they were written",
+    )
     DISK_GONE = NOT_ON_DISK, "disk", "their disk failed"
-    DISK_EXPIRED = "flexkv_disk_expired_pages_total", "", "found on disk past their time to live"
-    DISK_LEFT = "flexkv_disk_left_pages_total", "", "left to the engine, because it computes them sooner"
+    DISK_EXPIRED = (
+        "flexkv_disk_expired_pages_total",
+        "",
+        "they were found on disk after their time to live was over",
+    )
+    DISK_LEFT = (
+        "flexkv_disk_left_pages_total",
+        "",
+        "they were left to the engine, because it computes them sooner",
+    )
 
-    REMOTE_BUSY = NOT_WRITTEN, "busy", "the queue of writes was full, or the store was not there"
-    REMOTE_FULL = NOT_WRITTEN, "full", "the store has no room"
-    REMOTE_FAILED = NOT_WRITTEN, "failed", "the store did not take them"
-    REMOTE_KNOWN = NOT_WRITTEN, "known", "the store had them: nothing is lost"
-    REMOTE_ABSENT = NOT_READ, "absent", "gone from the store by the time they were read"
-    REMOTE_SIZE = NOT_READ, "size", "the store gave another length"
-    REMOTE_CONTENT = NOT_READ, "content", "the store gave damaged bytes or another page"
-    REMOTE_EXPIRED = NOT_READ, "expired", "past their time to live"
-    REMOTE_LATE = NOT_READ, "failed", "the store did not give them in time"
+    REMOTE_BUSY = NOT_WRITTEN, "busy", "the queue of writes was full, or the store could not be reached"
+    REMOTE_FULL = NOT_WRITTEN, "full", "the store was full"
+    REMOTE_FAILED = NOT_WRITTEN, "failed", "the store did not accept them"
+    REMOTE_KNOWN = NOT_WRITTEN, "known", "the store had them already, so nothing is lost"
+    REMOTE_ABSENT = NOT_READ, "absent", "the store did not have them any more when they were read"
+    REMOTE_SIZE = NOT_READ, "size", "the store returned a value of another length"
+    REMOTE_CONTENT = NOT_READ, "content", "the store returned damaged bytes or another page"
+    REMOTE_EXPIRED = NOT_READ, "expired", "their time to live was over"
+    REMOTE_LATE = NOT_READ, "failed", "the store failed to return them in time"
 
-    SEGMENT_ABSENT = NOT_BLENDED, "absent", "not cached, on no tier"
-    SEGMENT_LATE = NOT_BLENDED, "late", "not read from disk in time"
-    SEGMENT_NO_ROOM = NOT_BLENDED, "room", "host memory had no room for what is on disk"
-    SEGMENT_UNREADABLE = NOT_BLENDED, "unreadable", "damaged or not readable on disk"
+    SEGMENT_ABSENT = NOT_BLENDED, "absent", "no tier had them"
+    SEGMENT_LATE = NOT_BLENDED, "late", "they were not read from disk in time"
+    SEGMENT_NO_ROOM = NOT_BLENDED, "room", "they were on disk, and host memory had no space for them"
+    SEGMENT_UNREADABLE = NOT_BLENDED, "unreadable", "they were damaged or could not be read from disk"
 
     def __init__(self, metric: str, reason: str, words: str) -> None:
         self.metric = metric
