@@ -52,7 +52,7 @@ class FieldTable:
 
     def markdown(self) -> str:
         """This table in Markdown, under its own heading."""
-        rows = [f"| `{name}` | as it is |" for name in self.taken]
+        rows = [f"| `{name}` | its value, unchanged |" for name in self.taken]
         rows += [f"| `{name}` | {how} |" for name, (how, _) in self.read.items()]
         rows += [f"| `{name}` | {how} |" for name, how in self.elsewhere.items()]
         return "\n".join([f"### {self.config}", "", "| field | how it enters the key |", "|---|---|", *rows])

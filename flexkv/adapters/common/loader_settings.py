@@ -34,8 +34,10 @@ SPEED_ENTRIES = frozenset(
 )
 """Entries of `model_loader_extra_config` that determine how files are read or checked, not which files."""
 
-FORMAT_RULE = f"by the files that are read: {', '.join(sorted(SAME_FILES))} count as one, others by name"
-EXTRA_RULE = f"without {', '.join(sorted(SPEED_ENTRIES))}"
+FORMAT_RULE = (
+    f"by the files that are read: {', '.join(sorted(SAME_FILES))} count as one, each other by its name"
+)
+EXTRA_RULE = f"its value, except the entries {', '.join(sorted(SPEED_ENTRIES))}, which change only the speed"
 
 
 def files_of_format(load_format: Any) -> str:

@@ -15,21 +15,22 @@ ARGUMENTS = FieldTable(
     taken=("checkpoint_format", "nvfp4_gemm_config"),
     read={
         "load_format": (
-            f"{FORMAT_RULE}; dummy: the weights are random, and keys serve one run",
+            f"{FORMAT_RULE}. With dummy the weights are random, and keys are valid only in one run",
             files_of_format,
         )
     },
     elsewhere={
-        "model": "the weights: the hub's commit, samples of the files, or `identity.model`; the model's `config.json`; "
-        "and the files that say how weights are quantised",
-        "revision": "with `model`",
-        "model_kwargs": "whole",
-        "dtype": "by name",
-        "quant_config": "whole",
-        "speculative_config": "whole",
-        "trust_remote_code": "where it is on, by the content of the Python files in the model's folder",
-        "moe_config": "its `backend`: some quantise what goes into the experts",
-        "kv_cache_config": "its `dtype`; the tokens per block are those of the pool",
-        "tensor_parallel_size": "a page of another number of ranks has another format, which no key finds",
+        "model": "by the weights (the hub's commit, samples of the files, or `identity.model`), the model's "
+        "`config.json`, and the files that say how weights are quantised",
+        "revision": "as a part of `model`",
+        "model_kwargs": "all of it",
+        "dtype": "its name",
+        "quant_config": "all of it",
+        "speculative_config": "all of it",
+        "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
+        "moe_config": "its `backend`, because some backends quantise the inputs of the experts",
+        "kv_cache_config": "its `dtype`, and the tokens per block of the pool",
+        "tensor_parallel_size": "not in the key: pages of another number of ranks have another format, so that they "
+        "are never found",
     },
 )

@@ -23,17 +23,17 @@ MODEL = FieldTable(
         "code_revision",
     ),
     elsewhere={
-        "model": "the weights: the hub's commit, samples of the files, or `identity.model`; and the files that say "
+        "model": "by the weights (the hub's commit, samples of the files, or `identity.model`) and the files that say "
         "how they are quantised",
-        "revision": "with `model`",
-        "seed": "where the weights are random (`load_format` dummy)",
-        "hf_config": "whole, for a model that takes images or other inputs",
-        "hf_text_config": "whole",
-        "hf_config_path": "by the configuration that is read there",
-        "hf_overrides": "by the configuration that they make, and the content of a `quantization_config_file`",
-        "trust_remote_code": "where it is on, by the content of the Python files in the model's folder",
-        "max_model_len": "where it decides which factors of LongRoPE are taken",
-        "multimodal_config": "has a table of its own; with it the processor's files, without the chat template",
+        "revision": "as a part of `model`",
+        "seed": "its value, if the weights are random (`load_format` dummy)",
+        "hf_config": "all of it, if the model takes images or other inputs",
+        "hf_text_config": "all of it",
+        "hf_config_path": "by the configuration that is read from it",
+        "hf_overrides": "by the resulting configuration of the model, and the content of a `quantization_config_file`",
+        "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
+        "max_model_len": "if the model has LongRoPE, by the factors that it selects",
+        "multimodal_config": "it has a table of its own, and the processor's files enter, except the chat template",
     },
 )
 
@@ -49,9 +49,10 @@ MULTIMODAL = FieldTable(
         "video_pruning_method",
     ),
     elsewhere={
-        "mm_encoder_fp8_scale_path": "by the file's content; without one fp8 attention takes its scales from what "
-        "it has seen, and pages of inputs serve one run",
-        "mm_processor_cache_gb": "0 without prefix caching: inputs have numbers for names, and serve one run",
+        "mm_encoder_fp8_scale_path": "by the file's content. Without a file, fp8 attention takes its scales from the "
+        "inputs of the run, so pages of inputs are valid only in that run",
+        "mm_processor_cache_gb": "if it is 0 and prefix caching is off, inputs have numbers for names, and their pages "
+        "are valid only in one run",
     },
 )
 
@@ -70,9 +71,9 @@ CACHE = FieldTable(
         "swa_bounded_replay",
     ),
     elsewhere={
-        "block_size": "as the tokens per block of the pool",
-        "mamba_block_size": "as the tokens per block of the group",
-        "enable_prefix_caching": "with `mm_processor_cache_gb`, above",
+        "block_size": "by the tokens per block of the pool",
+        "mamba_block_size": "by the tokens per block of the group",
+        "enable_prefix_caching": "together with `mm_processor_cache_gb`",
     },
 )
 
@@ -86,11 +87,11 @@ SPECULATIVE = FieldTable(
     "speculative_config",
     taken=("method", "quantization", "kv_cache_dtype", "parallel_drafting"),
     elsewhere={
-        "model": "the draft model's weights; as it is where drafts come from no model",
-        "revision": "with the draft model's weights",
-        "draft_model_config": "its weights, its configuration, `dtype`, `quantization` and `quantization_config`",
-        "draft_load_config": "where the draft's weights are random, by the seed",
-        "code_revision": "as the draft model's `code_revision`",
+        "model": "by the draft model's weights; its value, if drafts do not come from a model",
+        "revision": "as a part of the draft model's weights",
+        "draft_model_config": "by its weights, its configuration, and the fields of ModelConfig that enter unchanged",
+        "draft_load_config": "in the same way as LoadConfig; if the draft's weights are random, with the seed",
+        "code_revision": "by the draft model's `code_revision`",
     },
 )
 
@@ -98,7 +99,8 @@ PARALLEL = FieldTable(
     "ParallelConfig",
     "parallel_config",
     elsewhere={
-        "tensor_parallel_size": "a page of another number of ranks has another format, which no key finds"
+        "tensor_parallel_size": "not in the key: pages of another number of ranks have another format, so that they "
+        "are never found"
     },
 )
 
@@ -108,7 +110,7 @@ LOAD = FieldTable(
     taken=("ignore_patterns",),
     read={
         "load_format": (
-            f"{FORMAT_RULE}; dummy: the weights are random, and the seed is in the key",
+            f"{FORMAT_RULE}. With dummy the weights are random, and the seed is in the key",
             files_of_format,
         ),
         "model_loader_extra_config": (EXTRA_RULE, loader_settings),
