@@ -43,7 +43,7 @@ MAX_DEVICE = (1 << 31) - 1
 
 @click.group()
 def command() -> None:
-    """Measure what this machine's copies reach."""
+    """Measure how fast this machine copies."""
 
 
 def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -66,61 +66,70 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     return path
 
 
-@command.command("transfer", short_help="Copies between an engine's pool and a host pool.")
+@command.command("transfer", short_help="Measure copies between an engine's pool and a host pool.")
 @click.option(
     "--device",
     type=click.IntRange(max=MAX_DEVICE),
     default=None,
-    help="CUDA device; the first one, or plain memory without any.",
+    help="Number of the CUDA device. Default: the first device, or plain memory if there is none.",
 )
 @click.option(
-    "--megabytes", default=64, show_default=True, type=click.IntRange(1, 4096), help="Moved a measurement."
+    "--megabytes",
+    default=64,
+    show_default=True,
+    type=click.IntRange(1, 4096),
+    help="MiB that each measurement moves.",
 )
 @click.option(
-    "--repeats", default=5, show_default=True, type=click.IntRange(1, 100), help="The median is printed."
+    "--repeats",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1, 100),
+    help="Repetitions of each measurement. Their median is printed.",
 )
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
-    help="On a disk to measure too: pages from there to the pool, by every way.",
+    help="Folder on a disk. Also measures, on every path, how fast pages are read from it to the pool.",
 )
 @click.option(
     "--part",
     "parts",
     multiple=True,
     type=click.Choice(PARTS),
-    help="Measure that alone; may be given several times. All of them by default. lanes: copies between pool and host; "
-    "latency: single loads and stores, and the CPU's time; beside: what copies cost an engine's step (needs torch); "
-    "torch, small, transform: what lanes are compared with; events: loads by the GPU's clock; disk: needs --folder.",
+    help="Measure only this part. May be given several times. Default: all parts. lanes: copies between pool and host; "
+    "latency: single loads and stores, and their CPU time; beside: how much copies slow down an engine's step (needs "
+    "torch); torch, small, transform: other methods, to compare the lanes with; events: loads, timed by the GPU's "
+    "clock; disk: reads from disk (needs --folder).",
 )
 @click.option(
     "--seconds",
     default=SECONDS,
     show_default=True,
     type=click.FloatRange(1.0, 600.0),
-    help="For --part beside, about.",
+    help="Approximate duration of --part beside.",
 )
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
     callback=_writable,
-    help="Also write the rows there, as they are measured; a file that is there is replaced.",
+    help="Also write the rows to this file while they are measured. An existing file is replaced.",
 )
 @click.option(
     "--save",
     "ways_file",
     type=click.Path(path_type=Path),
     callback=_writable,
-    help="Measure by which way this GPU copies runs of each length faster, and write a table for transfer.ways_file. "
-    "Without --part that alone is measured.",
+    help="Measure whether the kernel or the copy engine of this GPU copies runs of each length faster, and write the "
+    "table for transfer.ways_file to this file. Without --part, nothing else is measured.",
 )
 @click.option(
     "--png",
     "png_file",
     type=click.Path(path_type=Path),
     callback=_writable,
-    help="Also draw them (needs matplotlib).",
+    help="Also draw the rows as a picture in this file (needs matplotlib).",
 )
 def transfer(
     device: int | None,
@@ -133,10 +142,11 @@ def transfer(
     ways_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Copy blocks between an engine's pool and a host pool, and compare that with torch and with the limit.
+    """Measure copies of blocks between an engine's pool and a host pool, and compare them with torch and with one
+    contiguous copy.
 
-    A GPU's lane follows the settings transfer.batch_copies, transfer.copy_kernel and transfer.ways_file. Runs
-    longer than what a measurement moves are left out.
+    A GPU's copies follow the settings transfer.batch_copies, transfer.copy_kernel and transfer.ways_file. A run
+    length is left out if one block of such runs has more bytes than a measurement moves.
     """
     if "disk" in parts and folder is None:
         raise click.UsageError("--part disk needs --folder, on the disk to measure")

@@ -42,10 +42,13 @@ def command() -> None:
 
 @command.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--pages", is_flag=True, help="Count the pages of each KV group, which reads the whole index.")
+@click.option(
+    "--pages", is_flag=True, help="Also count the pages of each KV group. This reads the whole index."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def ls(folder: Path, pages: bool, as_json: bool) -> int:
-    """List models, KV groups, sizes and ages under FOLDER. Exit code 1: a folder under it cannot be looked into."""
+    """List the units under FOLDER with their models, KV groups, sizes and ages. Exit code 1: a folder under it cannot
+    be read."""
     closed = closed_folders(folder)
     entries = [_entry(unit, folder, pages) for unit in unit_folders(folder) if unit not in closed]
     if as_json:
@@ -93,9 +96,10 @@ def _print(entries: Sequence[dict[str, object]]) -> None:
 @command.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
 def drop(folder: Path, name: str, yes: bool) -> int:
-    """Delete the unit NAME, as `ls` shows it, under FOLDER. Not while it is in use. Exit code 1: a unit was kept."""
+    """Delete the unit NAME, or all units below NAME, as `ls FOLDER` lists them. A unit that is in use is not deleted.
+    Exit code 1: a unit was kept."""
     units = {str(unit.relative_to(folder)): unit for unit in unit_folders(folder) if unit != folder}
     chosen = [unit for key, unit in units.items() if key == name or key.startswith(f"{name}/")]
     if not chosen:

@@ -17,10 +17,10 @@ from flexkv.storage.fsck import MOST_NAMED, FsckReport, SlabReport, check_folder
 NOT_CLEAN_EXIT_CODE = 1
 
 DAMAGED = (
-    "damaged: not what was written there. Such a page is never served, and a later write takes its slot; --repair "
-    "makes it an empty one."
+    "damaged: the slot does not contain the page that was written to it. Such a page is never served, and a later "
+    "write takes its slot. --repair empties the slot."
 )
-MISSING = "missing: the index names a page that is not whole: a miss. --repair takes it out of the index."
+MISSING = "missing: the index lists a page that is not complete, so it is a miss. --repair removes it from the index."
 
 
 @click.command()
@@ -28,12 +28,12 @@ MISSING = "missing: the index names a page that is not whole: a miss. --repair t
 @click.option(
     "--repair",
     is_flag=True,
-    help="Make the index right; a lost or damaged one anew from the pages.",
+    help="Correct the index. If it is lost or damaged, build it again from the pages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(folder: Path, repair: bool, as_json: bool) -> int:
-    """Verify every slot of the disk tier under FOLDER: a disk's folder, or one unit's. Exit code 1: not clean, or
-    a folder cannot be looked into."""
+    """Verify every slot of the disk tier under FOLDER, which is a disk's folder or that of one unit. Exit code 1: a
+    unit is not clean, or a folder cannot be read."""
     closed = closed_folders(folder)
     reports = [check_folder(unit, repair) for unit in unit_folders(folder) if unit not in closed]
     if not reports and closed:

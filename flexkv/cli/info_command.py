@@ -25,12 +25,12 @@ NOT_BUILT = "the native core of this package was not built: run `make build`"
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of a model, with its config.json: what the host tier holds of it.",
+    help="Folder of a model with its config.json. Also shows how many of its tokens the host tier holds.",
 )
 def command(as_json: bool, model: Path | None) -> int:
-    """Show what this build and this machine can do, and what could be changed about it.
+    """Show what this build and this machine can do, and which changes would make flexkv faster.
 
-    Exit code 1: with the current settings an engine would not start here, or would leave a disk out.
+    Exit code 1: with the current settings an engine would not start here, or would start without one of its disks.
     """
     config = load_config()
     facts = package_facts()

@@ -16,16 +16,19 @@ from flexkv.errors import FlexKVError
 from flexkv.observe.package import package_folder
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("flexkv.cli.bench_command", "Measure what this machine's copies reach."),
+    "bench": ("flexkv.cli.bench_command", "Measure how fast this machine copies."),
     "config": ("flexkv.cli.config_command", "Show or document the settings."),
     "disk": ("flexkv.cli.disk_command", "Show or delete what the disk tier keeps."),
-    "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; --repair makes the index right."),
+    "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk, and repair the index with --repair."),
     "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
     "peers": ("flexkv.cli.peers_command", "Show which running units share pages on this machine."),
-    "remote": ("flexkv.cli.remote_command", "Ask the store of the remote tier, measure it, look at values."),
+    "remote": (
+        "flexkv.cli.remote_command",
+        "Check the store of the remote tier, measure it, and inspect its values.",
+    ),
     "simulate": (
         "flexkv.cli.simulate_command",
-        "Drive the cache manager through everything that can go wrong.",
+        "Run the cache manager through everything that can go wrong.",
     ),
 }
 """Command -> (module with a click command named `command`, one line of help)."""

@@ -31,12 +31,13 @@ MOST_STATUS_BYTES = 128 << 10
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The folder in which the units find each other, instead of the settings' peers.folder.",
+    help="Folder in which the units find each other. Default: the setting peers.folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(folder: Path | None, as_json: bool) -> int:
-    """List the running units of this user on this machine that share pages, what each has of the others, also of those
-    on other machines, and with whom it does not share. Exit code 1: a unit did not answer."""
+    """List this user's running units on this machine that share pages. For each, show how many pages it finds and has
+    copied from every other unit, also on other machines, and with which units it does not share and why. Exit code 1:
+    a unit did not answer."""
     where = folder or runtime_folder(load_config().peers.folder)
     units = ask_units(where, ANSWER_S)
     if as_json:

@@ -53,22 +53,25 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _named(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option(
-        "--prefix", metavar="PREFIX", help="What stands before a KEY in a name: flexkv/1/OWNER/GROUP."
+        "--prefix",
+        metavar="PREFIX",
+        help="Part of a name before the KEY: flexkv/1/OWNER/GROUP. Needed if a KEY is given alone.",
     )(command)
     return click.argument("names", nargs=-1, required=True, metavar="NAME|KEY...")(command)
 
 
 @click.group()
 def command() -> None:
-    """Ask the store of the remote tier: is it there, how fast is it, what is a value in it?"""
+    """Check the store of the remote tier, measure it, and inspect or remove its values."""
 
 
-@command.command("ping", short_help="Ask each server whether it is there.")
+@command.command("ping", short_help="Check whether each server answers.")
 @_shared
 def ping(as_json: bool, extra: str | None) -> int:
-    """Ask each server of remote.urls whether it is there, and how long an answer takes. Exit code 1: one is not.
+    """Check whether each server of remote.urls answers, and how long an answer takes. Exit code 1: a server is not
+    usable.
 
-    With Mooncake this asks the master; `bench` shows whether it has owners with memory."""
+    With Mooncake only the master is asked; `bench` shows whether any memory is registered with it."""
     options = _options(extra)
     found = run_job(options, "ping", DEADLINE_S, most_s=2 * DEADLINE_S * len(options.urls) + SPARE_S)
     if as_json:
@@ -85,17 +88,26 @@ def ping(as_json: bool, extra: str | None) -> int:
     return FAILED_EXIT_CODE if any(server.why_not for server in found) else 0
 
 
-@command.command("bench", short_help="Measure puts, gets and questions, with values that are removed again.")
-@click.option("--bytes", "size", default="2MiB", show_default=True, help="Of a value.")
-@click.option("--values", default=64, show_default=True, type=click.IntRange(1, 100_000))
-@click.option("--batch", type=click.IntRange(1, 1024), help="Values of one call; unset: remote.batch_pages.")
+@command.command("bench", short_help="Measure puts, gets and questions with temporary values.")
+@click.option("--bytes", "size", default="2MiB", show_default=True, help="Size of each value.")
 @click.option(
-    "--seconds", default=30, show_default=True, type=click.IntRange(1, 600), help="No call begins later."
+    "--values", default=64, show_default=True, type=click.IntRange(1, 100_000), help="Number of values."
+)
+@click.option(
+    "--batch", type=click.IntRange(1, 1024), help="Values per call. Default: the setting remote.batch_pages."
+)
+@click.option(
+    "--seconds",
+    default=30,
+    show_default=True,
+    type=click.IntRange(1, 600),
+    help="No call begins after this time.",
 )
 @_shared
 def bench(size: str, values: int, batch: int | None, seconds: int, as_json: bool, extra: str | None) -> int:
-    """Put values, ask for them, get them back and compare them, in batches and one per call. They have names of their
-    own, flexkv-bench/..., and are removed at the end. Exit code 1: something failed, or was left there."""
+    """Put values, ask whether the store has them, get them back and compare them, in batches and one per call. Their
+    names begin with flexkv-bench/, and they are removed at the end. Exit code 1: something failed, or a value was
+    left in the store."""
     value_bytes = _size(size)
     if not 8 <= value_bytes <= 1 << 30 or value_bytes * values > MOST_BENCH_BYTES:
         raise ConfigError(
@@ -117,7 +129,7 @@ def bench(size: str, values: int, batch: int | None, seconds: int, as_json: bool
 
 def _print_bench(result: BenchResult) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("what", "a call", "calls", "done", "failed", "rate", "median call", "beside one a call"):
+    for heading in ("what", "per call", "calls", "done", "failed", "rate", "median call", "of one per call"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for row in result.rows:
         rate = f"{row.rate:.2f} GB/s" if row.unit == "GB/s" else f"{row.rate:,.0f} names/s"
@@ -142,15 +154,15 @@ def _print_bench(result: BenchResult) -> None:
         click.echo(f"still there: {', '.join(result.left[:3])}, {len(result.left)} in all", err=True)
 
 
-@command.command("get", short_help="Say what a value is.")
+@command.command("get", short_help="Describe values.")
 @_named
 @_shared
 def get(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str | None) -> int:
-    """Say what the values of these names are: size, key, tokens, age, expiry, and which parts can be verified here.
-    Exit code 1: one is not there, or its trailer would be a miss.
+    """Describe the values with these names: size, key, tokens, age, expiry, and which parts can be verified here. Exit
+    code 1: a value is not in the store, or its trailer makes it a miss.
 
-    The trailer, key and KV group are verified. Only the engine knows which bytes belong to which digest: they are
-    compared as runs of equal length, which most models have, and otherwise not."""
+    Trailer, key and KV group are verified. Only the engine knows which bytes belong to which digest. The digests are
+    therefore compared on the assumption that all runs have the same length, as in most models."""
     full = full_names(names, prefix)
     found: list[StoredValue | None] = run_job(
         _options(extra), "look", full, DEADLINE_S, most_s=2 * DEADLINE_S * len(full) + SPARE_S
@@ -205,8 +217,8 @@ def _when(unix_s: int) -> str:
 @_named
 @_shared
 def drop(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str | None) -> int:
-    """Remove the values of these names, whoever uses them: engines then compute what they held. A store is never listed
-    or cleared. Exit code 1: one could not be removed."""
+    """Remove the values with these names, even if engines use them: the engines then compute the tokens again. This
+    command never lists or clears a store. Exit code 1: a value could not be removed."""
     full = full_names(names, prefix)
     there, gone, why = run_job(_options(extra), "drop", full, DEADLINE_S, most_s=2 * DEADLINE_S + SPARE_S)
     if as_json:

@@ -24,13 +24,17 @@ RULE_BROKEN_EXIT_CODE = 1
 
 @click.command()
 @click.option(
-    "--seed", default=0, show_default=True, help="Names the run: the same seed takes the same steps."
+    "--seed", default=0, show_default=True, help="Seed of the run. The same seed takes the same steps."
 )
 @click.option(
-    "--steps", default=20_000, show_default=True, type=click.IntRange(min=1), help="Random actions."
+    "--steps", default=20_000, show_default=True, type=click.IntRange(min=1), help="Number of random actions."
 )
 @click.option(
-    "--ranks", default=2, show_default=True, type=click.IntRange(1, 64), help="Workers that report each op."
+    "--ranks",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Number of workers, each of which reports every op.",
 )
 @click.option(
     "--failure-rate",
@@ -38,7 +42,7 @@ RULE_BROKEN_EXIT_CODE = 1
     show_default=True,
     type=click.FloatRange(0, 1),
     callback=lambda ctx, option, value: number(value),
-    help="Share of moved pages that fail.",
+    help="Share of the moved pages that fail.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context
@@ -47,8 +51,8 @@ def command(
 ) -> None:
     """Run the cache manager through random loads, stores, failures, late reports, aborts, lost pools and resets.
 
-    Every answer is compared with a model, every loaded page with what its key promises. Exit code 1 when a rule is
-    broken; the message names rule, seed and step.
+    Every answer is compared with a model, and every loaded page with the page that was stored under its key. Exit
+    code 1: a rule was broken; the message gives the rule, the seed and the step.
     """
     simulation = Simulation(SimulationConfig(seed, steps, ranks=ranks, failure_rate=failure_rate))
     started = time.perf_counter()

@@ -11,10 +11,12 @@ from flexkv.cli.bench.transfer_bench import TransferRow
 from flexkv.config.sizes import format_size
 
 LEGEND = """\
-A block of the engine's pool lies there in one run a layer; each row copies the same bytes in runs of that length.
-H2D: host memory to the pool, a load. D2H: pool to host memory, a store. Both: one beside the other, added up.
-of one copy: beside a single contiguous copy, more than 1 where the lane is faster than that.
-both / one way: beside the faster direction alone. a call a run: GB/s of a driver's call for each run."""
+Each block has one run per layer in the engine's pool. All rows copy the same number of bytes, in runs of the given
+length. H2D: from host memory to the pool (a load). D2H: from the pool to host memory (a store). both: both directions
+at the same time, with their rates added up.
+of one copy: rate divided by that of one contiguous copy; above 1 if the lane is faster than that copy.
+both / one way: rate divided by that of the faster direction alone.
+one call per run: rate with a separate driver call for each run."""
 
 
 def lane_table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
@@ -28,7 +30,7 @@ def lane_table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
         "GB/s",
         "of one copy",
         "both / one way",
-        "a call a run",
+        "one call per run",
     ):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -46,7 +48,7 @@ def lane_table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
 
 
 def comparison_table(rows: list[ComparisonRow]) -> Table:
-    table = Table(title="beside it, median")
+    table = Table(title="other methods and measurements, median")
     for heading in ("what", "direction", "run", "GB/s", "calls", "p99 ms", "share", "path", "SMs", "note"):
         table.add_column(heading, justify="left" if heading in ("what", "path", "note") else "right")
     for row in rows:
@@ -69,7 +71,7 @@ def beside_table(rows: list[BesideRow]) -> Table:
     """Returns the table that shows how much copies slow down an engine's work."""
     pairs = max((row.pairs for row in rows), default=0)
     notes = "; ".join(dict.fromkeys(row.note for row in rows if row.note))
-    title = f"an engine's work beside copies, median of {pairs} pairs (alone, beside)"
+    title = f"an engine's work alone and beside copies, median of {pairs} pairs of measurements"
     table = Table(title=title, caption=notes or None)
     headings = (
         "work",
@@ -110,7 +112,7 @@ def beside_table(rows: list[BesideRow]) -> Table:
 
 def latency_table(rows: list[LatencyRow]) -> Table:
     """Returns the table of single loads and stores."""
-    table = Table(title="from submit to end, us; nothing beside")
+    table = Table(title="time from submission to end in us, with nothing else running")
     headings = ("op", "run", "blocks", "path", "p50", "p99", "submit", "first layer", "GB/s", "times")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "op" else "right")

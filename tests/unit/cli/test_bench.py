@@ -47,7 +47,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "comparing ...",
         "reading from disk ...",
     ]
-    assert "H2D: host memory to the pool" in done.output
+    assert "H2D: from host memory to the pool" in done.output
     assert "most_batch_copies" not in done.output, "a threshold of GPUs, of which there is none"
     content = json.loads(out.read_text())
     assert content["device"] is None
