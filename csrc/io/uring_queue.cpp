@@ -89,33 +89,36 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Submits the queued requests and appends the finished I/Os to `done`. Returns whether an I/O had finished or
-// wake() had been called.
+// Submits the queued requests and appends the finished I/Os to `done`. Returns whether there were any. Sets
+// `woken_` if wake() had been called.
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
   // A signal (EINTR) is ignored. EAGAIN and EBUSY no longer occur after completions have been taken.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }
-  bool heard = false;
+  bool any = false;
   while (const io_uring_cqe* cqe = ring_.peek_cqe()) {
-    heard = true;
     const IoDone one{cqe->user_data, cqe->res};
     ring_.seen();
     if (one.cookie != kReservedCookie) {
       done.push_back(one);
+      any = true;
       continue;
     }
+    woken_ = true;
     uint64_t count = 0;
     [[maybe_unused]] const auto bytes = read(wake_fd_, &count, sizeof(count));
     arm();
   }
-  return heard;
+  return any;
 }
 
 void UringQueue::wait(std::vector<IoDone>& done) {
-  while (!collect(done, 1)) {
+  // A take() may have found the call of wake() that is to end this wait.
+  while (!collect(done, woken_ ? 0 : 1) && !woken_) {
   }
+  woken_ = false;
 }
 
 void UringQueue::take(std::vector<IoDone>& done) { collect(done, 0); }
