@@ -38,7 +38,7 @@ class Presence(IntEnum):
 
 
 class Outcome(IntEnum):
-    """The outcome of a call for one value."""
+    """What became of one of the values of a get or put."""
 
     OK = 0
     """All bytes of the value arrived; for a put also if the store already has the name."""

@@ -1,8 +1,10 @@
-"""A seeded simulation of the control plane: the real manager, an engine of symbols, and everything that can go wrong.
+"""A seeded simulation of the control plane: the real manager, an engine whose blocks hold (epoch, key) instead of KV,
+and injected faults.
 
 Each step takes one random action. A request looks up, loads, computes, stores or ends. A rank moves or fails pages, or
-reports late. The cache forgets keys, grows, expires pages or is reset. After every call, an independent model checks
-the manager's answer. The contents of engine blocks and slots are compared with those that their keys promise.
+reports late. The cache forgets keys, grows, expires pages or is reset. Disks and stores move, lose or refuse pages.
+After every call, an independent model checks the manager's answer, and that engine blocks and slots hold the content
+that belongs to their keys.
 """
 
 from __future__ import annotations

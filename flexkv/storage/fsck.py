@@ -70,7 +70,7 @@ class SlabReport:
         orphans: slots with complete pages of the current epoch that the index does not list. Either the page was
             evicted, or a crash came before it was published; nothing on disk tells which.
         damaged: slots whose content is neither empty nor a complete page, and why.
-        missing: slots for which the index lists a page that they do not hold, or that lie beyond the slab's end.
+        missing: slots that hold no page although the index lists one, including slots beyond the slab's end.
             Lookups of such pages miss.
         groups: a report on each KV group whose pages the slab holds.
     """

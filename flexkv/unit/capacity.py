@@ -32,8 +32,8 @@ class TierCapacity:
         blocks: how many blocks the tier holds.
         block_bytes: bytes of one block on all ranks, including trailer and padding.
         setting: the name of the setting that sizes the tier.
-        shares: by what the setting's bytes are multiplied to get the tier's size: the number of ranks if the setting is
-            per rank, the number of disks in use if it is per disk, otherwise 1.
+        shares: number by which the setting's bytes are multiplied to get the tier's size: the number of ranks if the
+            setting is per rank, the number of disks in use if it is per disk, otherwise 1.
         groups: KV groups whose pages use the tier's slots.
     """
 

@@ -185,8 +185,8 @@ class Promises:
     def _look(self, ask: Ask, is_known: bool) -> Looked:
         """Looks the request up in all tiers. Then unpins the pages that were held for it, because its new lease pins
         those that it found."""
-        # The held pages are taken out before the lookup, which may add others, and unpinned after it, so that it still
-        # finds them.
+        # The held pages leave the request's record before the lookup, because the lookup may add new ones to it. They
+        # are unpinned only afterwards, because until then they must not be evicted.
         held = self._tables.requests.take_held(ask.request_id) if is_known else ()
         looked = self.lookup.look(ask)
         if looked.awaited:
@@ -483,7 +483,7 @@ class Promises:
         if not self._limits.asks_again:
             self.line.forget(request_id)
         for order in self._tables.access_orders.pop_orders(request_id):
-            # Hits are counted here and not by each lookup or load, so that a request is one hit of a block.
+            # Counted here, not by each lookup or load, so that a request counts as one hit per block.
             self._tables.hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:

@@ -302,7 +302,9 @@ class BlendStep:
     def _find_or_warn(
         self, batch: BatchRows | None, chunk: ChunkOrder, waits: bool
     ) -> tuple[int | None, set[int]]:
-        """Returns the result of `_find`. If that raises, the row is None, because the other ranks wait for this one."""
+        """Returns the result of `_find`. If that raises, returns no row instead of raising, because the other ranks
+        wait for this one.
+        """
         try:
             return (None, set()) if batch is None else self._find(batch, chunk, waits)
         except Exception:  # also torch's errors

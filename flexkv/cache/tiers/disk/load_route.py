@@ -143,8 +143,8 @@ class GdsLoads(StraightLoads):
             self._context.tables.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
-        # Pages that a disk did not deliver are counted but not removed: reads by the manager's own lane show whether
-        # the disk is bad.
+        # Suspect and withheld pages count as failed reads, but only suspect ones are removed. A withheld page, which
+        # the disk did not deliver, stays: if the disk is bad, reads by the manager's own lane will find out.
         of_disk = op.suspect | op.withheld
         counts.failed_reads += int(np.count_nonzero(of_disk))
         counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
