@@ -14,7 +14,6 @@ from flexkv.adapters.common.rank_reports import RankReport
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, RankJoin, SaveOrder, StepMetadata
-from flexkv.adapters.torch_tensors.device import torch_stream
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.facts.ranks import PoolGrant
@@ -52,7 +51,7 @@ class WorkerSide(RankWorker):
     """The worker's side of one rank. The engine's executor thread calls all methods."""
 
     def __init__(self, config: FlexKVConfig, rank: int) -> None:
-        super().__init__(config, rank, torch_stream)
+        super().__init__(config, rank, _current_stream)
         self.address = ""
         self._block_tokens = 0
         self._step = 0
@@ -340,3 +339,12 @@ class WorkerSide(RankWorker):
             self._metrics.close()
         if self._wire is not None:
             self._wire.close()
+
+
+def _current_stream(device: int) -> int:
+    """Returns `torch_stream` of the device. Imports torch only now, because the connector's modules are also imported
+    where no torch is needed.
+    """
+    from flexkv.adapters.torch_tensors.device import torch_stream
+
+    return torch_stream(device)
