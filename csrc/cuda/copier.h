@@ -44,14 +44,14 @@ class Copier {
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream, std::span<const size_t> stages = {});
   // Enqueues copies for the copy engine. `registered`: whether all their host memory is registered with the
-  // device. Returns an empty string, or why it failed. After a failure some of the copies may still be in
-  // flight; only a mark that is enqueued after them shows when they have ended.
+  // device. Returns an empty string on success, otherwise the reason. After a failure some of the copies may
+  // still be in flight; only a mark that is enqueued after them shows when they have ended.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
   // Makes work that is enqueued later on `stream` start only when StageWords::passed has reached `value`.
-  // Returns an empty string, or why the waiting kernel could not be started. It is then not used again, and
-  // callers should pass no `stages` to launch() from then on.
+  // Returns an empty string on success, otherwise why the waiting kernel could not be started. It is then not
+  // used again, and callers should pass no `stages` to launch() from then on.
   std::string wait(const uint32_t* passed, uint32_t value, StreamId stream);
   // A description of the paths that are not used and why; empty if all are used.
   std::string notes() const;
@@ -68,7 +68,8 @@ class Copier {
   void note(const std::string& text);
   void give_up(bool Capabilities::* means, const std::string& why);
   void add(Path path, int64_t bytes, int64_t calls);
-  // Returns an empty string, why it failed, or nullopt if the stream has no space for the kernel's tables.
+  // Returns an empty string on success, the reason if the launch failed, and nullopt if the stream has no
+  // space for the kernel's tables.
   std::optional<std::string> by_kernel(Direction direction, std::span<const Segment> segments,
                                        std::span<const PageEnds> pages, CopyStream& stream,
                                        std::span<const size_t> stages) const;

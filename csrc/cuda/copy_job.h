@@ -137,7 +137,8 @@ std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 // job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
-// Functions that start kernels on a stream. Each returns an empty string, or why it failed.
+// Functions that start kernels on a stream. Each returns an empty string on success, otherwise the
+// reason.
 struct CopyKernels {
   // Loads all kernels into the current context. Without this, the first launch of each kernel would load it.
   // Loading may wait for the device's work, so it must not happen while a kernel runs that itself waits.

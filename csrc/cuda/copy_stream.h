@@ -32,8 +32,8 @@ class CopyStream {
   uint32_t next_mark() const { return marks_ + 1 == 0 ? 1 : marks_ + 1; }
   // Marks the end of the work enqueued so far. When that work has ended, the stream writes the mark's number
   // to a word in pinned memory, which a thread reads in some nanoseconds; if the driver refuses such writes,
-  // an event takes its place. Returns an empty string, or why there is no mark: this call has then waited for
-  // the stream instead, or the stream is broken.
+  // an event takes its place. Returns an empty string on success, otherwise why there is no mark: this call
+  // has then waited for the stream instead, or the stream is broken.
   std::string mark();
   // Whether the work enqueued before `mark` has ended successfully. If the stream is broken, this stays
   // false, and failure() says why.

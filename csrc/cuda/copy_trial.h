@@ -10,7 +10,8 @@
 
 namespace flexkv::cuda {
 
-// Enqueues the copies of some segments of some pages on one path. Returns an empty string, or why it failed.
+// Enqueues the copies of some segments of some pages on one path. Returns an empty string on
+// success, otherwise the reason.
 using Mover =
     std::function<std::string(Direction, std::span<const Segment>, std::span<const PageEnds>, CopyStream&)>;
 

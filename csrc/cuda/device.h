@@ -89,7 +89,7 @@ class Current : public QuietCurrent {
 };
 
 // Makes the device current, with relaxed capture, on one of flexkv's own threads until the thread ends.
-// Returns an empty string, or why the driver refused.
+// Returns an empty string on success, otherwise why the driver refused.
 std::string bind_thread(const Device& device);
 
 // Throws ContractError while the engine's `stream` is being captured into a graph: flexkv must not use it

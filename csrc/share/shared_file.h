@@ -10,7 +10,7 @@ namespace flexkv {
 class SharedFile {
  public:
   // Makes a memfd of `bytes` zero bytes, seals it against resizing, and maps it for reading and writing.
-  // Throws CapacityError if the kernel refuses.
+  // Throws CapacityError if the kernel returns an error.
   static SharedFile make(const char* name, int64_t bytes);
   // Maps another process's memfd of exactly `bytes` bytes, read-only. `fd` remains the caller's. Throws
   // ClosedError if the file has a different size, is not sealed, or belongs to another user. Throws

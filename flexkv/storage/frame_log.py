@@ -42,7 +42,7 @@ class FrameLog:
         was_damaged: whether the file's header was damaged; its frames were removed.
 
     Raises:
-        DiskError: another process has the file, or the file system refuses.
+        DiskError: another process has the file, or the file system returns an error.
         ContractError: the identity is not 32 bytes long.
     """
 

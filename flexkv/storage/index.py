@@ -74,7 +74,7 @@ class SlotIndex:
     Raises:
         DamagedIndexError: the database or its log is damaged.
         OtherVersionError: the database has another version of the format.
-        DiskError: the file system refuses, or another process has a lock; nothing was changed.
+        DiskError: the file system returns an error, or another process has a lock; nothing was changed.
     """
 
     def __init__(self, path: Path, slots: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
 
     Raises:
         DamagedIndexError: the file is damaged, or not a database.
-        DiskError: the file system refuses, or another process has a lock; nothing was changed.
+        DiskError: the file system returns an error, or another process has a lock; nothing was changed.
     """
     try:
         # SQLite would take the file's mode from the umask. It gives the log the same mode as the database.
@@ -89,7 +89,7 @@ def set_aside_index(path: Path, aside_name: str) -> None:
     """Renames an index and its log, so that a person can inspect them and a new index can have their names.
 
     Raises:
-        DiskError: the file system refuses.
+        DiskError: the file system returns an error.
     """
     aside = path.with_name(aside_name)
     try:
@@ -103,7 +103,7 @@ def set_aside_index(path: Path, aside_name: str) -> None:
 
 
 def remove_index(path: Path) -> None:
-    """Deletes an index and its log. Raises DiskError if the file system refuses."""
+    """Deletes an index and its log. Raises DiskError if the file system returns an error."""
     try:
         for suffix in ("", LOG_SUFFIX):
             path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -59,7 +59,7 @@ def keep_private(folder: Path) -> None:
     to another user, who shares the folder on purpose.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system returns an error.
     """
     foreign = []
     for path in (folder, *folder.iterdir()):

@@ -46,7 +46,7 @@ def open_slab(
 
     Raises:
         DiskError: the file is a slab of another model, group, format or version, the disk is full, or the system
-            refuses.
+            returns an error.
     """
     path = folder / slab_name(number)
     try:

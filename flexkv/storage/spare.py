@@ -25,7 +25,7 @@ SPARE_STEP_BYTES = SPARE_BYTES // 8
 
 
 def free_spare(folder: Path) -> None:
-    """Frees the reserved space. Raises OSError if the file system refuses."""
+    """Frees the reserved space. Raises OSError if the file system returns an error."""
     (folder / SPARE_NAME).unlink(missing_ok=True)
 
 
