@@ -315,8 +315,8 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   }
 }
 
-// Enqueues the next portion of the part: first all runs for the kernel, then the others, one portion per
-// call. Returns an empty string on success, otherwise the reason.
+// Enqueues one portion of the part. The first portion has all runs for the kernel, if there are any; later
+// ones have the other runs. Returns an empty string on success, otherwise the reason.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
   // The stream first waits for the engine's stream: forwards that were enqueued earlier must have written
   // what a store reads, and must have read what a load overwrites.

@@ -51,8 +51,8 @@ class Transfer {
 
   TransferReport run() {
     try {
-      // Calls directly between disk and pool are not in a stream, so this thread itself has to wait for the
-      // engine.
+      // I/O that goes directly between disk and pool is not ordered by a stream, so this thread itself waits
+      // for the work of the inference engine.
       const bool straight = !staging_ || map_.in_place();
       const std::string error = straight ? parts_.device->await_engine(hooks_.fence) : std::string();
       if (!error.empty()) fail_all("the engine's work before it failed: " + error);

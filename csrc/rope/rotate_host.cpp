@@ -10,8 +10,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Batches of at least this size are written past the caches. A smaller batch will probably be
-// read again while it is still in a cache.
+// Unit: bytes. Batches of at least this size are written with stores that bypass the caches. A smaller batch
+// will probably be read again while it is still in a cache.
 constexpr int64_t kStreamMinBytes = 4 << 20;
 // Unit: bytes. How far ahead of the rotation to prefetch, rounded up to complete rows. The hardware
 // prefetcher is not enough: it restarts at each row that does not follow the row before, and at each 4 KiB

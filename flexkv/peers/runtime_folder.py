@@ -38,8 +38,8 @@ CREDENTIALS = struct.Struct("3i")
 
 def runtime_folder(setting: str | None) -> Path:
     """Returns the runtime folder, and creates it if it is missing. It is `setting` (`peers.folder`) if that is set,
-    else `flexkv` in $XDG_RUNTIME_DIR if that folder is private to this user, else a folder in /tmp with the user's id
-    in its name.
+    else `$XDG_RUNTIME_DIR/flexkv` if $XDG_RUNTIME_DIR itself is private to this user, else a folder in /tmp with the
+    user's id in its name.
 
     Raises:
         ConfigError: the folder belongs to another user, other users may access it, or its path is too long for a socket
@@ -58,7 +58,9 @@ def runtime_folder(setting: str | None) -> Path:
             f"peers.folder: {folder} must be a folder of user {os.geteuid()} that nobody else may use (mode 700)"
         )
     if len(os.fsencode(socket_path(folder, "0" * 16))) > MOST_PATH_BYTES:
-        raise ConfigError(f"peers.folder: {folder} is too long for a socket; allowed are 80 bytes")
+        raise ConfigError(
+            f"peers.folder: {folder} is too long: with the socket's name it may have {MOST_PATH_BYTES} bytes"
+        )
     return folder
 
 

@@ -1,5 +1,5 @@
-"""The disk tier under a real engine. The engine's process ends in order or by SIGKILL, and the next process serves what
-was stored. Host memory is too small, and slabs are damaged between and during engine runs.
+"""The disk tier under a real engine. The engine's process exits normally or is killed by SIGKILL, and the next process
+serves what was stored. Host memory is too small, and slabs are damaged between and during engine runs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ RESET_DEADLINE_S = 60.0
 @pytest.fixture
 def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
     """Starts servers that use the same disk folder. Pages are written to it only when host memory evicts them, or when
-    the server ends in order.
+    the server exits normally.
     """
     started = 0
 

@@ -302,7 +302,7 @@ class Putter(Mover):
         return causes
 
     def _pause(self, batch: Batch) -> None:
-        """Waits until the limit `put_bytes_per_s` allows to send the batch."""
+        """Waits until `put_bytes_per_s` allows the batch to be sent, or the batch is cancelled."""
         rate = self.work.setup.put_bytes_per_s
         if rate is None:
             return

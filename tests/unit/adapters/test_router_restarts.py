@@ -99,7 +99,7 @@ def test_control_a_router_that_is_told_of_pages_that_have_left_is_wrong(
     monkeypatch.setattr(event_book, "_keys_of", lambda frame: iter(()))
     world = make_world()
     world.settle()
-    assert serve_some(world) == (0, 0), "the index alone knows after an end in order"
+    assert serve_some(world) == (0, 0), "the index alone knows after a normal exit"
     world = make_world()
     believe_in_all(world, monkeypatch)
     world.settle()

@@ -161,7 +161,7 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 ) -> None:
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
-        # Without these results, neither store is finished.
+        # No op is reported as finished, so `long` is not. `sharing` waits for it, except in the control.
         slow.setattr(cache.engine, "poll", list)
         if not waits:
             slow.setattr(cache.manager, "known", lambda group, keys: np.zeros(len(keys), np.bool_))

@@ -35,8 +35,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A lookup's arguments. `room_pages`: the most pages to find, over all groups. `coming`: pages that ops are filling
-    also count.
+    """A lookup's arguments. `room_pages`: the most pages to find, over all groups. `coming`: whether pages that ops are
+    still filling count, too.
     """
 
     keys: Sequence[Sequence[bytes]]

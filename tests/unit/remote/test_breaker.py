@@ -1,5 +1,5 @@
-"""The breaker stops calls to a lost store for a while, and a memory keeps the keys that the store is known to have or
-lack.
+"""The breaker, which stops calls to a lost store for a while, and `KeyMemory`, a set that forgets each key after some
+seconds.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ def _on_all_ranks(here: list[bool]) -> list[bool]:
 
 
 def _covered(chunk: ChunkOrder) -> int:
-    """Returns how many of a chunk's rows cached segments cover; often 0 for the last chunk of a prompt."""
+    """Returns how many rows of a chunk are covered by cached segments; often 0 for the last chunk of a prompt."""
     asks = chunk.asks
     return (
         len(segment_rows(asks.spans, chunk.first, chunk.first + len(chunk.slots)))
