@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from flexkv import c_ext
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm.connector import FlexKVConnector
+from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.transfer.graph import OpKind
 from tests import testing_ext
@@ -54,6 +57,26 @@ class FaultyConnector(FlexKVConnector):
     """flexkv's connector, with a mover that injects faults."""
 
     worker_class = FaultyWorker
+
+
+class LayeredTailsConnector(FaultyConnector):
+    """Control for tests of partial tails: loads them layer by layer, too."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        begin = Loads.begin
+
+        def begin_by_layer(loads: Loads, *arguments: Any) -> LoadJob | None:
+            job = begin(loads, *arguments)
+            if job is None:
+                return None
+            layered = replace(job, graph=job.graph.layerwise())
+            loads.jobs.update({op.op_id: layered for op in layered.graph.ops})
+            return layered
+
+        Loads.begin = begin_by_layer  # type: ignore[method-assign, assignment]
+        super().__init__(vllm_config, role, kv_cache_config)
 
 
 class CarelessConnector(FaultyConnector):

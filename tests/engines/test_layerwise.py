@@ -62,6 +62,30 @@ def test_control_without_the_wait_the_output_is_another(engines: Engines, stream
     assert answer.tokens != session.reference.tokens(prompt)
 
 
+@pytest.mark.parametrize("kind", ["FaultyConnector", "LayeredTailsConnector"], ids=["tail", "control"])
+def test_a_partial_tail_does_not_overwrite_what_the_forward_writes(
+    engines: Engines, stream: int, kind: str
+) -> None:
+    """The tokens behind the tail are in the tail's block. vLLM writes them before it waits for the layer. Here every
+    copy comes late.
+    """
+    slow = {"action": "delay", "kind": "load", "delay_s": 0.02, "times": -1}
+    tails: dict[str, Any] = {"store__partial_blocks": True, "store__tokens": "prompt"}
+    session = faulty(engines, [slow], FAULTY | {"kv_connector": kind}, **LAYERWISE, **tails)
+    prompt = Prompt.of(170, stream)
+    longer = prompt.then(Prompt.of(40, stream + 1).ids)
+    session.check_one(prompt)
+    session.forget()
+    [answer] = session.ask(longer)
+    assert answer.cached == 170
+    assert acted(session) > 0
+    assert (answer.tokens == session.reference.tokens(longer)) is (kind == "FaultyConnector")
+    if kind == "FaultyConnector":
+        session.forget()
+        # What was computed behind the tail was stored, and is right.
+        assert session.check_one(longer).cached == 209
+
+
 ONE_PAGE: dict[str, Any] = {"action": "fail", "kind": "load", "nth_op": 0, "layer": 2, "page": 3}
 ALL_PAGES: dict[str, Any] = {"action": "fail", "kind": "load", "nth_op": 0, "layer": 0}
 

@@ -211,7 +211,9 @@ class Loads:
         if graph is None:
             return None
         tracker.supplied = self._supplied(promise.match, external_tokens)
-        if self._by_layer:
+        # The page of a tail is copied complete. vLLM writes the tokens behind the tail into the same block before it
+        # waits for the layer, so a load by layer might overwrite them. The forward waits for all of such a load.
+        if self._by_layer and not self._takes_tail(promise.match, external_tokens):
             graph = graph.layerwise()
         job = LoadJob(tracker.request_id, graph, self._sync)
         for op in graph.ops:
@@ -225,11 +227,16 @@ class Loads:
     ) -> TransferGraph | None:
         """Plans the load into the allocated blocks. The engine may have taken fewer tokens than were promised."""
         blocks = match.tokens // self._block_tokens
+        tail = self._takes_tail(match, external_tokens)
         # Rounded up, because the engine may need only a part of the last block.
-        pages = min(-(-external_tokens // self._block_tokens), blocks + bool(match.tail_tokens))
+        pages = blocks + 1 if tail else min(-(-external_tokens // self._block_tokens), blocks)
         start = match.start_tokens // self._block_tokens
         targets = tracker.tables[0].blocks(start, start + pages)
-        return self._manager.begin_load(tracker.request_id, [targets], tail=pages > blocks)
+        return self._manager.begin_load(tracker.request_id, [targets], tail=tail)
+
+    def _takes_tail(self, match: MatchResult, external_tokens: int) -> bool:
+        """Whether the engine took tokens of the match's partial tail."""
+        return bool(match.tail_tokens) and external_tokens > match.tokens
 
     def _targets(
         self, tracker: RequestTracker, promise: Promise, external_tokens: int
