@@ -161,6 +161,14 @@ def ask_with_lora(
     return {"requests": tracker.results()}
 
 
+def add_lora(llm: Any, folder: str, number: int, in_place: bool = False) -> dict[str, Any]:
+    """Loads a LoRA adapter before any request has it, as `--lora-modules` does."""
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder, load_inplace=in_place)
+    return {"added": bool(llm.llm_engine.add_lora(request))}
+
+
 def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
     """Returns a pooling model's embedding of one prompt, and how many of the prompt's tokens were not computed."""
     (output,) = llm.embed([{"prompt_token_ids": ids}], use_tqdm=False)
@@ -220,4 +228,5 @@ OPERATIONS: dict[str, Operation] = {
     "stream": stream,
     "ask_embeddings": ask_embeddings,
     "ask_with_lora": ask_with_lora,
+    "add_lora": add_lora,
 }

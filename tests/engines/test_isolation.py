@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,49 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
     assert ask(other, 3, folder=anew) == (wanted, 0)
     session.forget(3)
     assert ask(other, 3, folder=anew) == (wanted, other.whole_blocks)
+
+
+@pytest.mark.parametrize("again", ["evicted", "in place"])
+def test_an_adapter_that_changes_between_its_load_and_its_first_request(
+    engines: Engines, stream: int, tmp_path: Path, again: str
+) -> None:
+    """vLLM computes with the content that it loaded, and with the new one after it has evicted the adapter or loaded it
+    in place. The other engine tells which answer is right.
+    """
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    session, alone = engines.get(connector(), **options), engines.another(None, **options)
+    prompt, other = Prompt.of(150, stream), Prompt.of(150, stream + 1)
+    number = 21 if again == "evicted" else 31
+
+    def story(of: EngineSession, root: Path) -> list[tuple[list[int], int]]:
+        folder, next_folder = root / "adapter", root / "next"
+        write_lora(folder, 1)
+        write_lora(next_folder, 7)
+
+        def ask(asked: Prompt, number: int, folder: Path) -> tuple[list[int], int]:
+            lora = {"folder": str(folder), "number": number, "in_place": False}
+            [result] = of.call("ask_with_lora", request=asked.wire(), **lora)["requests"]
+            return result["tokens"], result["cached"]
+
+        assert of.call("add_lora", folder=str(folder), number=number)["added"]
+        shutil.rmtree(folder)
+        write_lora(folder, 2)
+        answers = [ask(prompt, number, folder)]
+        of.forget(1)
+        if again == "evicted":
+            ask(other, number + 1, next_folder)
+        else:
+            of.call("add_lora", folder=str(folder), number=number, in_place=True)
+        of.forget(2)
+        return [*answers, ask(prompt, number, folder)]
+
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "flexkv").mkdir()
+    wanted = [tokens for tokens, _ in story(alone, tmp_path / "alone")]
+    assert wanted[0] != wanted[1], "the control: the content decides the answer"
+    found = story(session, tmp_path / "flexkv")
+    assert [tokens for tokens, _ in found] == wanted
+    assert found[1][1] == 0
 
 
 def test_an_adapter_trained_anew_over_the_lives_of_three_processes(

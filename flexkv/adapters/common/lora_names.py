@@ -31,6 +31,9 @@ which the request and the engine's scheduler wait."""
 READ_BYTES = 1 << 20
 """Bytes that are read at a time from a file."""
 
+NO_TIME = 1 << 63
+"""A time in unix ns that no file has."""
+
 RUN_PREFIX = "run:"
 """First characters of a name that is valid only in this process."""
 
@@ -123,16 +126,22 @@ class LoraNames:
     The name is valid only in this process in these cases:
       - An error occurs while the files are read. The caller is the engine's scheduler, which must go on.
       - The adapter's weights have more than `MOST_NAMED_BYTES`.
-      - The adapter's files changed after `since_ns`, or it is not a folder on this machine. An engine reads an adapter
-        some time after its start, keeps it, and does not say which content it read. KV computed with one content must
-        not be found under the name of a different content.
+      - It is not a folder on this machine.
+
+    Unless `sees_loads`, no name is valid if the adapter's files changed after `since_ns` and before they were named:
+    the adapter then counts as changed from the beginning. An engine may have read it before the change, and may read it
+    again at any time, for example after it has evicted the adapter. KV computed with one content must not be found with
+    a different one.
 
     Args:
         since_ns: a time (unix, ns) before the engine reads any adapter; None for the time of this call.
+        sees_loads: whether `name` is called for each adapter before the engine first reads it.
     """
 
-    def __init__(self, since_ns: int | None = None) -> None:
+    def __init__(self, since_ns: int | None = None, sees_loads: bool = False) -> None:
         self._since_ns = time.time_ns() if since_ns is None else since_ns
+        if sees_loads:
+            self._since_ns = NO_TIME
         self._named: dict[str, tuple[Stamp, str]] = {}
         self._changed: set[str] = set()
 
@@ -144,12 +153,14 @@ class LoraNames:
         if (known := self._named.get(path)) is None:
             folder = _folder(path)
             # The stamp is taken before the files are read, so that `has_changed` detects a change made meanwhile.
-            known = self._named[path] = (Stamp.of(folder), self._new_name(folder))
+            stamp = Stamp.of(folder)
+            known = self._named[path] = (stamp, self._new_name(path, folder, stamp))
         return known[1]
 
     def has_changed(self, path: str) -> bool:
-        """Whether the content at a path has changed in any way since `name` was first called for it. Once true, this
-        stays true, because the engine may still hold any content that was ever at the path. Costs a few calls of stat.
+        """Whether the content at a path has changed in any way since `name` was first called for it, or may have
+        changed after the engine read it. Once true, this stays true, because the engine may still hold any content that
+        was ever at the path. Costs a few calls of stat.
         """
         if path in self._changed:
             return True
@@ -163,7 +174,7 @@ class LoraNames:
         )
         return True
 
-    def _new_name(self, folder: Path) -> str:
+    def _new_name(self, path: str, folder: Path, stamp: Stamp) -> str:
         try:
             return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
@@ -171,7 +182,11 @@ class LoraNames:
         # Any other failure, such as no memory or no thread for the digest, must not stop the engine.
         except Exception as error:
             reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
-        logger.warning("%s; KV computed with it is found again in this run only", reason)
+        if stamp.changed_ns >= self._since_ns:
+            self._changed.add(path)
+            logger.warning("%s: nothing is stored or loaded for it in this run", reason)
+        else:
+            logger.warning("%s; KV computed with it is found again in this run only", reason)
         return f"{RUN_PREFIX}{os.urandom(16).hex()}"
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from flexkv.native_core import missing_core
+
 _PLACES = {
     "FlexKVHiCache": "flexkv.adapters.sglang.hicache",
     "FlexKVLinker": "flexkv.adapters.sglang.linker",
@@ -20,4 +22,7 @@ __all__ = ["FlexKVHiCache", "FlexKVLinker"]
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    try:
+        return getattr(import_module(_PLACES[name]), name)
+    except ImportError as error:
+        raise missing_core(error) or error from None

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from flexkv.adapters.common.framed import framed
-from flexkv.adapters.common.lora_names import RUN_PREFIX, LoraNames
+from flexkv.adapters.common.lora_names import RUN_PREFIX
+from flexkv.adapters.vllm.adapter_loads import adapter_names
 from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, named_mark, namespace_digest
 from flexkv.cache.stores.base import GROUP
 from flexkv.facts.keys import Keys
@@ -41,7 +42,7 @@ class RequestNamespaces:
     def __init__(self, engine: bytes, adapters: Mapping[str, Any]) -> None:
         self.engine = engine
         self._adapters = framed(dict(adapters))
-        self._loras = LoraNames()
+        self._loras = adapter_names()
         self._made: dict[str, bytes] = {}
 
     def of(self, request: Request, named: str = "") -> bytes:
@@ -70,8 +71,8 @@ class RequestNamespaces:
             return self.engine
         name = self._loras.name(adapter.lora_path)
         if name.startswith(RUN_PREFIX):
-            # Such a name identifies no content: vLLM may have read the files before they changed, and may load them
-            # again, under another number or in place. So the namespace also contains the number and `load_inplace`.
+            # Such a name identifies no content. vLLM may load the adapter again, under another number or in place. So
+            # the namespace also contains the number and `load_inplace`.
             name += f":{adapter.lora_int_id}:{adapter.load_inplace}"
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest(

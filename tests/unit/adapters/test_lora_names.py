@@ -8,18 +8,22 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm.v1.engine.core as engine_core
 from vllm.lora.request import LoRARequest
 
 from flexkv.adapters.common import lora_names
 from flexkv.adapters.common.lora_names import MOST_NAMED_BYTES, LoraNames, content_before
+from flexkv.adapters.vllm import adapter_loads
+from flexkv.adapters.vllm.adapter_loads import adapter_names
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.errors import ConfigError
 from flexkv.facts.keys import Keys
@@ -87,6 +91,57 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     seen = LoraNames(start_ns).name(str(folder))
     assert seen.startswith("run:")
     assert LoraNames(start_ns).name(str(folder)) != seen
+
+
+def test_what_changed_between_the_start_and_its_name_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine may have loaded the former content, and loads the new one after it has evicted the adapter."""
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    folder = write(tmp_path / "a")
+    known = LoraNames(0)
+    assert known.name(str(folder)).startswith("run:")
+    assert known.has_changed(str(folder))
+    [record] = caplog.records
+    assert "nothing is stored or loaded for it in this run" in record.getMessage()
+    seen = LoraNames(0, sees_loads=True)
+    assert seen.name(str(folder)).startswith("content:"), "no engine has read it before"
+    assert not seen.has_changed(str(folder)), "the control"
+    write(folder, b"two")
+    assert seen.has_changed(str(folder))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "control"])
+def test_an_adapter_is_named_before_vllm_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """`add_lora` loads an adapter that no request has yet. Its files change before the first request."""
+    folder = write(tmp_path / "adapter")
+    request = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(folder))
+    if not seen:
+        monkeypatch.setattr(adapter_loads, "_names", [])
+    known = adapter_names() if seen else LoraNames(sees_loads=True)
+    named: list[bool] = []
+
+    def load(loaded: LoRARequest) -> bool:
+        named.append(loaded.lora_path in known._named)
+        return True
+
+    core: Any = SimpleNamespace(model_executor=SimpleNamespace(add_lora=load))
+    assert engine_core.EngineCore.add_lora(core, request)
+    assert named == [seen]
+    write(folder, b"two")
+    known.name(str(folder))
+    assert known.has_changed(str(folder)) is seen
+
+
+def test_a_vllm_without_that_method_leaves_adapters_that_changed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, adapter_loads.ENGINE, ModuleType(adapter_loads.ENGINE))
+    known, folder = adapter_names(), write(tmp_path / "adapter")
+    known.name(str(folder))
+    assert known.has_changed(str(folder))
 
 
 def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
