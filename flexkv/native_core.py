@@ -14,6 +14,18 @@ DIGITS = 12
 UNKNOWN = "unknown (older than this check)"
 
 
+def missing_core(error: ImportError) -> NativeCoreError | None:
+    """Returns an error that explains an import of the missing native core; None if `error` is about another module."""
+    # After `from flexkv import c_ext`, the error has the package's name; after `import flexkv.c_ext`, the module's.
+    if error.name not in ("flexkv", "flexkv.c_ext"):
+        return None
+    return NativeCoreError(
+        f"the native core of the package in {STUB.parent} cannot be imported: {error}. If this is a source folder, "
+        "build the core with `make build`; if flexkv is also installed, start from another folder, because Python "
+        "finds this one first"
+    )
+
+
 def check_native_core() -> None:
     """Compares two digests of the stub `c_ext.pyi`: the one in the native core, written when it was built, and that of
     the stub in this package.

@@ -13,6 +13,7 @@ import flexkv
 from flexkv.cli.output import OutputError, checked_output
 from flexkv.config.names import nearest
 from flexkv.errors import FlexKVError
+from flexkv.native_core import missing_core
 from flexkv.observe.package import package_folder
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -80,12 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
     except FlexKVError as error:
         return _say(str(error))
     except ImportError as error:
-        # After `from flexkv import c_ext`, the error has the package's name; after `import flexkv.c_ext`, the module's.
-        if error.name not in ("flexkv", "flexkv.c_ext"):
+        if (missing := missing_core(error)) is None:
             raise
-        return _say(
-            f"the native core of this package cannot be imported: {error}; build it with `make build`"
-        )
+        return _say(str(missing))
     except click.ClickException as error:
         error.show()
         return error.exit_code

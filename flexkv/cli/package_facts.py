@@ -20,6 +20,7 @@ def package_facts() -> Facts:
             "others": [
                 {"name": other.name, "version": other.version, "folder": str(other.folder)}
                 for other in other_packages()
+                if not other.is_this
             ],
         },
         "python": platform.python_version(),

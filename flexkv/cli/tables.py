@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -13,4 +14,9 @@ def print_table(table: Table) -> None:
     """Prints the table as wide as its cells need. A narrower terminal wraps the lines itself."""
     console = Console(markup=False, highlight=False)
     wanted = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
-    Console(markup=False, highlight=False, width=max(console.width, wanted)).print(table)
+    wide = Console(markup=False, highlight=False, width=max(console.width, wanted))
+    with wide.capture() as shown:
+        wide.print(table)
+    # Without the blanks behind each row's last cell, a narrower terminal does not show empty lines.
+    for line in shown.get().splitlines():
+        click.echo(line.rstrip())

@@ -30,6 +30,11 @@ class OtherPackage:
     version: str
     folder: Path
 
+    @property
+    def is_this(self) -> bool:
+        """Whether it is this flexkv, installed a second time in another folder."""
+        return self.name == NAME and self.version == __version__ and self.folder != package_folder()
+
     def __str__(self) -> str:
         return f"{self.name} {self.version} in {self.folder}"
 
@@ -61,6 +66,12 @@ def name_this_package() -> Iterator[tuple[bool, str]]:
     ours = package_folder()
     yield False, f"flexkv {__version__}, imported from {ours}"
     for other in other_packages():
+        if other.is_this:
+            yield (
+                False,
+                f"the copy of this package in {other.folder} is not used, because Python finds {ours} first",
+            )
+            continue
         where = "whose files lie among this one's" if other.folder == ours else "which is not used"
         yield (
             True,

@@ -91,13 +91,17 @@ class PageLoss(Enum):
     )
     EXPIRED = "flexkv_expired_pages_total", "", "they left host memory because their time to live was over"
 
-    DISK_BUSY = NOT_ON_DISK, "busy", "the queue of writes or the tier was full, or no disk was in use"
+    DISK_BUSY = NOT_ON_DISK, "busy", "the queue of writes or the tier was full"
     DISK_EVICTED = (
         NOT_ON_DISK,
         "evicted",
         "they left host memory, or the engine ended, before they were written",
     )
-    DISK_GONE = NOT_ON_DISK, "disk", "their disk failed"
+    DISK_GONE = (
+        NOT_ON_DISK,
+        "disk",
+        "their disk failed, or no disk was in use when they should have been written",
+    )
     DISK_EXPIRED = (
         "flexkv_disk_expired_pages_total",
         "",

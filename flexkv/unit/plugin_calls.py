@@ -123,7 +123,7 @@ class PluginCalls(CallTaker):
             return
         if self._prompt_keys is None:
             raise PluginCallError("this unit makes no keys of tokens")
-        seconds = call.arguments.get("seconds", 1)
+        seconds: Any = call.arguments.get("seconds", None if call.name == "pin" else 1)
         if type(seconds) not in (int, float) or not 0 < seconds <= MOST_PIN_S:
             raise PluginCallError(f"seconds={seconds!r:.40}; allowed are numbers up to {MOST_PIN_S:g}")
         tokens, salt = call.arguments.get("tokens"), call.arguments.get("salt", "")

@@ -124,7 +124,7 @@ class TierMetrics:
         counters.add("flexkv_disk_failed_pages_total", new["failed_writes"], direction="write")
         PageLoss.DISK_BUSY.count(counters, new["dropped_writes"])
         PageLoss.DISK_EVICTED.count(counters, new["lost"])
-        PageLoss.DISK_GONE.count(counters, new["gone"])
+        PageLoss.DISK_GONE.count(counters, new["gone"] + new["down_writes"])
         counters.add("flexkv_disk_evictions_total", new["evicted"])
         PageLoss.DISK_EXPIRED.count(counters, new["expired"])
         counters.add("flexkv_disk_lookups_total", new["waits"], outcome="waited")

@@ -12,6 +12,7 @@ from flexkv.cache.moves.fetches import Promotions
 from flexkv.cache.moves.op_log import OpLog
 from flexkv.cache.moves.store_once import StoreOnce
 from flexkv.cache.moves.writes import WriteQueue
+from flexkv.cache.tiers.contract import WriteMode
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
@@ -231,7 +232,10 @@ class TierWork:
                 continue
             known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
         for number in self._writes:
-            self._tables.tiers[number].counts.lost += int(np.count_nonzero(~known))
+            tier = self._tables.tiers[number]
+            # If the tier is down and pages are offered to it as they become visible, they were counted then.
+            if not tier.down or tier.facts.write not in (WriteMode.THROUGH, WriteMode.BACK):
+                tier.counts.lost += int(np.count_nonzero(~known))
 
     def recount(self) -> None:
         """Recounts the waiting writes. Called after a call that planned writes was interrupted."""

@@ -87,7 +87,9 @@ class WriteQueue:
 
     def _enter(self, group: int, keys: Keys) -> None:
         if self._tier.down or self._waiting_pages + len(keys) > self._tier.facts.waiting_pages:
-            if self._tier.held and not self._tier.down:
+            if self._tier.down:
+                self._tier.counts.down_writes += len(keys)
+            elif self._tier.held:
                 self._left_out += len(keys)
             else:
                 self._tier.counts.dropped_writes += len(keys)
@@ -162,8 +164,8 @@ class WriteQueue:
         return pages
 
     def drop_waiting(self) -> None:
-        """Empties the queue, and counts its pages as dropped. Called when the tier is down."""
-        self._tier.counts.dropped_writes += self._waiting_pages + self._left_out
+        """Empties the queue, and counts its pages as not written because the tier is down."""
+        self._tier.counts.down_writes += self._waiting_pages + self._left_out
         self.reset()
 
     def flush(self) -> None:

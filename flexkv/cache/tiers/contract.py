@@ -109,7 +109,8 @@ class TierCounts:
     Attributes:
         written: pages whose write succeeded.
         failed_writes: pages whose write failed.
-        dropped_writes: pages that were not written because the queue or the tier was full, or the tier was down.
+        dropped_writes: pages that were not written because the queue or the tier was full.
+        down_writes: pages that were not written because the tier was down.
         lost: pages that were evicted from host memory, or given up at its end, before they were written.
         read: pages that were fetched to host memory and verified.
         failed_reads: pages that a fetch or straight load did not bring because the tier failed, or that failed
@@ -134,6 +135,7 @@ class TierCounts:
     written: int = 0
     failed_writes: int = 0
     dropped_writes: int = 0
+    down_writes: int = 0
     lost: int = 0
     read: int = 0
     failed_reads: int = 0

@@ -8,12 +8,15 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from build_support.ninja_file import interface_id
 from flexkv import c_ext
+from flexkv.errors import NativeCoreError
 from flexkv.native_core import STUB
 
 PROGRAM = """
@@ -85,3 +88,28 @@ def test_a_core_of_another_source_is_refused(
 
 def test_the_build_knows_the_interface() -> None:
     assert c_ext.__interface__ == interface_id()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [("vllm", "FlexKVConnector"), ("sglang", "FlexKVLinker"), ("sglang", "FlexKVHiCache")],
+)
+def test_an_adapter_says_what_to_do_if_the_core_is_missing(
+    adapter: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = import_module(f"flexkv.adapters.{adapter}")
+    missing = ModuleNotFoundError("No module named 'flexkv.c_ext'", name="flexkv.c_ext")
+    other = ModuleNotFoundError("No module named 'engine'", name="engine")
+
+    def fail(error: ImportError) -> None:
+        def importing(_: str) -> ModuleType:
+            raise error
+
+        monkeypatch.setattr(package, "import_module", importing)
+
+    fail(missing)
+    with pytest.raises(NativeCoreError, match="start from another folder"):
+        getattr(package, name)
+    fail(other)
+    with pytest.raises(ModuleNotFoundError, match="engine"):
+        getattr(package, name)

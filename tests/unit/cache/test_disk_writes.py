@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec
+from flexkv.cache.base import NO_ENTRY, GroupSpec
 from flexkv.cache.tiers.contract import WriteMode
 from flexkv.facts.keys import Rule
 from flexkv.simulation.base import RuleBroken
@@ -53,6 +53,23 @@ def test_writes_beyond_the_bound_wait_and_then_drop() -> None:
     world.end(part)
     world.run()
     assert world.tier.counts.written == 6
+
+
+@pytest.mark.parametrize("mode", [WriteMode.THROUGH, WriteMode.EVICT])
+def test_each_page_is_counted_once_while_no_disk_is_in_use(mode: WriteMode) -> None:
+    world = DiskWorld(slots=8, mode=mode)
+    counts = world.tier.counts
+    world.tier.go_down("every disk failed")
+    world.store(chain(6))
+    assert (counts.down_writes, counts.dropped_writes, counts.lost) == (
+        (6, 0, 0) if mode is WriteMode.THROUGH else (0, 0, 0)
+    )
+    world.store(chain(8, seed=4), name="other")
+    assert (world.manager.hub.presence.find(0, chain(6)) == NO_ENTRY).all(), (
+        "the first store's pages were evicted"
+    )
+    assert counts.down_writes + counts.lost == (14 if mode is WriteMode.THROUGH else 6)
+    assert counts.dropped_writes == 0
 
 
 def test_write_on_evict_writes_what_leaves() -> None:

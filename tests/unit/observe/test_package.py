@@ -11,7 +11,7 @@ import pytest
 import flexkv
 from flexkv.cli.main import main
 from flexkv.observe import get_logger, log_package
-from flexkv.observe.package import OtherPackage, other_packages, package_folder
+from flexkv.observe.package import OtherPackage, name_this_package, other_packages, package_folder
 
 HERE = Path(flexkv.__file__).resolve().parent
 
@@ -74,6 +74,16 @@ def test_a_package_among_this_ones_files_is_found(sites: list[Path]) -> None:
     other."""
     install(sites[0], "flexkv", "9.9", editable=HERE.parent)
     assert other_packages() == [OtherPackage("flexkv", "9.9", HERE)]
+
+
+def test_the_same_package_installed_twice_is_no_warning(sites: list[Path]) -> None:
+    """As after `pip install .`, if the engine is started in the source folder."""
+    install(sites[0], "flexkv", flexkv.__version__)
+    lines = list(name_this_package())
+    assert [is_warning for is_warning, _ in lines] == [False, False]
+    assert f"{sites[0] / 'flexkv'} is not used, because Python finds {HERE} first" in lines[1][1]
+    install(sites[1], "flexkv", "9.9")
+    assert [is_warning for is_warning, _ in name_this_package()].count(True) == 1, "the control"
 
 
 def test_the_log_names_both_once(

@@ -119,6 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "no such call; there are status, lookup, prefetch, forget, erase_namespace, pin, unpin",
     ),
     "an endless pin": ({"call": "pin", "tokens": [1], "seconds": 3601}, "seconds=3601; allowed are numbers"),
+    "a pin without an end": ({"call": "pin", "tokens": [1]}, "seconds=None; allowed are numbers"),
     "no pin": ({"call": "pin", "tokens": [1], "seconds": True}, "seconds=True; allowed are numbers"),
     "no tokens": ({"call": "lookup"}, "expected 'tokens', a list of whole numbers"),
     "other tokens": ({"call": "lookup", "tokens": [1, True]}, "expected 'tokens', a list of whole numbers"),

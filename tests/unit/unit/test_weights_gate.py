@@ -338,7 +338,7 @@ def test_weights_that_cannot_be_named_leave_host_memory(
     assert told == [
         "the disk tier is off: nothing names the engine's weights: MemoryError: no memory to read"
     ]
-    assert unit.manager.tiers[1].counts.dropped_writes == len(KEYS)
+    assert unit.manager.tiers[1].counts.down_writes == len(KEYS)
 
 
 def test_a_file_that_changed_after_the_start_leaves_host_memory(

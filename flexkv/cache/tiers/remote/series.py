@@ -46,7 +46,7 @@ def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, i
     for outcome, pages in totals.puts.items():
         if outcome != OK:
             lost(DROPPED.get(outcome, PageLoss.REMOTE_FAILED), pages)
-    lost(PageLoss.REMOTE_BUSY, counts.dropped_writes)
+    lost(PageLoss.REMOTE_BUSY, counts.dropped_writes + counts.down_writes)
     for outcome, lookups in totals.lookups.items():
         add("flexkv_remote_lookups_total", lookups, "outcome", outcome)
     add("flexkv_remote_lookups_total", counts.waits, "outcome", "waited")
