@@ -35,7 +35,17 @@ def command(folder: Path, repair: bool, as_json: bool) -> int:
     """Verify every slot of the disk tier under FOLDER, which is a disk's folder or that of one unit. Exit code 1: a
     unit is not clean, or a folder cannot be read."""
     closed = closed_folders(folder)
-    reports = [check_folder(unit, repair) for unit in unit_folders(folder) if unit not in closed]
+    reports: list[FsckReport] = []
+    failed: list[DiskError] = []
+    for unit in unit_folders(folder):
+        if unit in closed:
+            continue
+        try:
+            reports.append(check_folder(unit, repair))
+        except DiskError as error:  # the other units are checked all the same
+            failed.append(error)
+    if not reports and failed:
+        raise failed[0]
     if not reports and closed:
         raise DiskError(f"no slabs can be found: {'; '.join(closed.values())}")
     if not reports:
@@ -53,7 +63,10 @@ def command(folder: Path, repair: bool, as_json: bool) -> int:
             console.print(MISSING)
     for words in closed.values():
         click.echo(f"{words}: what lies in it was not verified", err=True)
-    return 0 if not closed and all(report.clean for report in reports) else NOT_CLEAN_EXIT_CODE
+    for refusal in failed:
+        click.echo(f"not checked: {refusal}", err=True)
+    is_clean = not closed and not failed and all(report.clean for report in reports)
+    return 0 if is_clean else NOT_CLEAN_EXIT_CODE
 
 
 def _show(console: Console, report: FsckReport) -> None:

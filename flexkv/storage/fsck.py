@@ -26,7 +26,7 @@ from flexkv.storage.folder import (
 from flexkv.storage.generations import OPENS_NAME, opens_of, opens_so_far, read_opens, write_opens
 from flexkv.storage.group_tables import codec_of
 from flexkv.storage.header import DamagedHeaderError, SlabHeader
-from flexkv.storage.header_copy import find_header, mend_header
+from flexkv.storage.header_copy import COPY_SUFFIX, find_header, mend_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_copy import copy_files
 from flexkv.storage.index_database import INDEX_NAME, set_aside_index
@@ -194,13 +194,25 @@ def _check(folder: Path, index_path: Path, repair: bool) -> FsckReport:
             f"{folder / WEIGHTS_NAME}: no name of weights with its digest: pages whose weights only this file names "
             "are misses from the next start on, which writes it anew"
         )
+    report.problems += [
+        f"{gone} is missing: its pages are lost; the next start makes it anew"
+        for copy in sorted(folder.glob(f"group*{COPY_SUFFIX}"))
+        if not (gone := copy.with_suffix(".slab")).exists()
+    ]
     if not found:
         return report
     slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
     index = _open_index(index_path, slots_of, report, repair)
     try:
         if index is not None:
-            index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
+            replaced = index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
+            report.problems += [
+                f"{folder / slab_name(group)} is another slab than the one whose pages the index lists"
+                for group in replaced
+                if group in found
+            ]
+            if index.is_new and any(r.tag is not None for _, reports in found.values() for r in reports):
+                report.problems.append(f"{folder / INDEX_NAME} is empty, but slabs have pages")
         epoch, opens = _numbers(folder, index, found, report)
         for slab_report, (header, reports) in zip(report.slabs, found.values(), strict=True):
             rows = index.rows[header.group] if index is not None else None

@@ -186,12 +186,14 @@ class SlotIndex:
     def _note_beyond(self, group: int, first: int, rows: Rows) -> None:
         self.beyond[group] += (np.flatnonzero(rows["generation"]) + first).tolist()
 
-    def adopt(self, slab_ids: Sequence[int]) -> None:
-        """Drops the rows of slabs that have been replaced by others since the last commit.
+    def adopt(self, slab_ids: Sequence[int]) -> list[int]:
+        """Drops the rows of slabs that have been replaced by others since the last commit. Returns the numbers of the
+        first groups of these slabs.
 
         Args:
             slab_ids: the current id of each slab, indexed by the number of its first group.
         """
+        replaced = []
         for group, slab_id in enumerate(slab_ids):
             known = self._slab_ids[group]
             if known is not None and known != signed(slab_id):
@@ -200,7 +202,9 @@ class SlotIndex:
                 )
                 self._clear_group(group)
                 self.beyond[group].clear()
+                replaced.append(group)
             self._slab_ids[group] = signed(slab_id)
+        return replaced
 
     def begin_use(self, opens: int, epoch: int) -> None:
         """Durably records the count of openings and the epoch. Drops all rows if they belong to another epoch.

@@ -1,4 +1,4 @@
-"""Reads slots one by one, without a lane or an index, for `flexkv disk fsck` and for rebuilding an index."""
+"""Reads slots one by one, without a lane or an index, for `flexkv fsck` and for rebuilding an index."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class SlotReader:
 
     Args:
         codecs: codecs of the KV groups that use the slab.
-        data: whether to verify the bytes of every run, too, and not only the trailer.
+        data: whether to verify the bytes of every run, too, and not only the trailer. A slot that cannot be read is
+            then reported instead of raised, because the rest of a failing disk is to be checked, too.
     """
 
     def __init__(
@@ -83,12 +84,17 @@ class SlotReader:
         group and had a larger image, that page's trailer may be intact, too; so the newest good trailer counts.
 
         Raises:
-            OSError: the disk cannot be read.
+            OSError: the disk cannot be read; only without `data`.
         """
         view = memoryview(self._image)
         for first, end in self._parts:
-            if not _read(self._slab, view[first:end], self._slab.offset(slot) + first):
-                return SlotReport(slot, "short", "the file ends before the slot does", False, None)
+            try:
+                if not _read(self._slab, view[first:end], self._slab.offset(slot) + first):
+                    return SlotReport(slot, "short", "the file ends before the slot does", False, None)
+            except OSError as error:
+                if not self._data:
+                    raise
+                return SlotReport(slot, "io", f"cannot be read: {error.strerror}", False, None)
         latest = max((self._trailer(codec, slot) for codec in self._codecs), key=_age)
         if latest.tag is None or not self._data:
             return latest

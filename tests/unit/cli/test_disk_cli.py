@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from flexkv.cli.main import main
-from flexkv.storage.folder import held_bytes
+from flexkv.storage.folder import folder_at_rest, held_bytes
 from flexkv.storage.header import read_header
 from flexkv.storage.weights_name import write_weights
 from tests.unit.storage.disk_world import (
@@ -437,3 +437,16 @@ def test_info_counts_whole_slots_on_a_disk_that_others_have_filled(
     assert main(["info", "--json"]) == (1 if problems else 0)
     found = json.loads(capsys.readouterr().out)["problems"]
     assert len([problem for problem in found if "bytes_per_folder" in problem]) == problems
+
+
+def test_fsck_checks_the_other_units_beside_one_in_use(
+    slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = tmp_path / "a-used" / "unit"
+    shutil.copytree(slab.parent, used)
+    with folder_at_rest(used):
+        assert main(["fsck", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert f"{slab.parent}: clean" in printed.out
+    assert f"not checked: {used} is in use by process" in printed.err
+    assert main(["fsck", str(tmp_path)]) == 0, "the control"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -9,16 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexkv import c_ext
 from flexkv.errors import DiskError
 from flexkv.storage.folder import FolderLockedError, folder_at_rest
 from flexkv.storage.fsck import check_folder
+from flexkv.storage.group_tables import codec_of
 from flexkv.storage.header import read_header
 from flexkv.storage.index_database import INDEX_NAME
+from flexkv.storage.scan import SlotReader
 from flexkv.storage.slot_rows import CHUNK_SLOTS
 from flexkv.storage.weights_name import WEIGHTS_NAME, write_weights
 from tests.read_only_mount import read_only_mount
 from tests.unit.storage.damage import filled, flip
-from tests.unit.storage.disk_world import DiskWorld, MakeDisks
+from tests.unit.storage.disk_world import DiskWorld, MakeDisks, make_group
 
 
 def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
@@ -175,3 +179,59 @@ def test_a_folder_in_use_is_not_checked_through_a_read_only_mount(
             check_folder(seen)
         assert world.close()
         assert check_folder(seen).clean, "the control"
+
+
+def test_a_slab_that_is_gone_or_was_replaced_is_not_clean(make_disks: MakeDisks, tmp_path: Path) -> None:
+    slab, _ = filled(make_disks)
+    assert check_folder(slab.parent).clean, "the control"
+    away = slab.rename(tmp_path / "away")
+    report = check_folder(slab.parent)
+    assert [problem for problem in report.problems if "group0.slab is missing" in problem]
+    away.rename(slab)
+    other = DiskWorld([tmp_path / "other"], slots=8)
+    assert other.close()
+    for name in ("group0.slab", "group0.header"):
+        (slab.parent / name).write_bytes((other.folder / name).read_bytes())
+    report = check_folder(slab.parent)
+    assert [problem for problem in report.problems if "another slab than the one whose pages" in problem]
+
+
+def test_an_empty_index_beside_pages_is_not_clean(make_disks: MakeDisks) -> None:
+    slab, _ = filled(make_disks)
+    (slab.parent / INDEX_NAME).write_bytes(b"")
+    report = check_folder(slab.parent)
+    assert [problem for problem in report.problems if "is empty, but slabs have pages" in problem]
+    assert check_folder(slab.parent, repair=True).slabs[0].orphans, "they are entered by the repair"
+    report = check_folder(slab.parent)
+    assert report.clean
+    assert report.slabs[0].good == 6
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["fsck", "control"])
+def test_a_slot_that_cannot_be_read_is_named_and_the_others_are_checked(
+    make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    slab, _ = filled(make_disks)
+    header = read_header(str(slab))
+    bad = header.header_bytes + 2 * header.slot_bytes
+    preadv = os.preadv
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if bad <= offset < bad + header.slot_bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr("flexkv.storage.scan.os.preadv", failing)
+    if checked:
+        report = check_folder(slab.parent)
+        assert report.slabs[0].damaged == [(2, "cannot be read: Input/output error")]
+        assert (report.slabs[0].good, report.slabs[0].missing) == (5, [2])
+    else:  # a rebuild of an index takes no such disk
+        reader = SlotReader(
+            c_ext.SlabFile(str(slab), header.header_bytes, header.slot_bytes, 6, header.slab_id),
+            header.slab_id,
+            [codec_of(make_group())],
+            False,
+        )
+        with pytest.raises(OSError, match="Input/output error"):
+            reader.read(2)
