@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import click
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -19,4 +18,4 @@ def print_table(table: Table) -> None:
         wide.print(table)
     # Without the blanks behind each row's last cell, a narrower terminal does not show empty lines.
     for line in shown.get().splitlines():
-        click.echo(line.rstrip())
+        console.out(line.rstrip(), highlight=False)

@@ -51,7 +51,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "weights": frozenset({"errors", "observe", "config", "storage.private_files"}),
     "plugins": frozenset({"errors", "observe", "remote.own_program"}),
     "unit": BASE | {"cache", "facts", "plugins", "transfer", "storage", "weights"},
-    "adapters": BASE | {"blend", "cache", "facts", "plugins", "transfer", "storage", "unit", "weights"},
+    "adapters": BASE
+    | {"native_core", "blend", "cache", "facts", "plugins", "transfer", "storage", "unit", "weights"},
     "blend": BASE | {"cache", "facts", "transfer", "storage", "unit", "weights.files"},
     "simulation": BASE
     | {"cache", "facts", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},
@@ -59,6 +60,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "integration": frozenset({"adapters", "errors"}),
     "cli": BASE
     | {
+        "native_core",
         "cache",
         "facts",
         "transfer",
