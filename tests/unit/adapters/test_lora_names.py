@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import vllm.v1.engine.core as engine_core
 from vllm.lora.request import LoRARequest
@@ -133,6 +134,19 @@ def test_an_adapter_is_named_before_vllm_loads_it(
     write(folder, b"two")
     known.name(str(folder))
     assert known.has_changed(str(folder)) is seen
+
+
+def test_an_adapter_comes_as_a_list_from_another_process(tmp_path: Path) -> None:
+    """The engine's core converts it by the signature of `add_lora`, which the change must keep."""
+    known = adapter_names()
+    request = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(write(tmp_path / "adapter")))
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+    assert isinstance(received, list)
+    core: Any = object.__new__(engine_core.EngineCoreProc)
+    core.model_executor = SimpleNamespace(add_lora=lambda loaded: loaded == request)
+    arguments = engine_core.EngineCoreProc._convert_msgspec_args(core.add_lora, [received])
+    assert core.add_lora(*arguments)
+    assert request.lora_path in known._named
 
 
 def test_a_vllm_without_that_method_leaves_adapters_that_changed_out(
