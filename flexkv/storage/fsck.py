@@ -6,6 +6,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flexkv.errors import DiskError
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.epoch import EPOCH_NAME, after_all, read_epoch, write_epoch
 from flexkv.storage.folder import (
+    LOCK_NAME,
     LOOKED_AFTER_IN_USE,
     FolderLock,
     folder_at_rest,
@@ -29,7 +31,7 @@ from flexkv.storage.header import DamagedHeaderError, SlabHeader
 from flexkv.storage.header_copy import COPY_SUFFIX, find_header, mend_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_copy import copy_files
-from flexkv.storage.index_database import INDEX_NAME, set_aside_index
+from flexkv.storage.index_database import INDEX_NAME, odd_file, set_aside_index
 from flexkv.storage.index_trouble import UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
@@ -142,11 +144,24 @@ def _check_read_only(folder: Path, repair: bool) -> FsckReport:
     """
     if repair:
         raise DiskError(f"{folder}: the file system is read-only: nothing can be repaired")
-    with folder_at_rest(folder), tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
-        copy_files(folder, Path(made))
-        report = _check(folder, Path(made) / INDEX_NAME, repair=False)
+    index = folder / INDEX_NAME
+    # Without a lock file no unit uses the folder, and none can start on a file system that it cannot write.
+    at_rest = folder_at_rest(folder) if (folder / LOCK_NAME).exists() else nullcontext()
+    with at_rest, tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
+        copy = Path(made) / INDEX_NAME
+        try:
+            fault = odd_file(index)
+            copy_files(folder, Path(made))
+        except OSError as error:
+            where = tempfile.gettempdir()
+            fault = f"cannot be copied to {where}, so no page is compared with it: {error.strerror}"
+            copy.unlink(missing_ok=True)
+        report = _check(folder, copy, repair=False)
         for words in (report.problems, report.index_faults):
             words[:] = [text.replace(made, str(folder)) for text in words]
+        if fault:
+            report.problems = [text for text in report.problems if text != f"{index} is missing"]
+            report.problems.append(f"{index}: {fault}")
         return report
 
 

@@ -16,7 +16,7 @@ from flexkv.errors import DiskError
 from flexkv.storage.epoch import read_epoch
 from flexkv.storage.folder import folder_at_rest
 from flexkv.storage.index import SlotIndex
-from flexkv.storage.index_database import INDEX_NAME
+from flexkv.storage.index_database import INDEX_NAME, LOG_SUFFIX
 from flexkv.storage.number_file import number_if_whole
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,14 @@ def copy_index(folder: Path, to: Path) -> int | None:
 
 
 def copy_files(folder: Path, to: Path) -> None:
-    """Copies the files of the index, if there is one, into the folder `to`. Precondition: no unit uses the folder.
+    """Copies the index and its log, if they are files, into the folder `to`. Precondition: no unit uses the folder.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    for path in folder.glob(f"{INDEX_NAME}*"):
-        shutil.copyfile(path, to / path.name)
+    for name in (INDEX_NAME, INDEX_NAME + LOG_SUFFIX):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, to / name)
 
 
 def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.folder import FolderLockedError, folder_at_rest
+from flexkv.storage.folder import LOCK_NAME, FolderLockedError, folder_at_rest
 from flexkv.storage.fsck import check_folder
 from flexkv.storage.group_tables import codec_of
 from flexkv.storage.header import read_header
@@ -235,3 +237,59 @@ def test_a_slot_that_cannot_be_read_is_named_and_the_others_are_checked(
         )
         with pytest.raises(OSError, match="Input/output error"):
             reader.read(2)
+
+
+def be_a_pipe(index: Path) -> None:
+    index.unlink()
+    os.mkfifo(index)
+
+
+def be_a_folder(index: Path) -> None:
+    index.unlink()
+    index.mkdir()
+
+
+def have_odd_neighbours(index: Path) -> None:
+    os.mkfifo(index.with_name("index.sqlite.bak"))
+    index.with_name("index.sqlite.old").mkdir()
+
+
+def lack_a_lock(index: Path) -> None:
+    index.with_name(LOCK_NAME).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"), [(be_a_pipe, 1), (be_a_folder, 1), (have_odd_neighbours, 0), (lack_a_lock, 0)]
+)
+def test_odd_files_end_no_check_of_a_read_only_file_system(
+    small_disk: Path, change: Callable[[Path], None], problems: int
+) -> None:
+    world = DiskWorld([small_disk], slots=8)
+    _, generations = world.write(range(4), range(4))
+    world.wait_durable(range(4), generations)
+    assert world.close()
+    change(world.folder / INDEX_NAME)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    report = check_folder(world.folder)
+    assert len(report.problems) == problems, report.problems
+    assert all("is no file" in problem for problem in report.problems)
+    (slab,) = report.slabs
+    assert slab.good + len(slab.orphans) == 4, "all slots were read"
+
+
+def test_a_full_temporary_folder_is_named(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = DiskWorld([small_disk], slots=8)
+    folder = world.folder
+    assert world.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert check_folder(folder).clean, "the control"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("flexkv.storage.index_copy.shutil.copyfile", full)
+    [problem] = check_folder(folder).problems
+    assert tempfile.gettempdir() in problem
+    assert problem.endswith("No space left on device")
