@@ -22,6 +22,8 @@ from tests.engines_sglang.conftest import PROMPTS, Judge, Parts
 from tests.engines_sglang.spied import Spied
 
 HEARD_S = 60.0
+SUBSCRIBED_S = 0.5
+"""Seconds after the handshake within which the publisher reads the subscription."""
 OURS = ("CPU_PINNED", "DISK")
 SMALL_HOST_BYTES = 8 << 20
 """Host memory for about 120 pages of the tiny model."""
@@ -37,12 +39,18 @@ class Router:
     def __init__(self, port: int) -> None:
         self.port = port
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
         self._socket.subscribe(b"")
         self._last = -1
         self.has: dict[str, dict[int, Page]] = {medium: {} for medium in ("GPU", *OURS)}
         self.cleared = 0
         self.removed = dict.fromkeys(self.has, 0)
+
+    def join(self) -> None:
+        """Waits until the engine's publisher has this router's subscription. What it publishes before is lost."""
+        assert self._monitor.poll(HEARD_S * 1000), "the engine's publisher was not reached"
+        time.sleep(SUBSCRIBED_S)
 
     def hear_until(self, condition: Callable[[], object], what: str) -> None:
         ends_s = time.monotonic() + HEARD_S
@@ -99,6 +107,7 @@ class Router:
         return self.predicted(name, (medium,)) == whole(name)
 
     def close(self) -> None:
+        self._socket.disable_monitor()
         self._socket.close(linger=0)
 
 
@@ -123,6 +132,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
     settings: dict[str, Any] = {"host__bytes": SMALL_HOST_BYTES, "disk__compute_if_faster": False}
     spied = Spied(model, tmp_path / "engine", disk, arguments, **settings)
     with spied.engine:
+        router.join()
         for name in ("a", "b"):
             judge(name, spied.ask_one(name))
             for medium in OURS:
