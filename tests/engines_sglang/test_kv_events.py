@@ -49,7 +49,7 @@ class Router:
 
     def join(self) -> None:
         """Waits until the engine's publisher has this router's subscription. What it publishes before is lost."""
-        assert self._monitor.poll(HEARD_S * 1000), "the engine's publisher was not reached"
+        assert self._monitor.poll(int(HEARD_S * 1000)), "the engine's publisher was not reached"
         time.sleep(SUBSCRIBED_S)
 
     def hear_until(self, condition: Callable[[], object], what: str) -> None:
