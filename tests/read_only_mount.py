@@ -1,4 +1,4 @@
-"""Mounts a folder read-only for tests, as another machine might do."""
+"""Folders on file systems that are mounted read-only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+
+def make_read_only(mount: Path) -> None:
+    """Mounts a test's file system again, read-only, as the kernel may do after I/O errors."""
+    subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
 
 
 @contextmanager

@@ -216,14 +216,15 @@ def _check(folder: Path, index_path: Path, repair: bool) -> FsckReport:
     ]
     if not found:
         return report
-    slots_of = [len(found[g][1]) if g in found else 0 for g in range(max(found) + 1)]
+    numbers = range(max(found) + 1)
+    slots_of = [len(found[g][1]) if g in found else 0 for g in numbers]
+    slab_ids = [found[g][0].slab_id if g in found else 0 for g in numbers]
     index = _open_index(index_path, slots_of, report, repair)
     try:
         if index is not None:
-            replaced = index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
             report.problems += [
                 f"{folder / slab_name(group)} is another slab than the one whose pages the index lists"
-                for group in replaced
+                for group in index.adopt(slab_ids)
                 if group in found
             ]
             if index.is_new and any(r.tag is not None for _, reports in found.values() for r in reports):
@@ -240,7 +241,7 @@ def _check(folder: Path, index_path: Path, repair: bool) -> FsckReport:
         elif repair:
             if index is None:
                 index = SlotIndex(index_path, slots_of)
-                index.adopt([found[g][0].slab_id if g in found else 0 for g in range(len(slots_of))])
+                index.adopt(slab_ids)
             _rewrite(index, found, epoch, opens)
         if repair and index is not None:
             write_epoch(folder, epoch)

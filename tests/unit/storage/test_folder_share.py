@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from flexkv.storage.folder_share import (
     whole_slots,
 )
 from flexkv.storage.header import slot_bytes_of_all
+from tests.read_only_mount import make_read_only
 from tests.unit.storage.disk_world import IDENTITY, make_group
 
 
@@ -268,7 +268,7 @@ def test_a_read_only_file_system_is_called_so(small_disk: Path) -> None:
     config = load_config({"disk.folders": str(small_disk / "flexkv")}, {})
     own = own_bytes(IDENTITY, make_group())
     assert folder_faults(config, own) == {}, "the control"
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     assert folder_faults(config, own) == {
         str(small_disk / "flexkv"): f"the file system of {small_disk} is read-only"
     }

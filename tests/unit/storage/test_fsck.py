@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from flexkv.storage.index_database import INDEX_NAME
 from flexkv.storage.scan import SlotReader
 from flexkv.storage.slot_rows import CHUNK_SLOTS
 from flexkv.storage.weights_name import WEIGHTS_NAME, write_weights
-from tests.read_only_mount import read_only_mount
+from tests.read_only_mount import make_read_only, read_only_mount
 from tests.unit.storage.damage import filled, flip
 from tests.unit.storage.disk_world import DiskWorld, MakeDisks, make_group
 
@@ -137,21 +136,27 @@ def test_fsck_goes_on_past_a_slab_under_another_groups_name(make_disks: MakeDisk
     assert "group1.slab is the slab of group 0" in problem
 
 
+def small_unit(small_disk: Path, pages: int = 0) -> Path:
+    """Makes a unit of 8 slots on the small disk, stores this many pages, and closes it. Returns its folder."""
+    world = DiskWorld([small_disk], slots=8)
+    if pages:
+        _, generations = world.write(range(pages), range(pages))
+        world.wait_durable(range(pages), generations)
+    assert world.close()
+    return world.folder
+
+
 def test_a_read_only_file_system_is_checked(small_disk: Path) -> None:
     """After I/O errors the kernel may remount a file system read-only. An operator then needs to know which pages can
     still be read.
     """
-    world = DiskWorld([small_disk], slots=8)
-    _, generations = world.write(range(4), range(4))
-    world.wait_durable(range(4), generations)
-    folder = world.folder
-    assert world.close()
+    folder = small_unit(small_disk, pages=4)
     slab = folder / "group0.slab"
     header = read_header(str(slab))
     flip(slab, header.header_bytes + 2 * header.slot_bytes + 5000)
     writable = check_folder(folder)
     assert (writable.slabs[0].good, writable.slabs[0].missing) == (3, [2]), "the control"
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     assert check_folder(folder) == writable
     with pytest.raises(DiskError, match="the file system is read-only: nothing can be repaired"):
         check_folder(folder, repair=True)
@@ -160,12 +165,10 @@ def test_a_read_only_file_system_is_checked(small_disk: Path) -> None:
 
 
 def test_a_damaged_index_on_a_read_only_file_system_is_named_by_its_own_path(small_disk: Path) -> None:
-    world = DiskWorld([small_disk], slots=8)
-    folder = world.folder
-    assert world.close()
+    folder = small_unit(small_disk)
     index = folder / INDEX_NAME
     index.write_bytes(b"no database" * 1000)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     report = check_folder(folder)
     assert not report.clean
     assert [problem for problem in report.problems if problem.startswith(f"{index}: ")]
@@ -264,13 +267,10 @@ def lack_a_lock(index: Path) -> None:
 def test_odd_files_end_no_check_of_a_read_only_file_system(
     small_disk: Path, change: Callable[[Path], None], problems: int
 ) -> None:
-    world = DiskWorld([small_disk], slots=8)
-    _, generations = world.write(range(4), range(4))
-    world.wait_durable(range(4), generations)
-    assert world.close()
-    change(world.folder / INDEX_NAME)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    report = check_folder(world.folder)
+    folder = small_unit(small_disk, pages=4)
+    change(folder / INDEX_NAME)
+    make_read_only(small_disk)
+    report = check_folder(folder)
     assert len(report.problems) == problems, report.problems
     assert all("is no file" in problem for problem in report.problems)
     (slab,) = report.slabs
@@ -280,10 +280,8 @@ def test_odd_files_end_no_check_of_a_read_only_file_system(
 def test_a_full_temporary_folder_is_named(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = DiskWorld([small_disk], slots=8)
-    folder = world.folder
-    assert world.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    folder = small_unit(small_disk)
+    make_read_only(small_disk)
     assert check_folder(folder).clean, "the control"
 
     def full(*_: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from flexkv.storage.journal import Journal
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 from tests import testing_ext
+from tests.read_only_mount import make_read_only
 from tests.unit.storage.disk_world import (
     CORRUPT,
     FAIL,
@@ -260,7 +260,7 @@ def test_a_read_only_file_system_is_lost_at_open(small_disk: Path, tmp_path: Pat
     _, generations = world.write(range(4), range(4))
     world.wait_durable(range(4), generations)
     assert world.close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     world = DiskWorld(folders, slots=8)
     (lost,) = lost_of(world, 1)
     assert "Read-only" in lost.reason
