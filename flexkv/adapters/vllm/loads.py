@@ -229,7 +229,7 @@ class Loads:
         blocks = match.tokens // self._block_tokens
         tail = self._takes_tail(match, external_tokens)
         # Rounded up, because the engine may need only a part of the last block.
-        pages = blocks + 1 if tail else min(-(-external_tokens // self._block_tokens), blocks)
+        pages = min(-(-external_tokens // self._block_tokens), blocks + tail)
         start = match.start_tokens // self._block_tokens
         targets = tracker.tables[0].blocks(start, start + pages)
         return self._manager.begin_load(tracker.request_id, [targets], tail=tail)
