@@ -25,7 +25,7 @@ TierId = NewType("TierId", int)
 """Index of a tier in the order in which a lookup asks the tiers."""
 
 HUB = TierId(0)
-"""Host memory: every other tier reads into it and is written from it."""
+"""Host memory. Fetches from every other tier read into it, and writes to every other tier read from it."""
 
 EntryIds = NDArray[np.uint32]
 """Numbers of entries in a tier's native block index. Each lease or op pins each of its entries once."""
@@ -33,14 +33,14 @@ EntryIds = NDArray[np.uint32]
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
 
 NO_ENTRY = np.uint32(0xFFFFFFFF)
-"""In place of an entry number: the index has no entry for the key."""
+"""Stands for an entry number where the index has no entry for the key."""
 
 MOST_BLOCKS = 2**31
 """Maximum number of pages of one request: an engine numbers its blocks with signed 32-bit integers, and no request has
 more blocks than the engine."""
 
 NO_BLOCK = -1
-"""In place of an engine block number: the engine keeps no block at this position of the request."""
+"""Stands for an engine block number where the engine keeps no block at this position of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class GroupSpec:
         block_tokens: tokens per block.
         slots: number of host slots in the group's pool when all of the pool is usable.
         reach: length of the window in pages or of the chunk in tokens; 0 for rules other than WINDOW and CHUNK.
-        shares: number of an earlier group whose slots this group shares; None if it has its own. The two groups have
-            equal `slots`, pages of one size and one eviction order.
+        shares: number of an earlier group whose slots this group shares; None if it has its own. Groups that share
+            slots have equal `slots`, pages of the same size and one eviction order.
     """
 
     block_tokens: int
@@ -72,13 +72,13 @@ class ManagerLimits:
     """Bounds of one manager.
 
     Attributes:
-        ranks: number of ranks that must report each op before the op has ended.
+        ranks: number of ranks that must report an op before it counts as ended.
         inflight_store_pages: maximum number of pages in stores in flight; further pages are dropped and counted.
         inflight_load_pages: maximum number of pages that are promised or being loaded; a longer promise is cut.
         lease_s: seconds after which a lookup's lease expires if no load has begun.
         rest_s: seconds for which new requests are promised nothing after a load failed to bring pages that are still
-            in their tier. Requests with a promise keep it. For engines that end a request whose load fails; 0 for
-            engines that compute the missing pages.
+            in their tier. Requests that already have a promise keep it. Above 0 for engines that end a request whose
+            load fails; 0 for engines that compute the missing pages.
         prefetch_requests: maximum number of requests that are prefetched and not looked up yet; 0 for no prefetches.
         asks_again: whether the engine looks a request up again, or ends it, after the lookup returned ASK_AGAIN. If
             False, no lookup returns ASK_AGAIN, and the engine computes pages for which no host slots are free.
@@ -155,11 +155,11 @@ class MatchResult(NamedTuple):
     Attributes:
         start_tokens: number of tokens before the match, which the engine has itself.
         groups: the match of each KV group.
-        tokens: number of tokens after the start that all groups can restore in whole blocks: what an adapter promises.
+        tokens: number of tokens after the start that all groups can restore in whole blocks; an adapter promises these.
         tail_tokens: number of tokens of the partial tail after them that all groups can restore; 0 without a tail.
         outcome: what the caller has to do next.
         miss: why no more tokens are promised; None if all are promised or more may come.
-        reads: number of fetches and of tiers' answers that the request waits for.
+        reads: number of fetches, plus number of tiers' answers, for which the request waits.
         by_tier: number of promised tokens that each tier has supplied, by tier number. Tokens that were fetched for
             the request count for the tier from which they were fetched. Empty if no tokens are promised.
         shared_tokens: number of tokens from the request's start for which the FULL groups have all pages, because
@@ -180,7 +180,7 @@ class MatchResult(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """`tokens` in blocks of the first group."""
+        """Number of promised whole blocks, in blocks of the first group."""
         return self.groups[0].blocks
 
     @property
@@ -190,10 +190,10 @@ class MatchResult(NamedTuple):
 
 
 def of_first_tokens(by_tier: Sequence[int], tokens: int) -> list[int]:
-    """Returns how many of a promise's first `tokens` tokens each tier has supplied. Host memory's tokens come first.
+    """Returns how many of a promise's first `tokens` tokens each tier has supplied, if the tiers supply them in order.
 
     Args:
-        by_tier: number of the promise's tokens that each tier has supplied; see `MatchResult`.
+        by_tier: number of the promise's tokens by tier; see `MatchResult`.
     """
     taken = []
     for supplied in by_tier:
@@ -208,7 +208,7 @@ class StorePlan:
 
     Attributes:
         graph: the transfers to run; None if no block is stored.
-        stored: positions in the offer of the blocks that the graph stores, int32, op by op and ascending in each op.
+        stored: positions in the offer of the blocks that the graph stores, int32, op by op and ascending within an op.
         known: number of blocks that are already stored or in flight, or that a peer keeps.
         dropped: number of blocks that got no slot or no queue entry; the caller may offer them again later.
         accepted: if blocks were dropped, a lower bound on the number of leading blocks that were not dropped and
@@ -262,7 +262,7 @@ class Completion:
         failed_blocks: for a load, the engine blocks without valid KV; for a store, the blocks that are not published.
         published: for a store, positions of the op's pages that became visible or will become visible when they have
             been sealed; empty for a load.
-        reason: what the ranks reported about failures; empty for none.
+        reason: what the ranks reported about failures; empty if they reported none.
         loss: why a rank did not begin this store; None if no rank gave such a reason.
     """
 
@@ -288,7 +288,7 @@ class CacheListener:
         """Called when blocks in host memory are no longer visible: evicted, forgotten, expired or found bad."""
 
     def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
-        """Called when blocks have become visible on the unit's own disks, with their pages' generations [keys]."""
+        """Called when blocks have become visible on the unit's own disks. `generations`: the number of each write."""
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
         """Called when blocks on the unit's own disks are no longer visible."""
@@ -303,7 +303,7 @@ class CacheListener:
 class CacheManager(ABC):
     """The control plane of one ownership unit.
 
-    If `match`, `prefetch`, `begin_load` or `begin_store` raises, nothing stays planned or leased by that call.
+    If `match`, `prefetch`, `begin_load` or `begin_store` raises, that call leaves nothing planned or leased.
     """
 
     @abstractmethod
@@ -320,14 +320,14 @@ class CacheManager(ABC):
 
         The new lease replaces the lease of the request's last lookup. Only pages that are published in host memory are
         promised, with two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks that are still being
-        fetched are promised too: their load waits for each page, and a page that does not arrive or verify fails. From
-        tiers with straight loads, whole blocks are promised without being fetched. When this returns, the other pages
-        that tiers have are being fetched (outcome COMING), or the request waits until there are host slots for all of
-        them (ASK_AGAIN). If a prefix is larger than host memory, only as much of it as fits is fetched.
+        fetched are promised too. Their load waits for each page; a page fails if it does not arrive or is found bad.
+        From tiers with straight loads, whole blocks are promised without being fetched. When this method returns, all
+        other pages that tiers have are being fetched (outcome COMING), or the request waits until there are host slots
+        for all of them (ASK_AGAIN). If a prefix is larger than host memory, only as much of it as fits is fetched.
 
         If a load of the request did not bring a page, the page is not promised to it again by the same route. After two
-        failed loads nothing is promised to the request until `end_request`. With `ManagerLimits.rest_s`, other requests
-        are promised nothing for that time either.
+        failed loads nothing is promised to the request until `end_request`. New requests are then also promised nothing
+        for a while if `ManagerLimits.rest_s` is above 0.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
@@ -352,8 +352,8 @@ class CacheManager(ABC):
     ) -> int:
         """Begins to fetch other tiers' pages of a request that has not been looked up yet. Promises nothing.
 
-        For requests that wait in the engine's queue. The pages are held for the request's first `match`. It waits for
-        pages that have not arrived yet, and its time to wait begins with that call. The prefetch also ends with
+        For requests that wait in the engine's queue. The pages are held until the request's first `match`, which ends
+        the prefetch. From then on the request waits for pages that have not arrived yet. The prefetch also ends with
         `release`, and with `expire` some time after `TierFacts.wait_s`. All prefetched requests together hold at most a
         quarter of host memory, and their fetches use at most half of a tier's fetch limits, so that lookups find free
         slots. Pages beyond these limits are fetched by the first `match`.
@@ -376,8 +376,8 @@ class CacheManager(ABC):
         and ends the lookup lease.
 
         With `tail`, `blocks[g]` are all matched blocks and then the engine block for the partial tail. Otherwise the
-        engine may load fewer blocks than were promised; of a group whose rule is not FULL, all or none. Pages that are
-        not loaded are released, as are pages whose engine block is NO_BLOCK. There are always queue entries for a load.
+        engine may load fewer blocks than were promised, but either all or none of a group whose rule is not FULL. Pages
+        that are not loaded are released, like pages whose engine block is NO_BLOCK. A load always gets queue entries.
 
         Call order:
             After the `match` that promised the blocks, before `release`, `reset` or the lease's expiry.
@@ -391,7 +391,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def waits(self, request_id: str) -> bool:
-        """Whether the request waits for fetches or tiers' answers, and its time to wait is not over. O(1)."""
+        """Whether the request waits for fetches or tiers' answers and its time to wait is not over. O(1)."""
 
     @abstractmethod
     def leased_pages(self, request_id: str) -> int:
@@ -399,8 +399,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def still_waits(self, request_id: str) -> bool:
-        """Records that the engine asks about the request again, and returns whether the request must still wait, for
-        reads as in `waits` or for host slots. If so, `match` need not be called yet. O(1).
+        """Records that the engine asks about the request again. Returns whether the request must still wait, either for
+        reads (see `waits`) or for host slots. While it must, `match` need not be called. O(1).
 
         Requests get slots in the order of their first lookup, each for all of its missing pages at once. A request that
         waits for slots holds none. It waits for at most `TierFacts.wait_s`, not counting time in which the engine does
@@ -419,8 +419,8 @@ class CacheManager(ABC):
         spare: bool = False,
         ttl_s: int | None = None,
     ) -> StorePlan:
-        """Plans a store of the block with key `keys[i]`, number `first_block + i` of the request, from engine block
-        `blocks[i]`.
+        """Plans a store of some of a request's blocks. Block `first_block + i` of the request has the key `keys[i]` and
+        is in engine block `blocks[i]`.
 
         Blocks that are already stored or in flight are skipped. Never blocks, and never evicts a leased slot.
 
@@ -429,9 +429,9 @@ class CacheManager(ABC):
 
         Args:
             tokens: number of valid tokens in each of the blocks; None for whole blocks.
-            spare: the blocks are useful only to requests that diverge from this one here. Such blocks may take a share
-                of host memory. Beyond it they are evicted first, until a request hits them or stores them without
-                `spare`.
+            spare: whether the blocks are useful only to requests that diverge from this one here. Such blocks may take
+                a share of host memory. If they take more, they are evicted before all others. A block is no longer
+                spare when a request hits it or stores it without `spare`.
             ttl_s: whole seconds after which the pages that this call stores are misses in every tier; None for never.
                 Blocks that are cached already keep their expiry time.
 
@@ -454,10 +454,10 @@ class CacheManager(ABC):
         slots of all other pages are freed. If an earlier load of the request is still in flight, no page becomes
         visible.
 
-        Load: pages that failed on any rank are forgotten, so that the next lookup misses them. Pages of a cancelled
-        load are not forgotten, because their content is not in doubt. When a rank reports failed pages, the request's
-        stores in flight are revoked from the first failed block on, as by `discard_from`. If a load was planned before
-        a `reset`, all of its blocks count as failed, because they contain KV of the old weights.
+        Load: pages that failed on any rank are forgotten, so that the next lookup misses them. Two kinds are kept:
+        pages of a cancelled load, and pages of a straight load whose content is not in doubt. When a rank reports
+        failed pages, the request's stores in flight are revoked from the first failed block on, as by `discard_from`.
+        After a `reset`, all blocks of an earlier load count as failed, because they contain KV of the old weights.
 
         Call order:
             Once per rank and op, after the rank has stopped moving the op's bytes.
@@ -484,8 +484,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def abandon_loads(self, request_id: str) -> None:
-        """Marks the request's loads in flight as abandoned: if they fail, this is neither counted against the request
-        nor logged as a warning.
+        """Marks the request's loads in flight as abandoned. The failure of an abandoned load is neither counted against
+        the request nor logged as a warning.
 
         For loads that the engine has withdrawn or that no rank received. Each still needs its calls of `complete`.
         """
@@ -496,7 +496,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes these keys misses in every tier, and frees their slots, those with leases when the last lease ends.
+        """Makes these keys misses in every tier and frees their slots. A leased slot is freed when its last lease ends.
         Returns how many of the keys were known."""
 
     @abstractmethod
@@ -525,7 +525,7 @@ class CacheManager(ABC):
     @abstractmethod
     def expire(self) -> int:
         """Ends lookup leases older than `ManagerLimits.lease_s`, ends waits that were over long ago, and drops expired
-        pages. Returns the number of leases."""
+        pages. Returns the number of leases that it ended."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

@@ -114,7 +114,8 @@ def load_targets(
     """Checks the engine blocks to which leased pages are to be loaded against the promise, and returns them by group.
 
     Raises:
-        ContractError: there are more blocks than were promised, or a number that the group's rule does not allow.
+        ContractError: there are more blocks than were promised, or a number of blocks that the group's rule does not
+            allow.
         BlockRangeError: an engine block number is below NO_BLOCK, or 2**31 or more.
     """
     if len(blocks) != len(specs):

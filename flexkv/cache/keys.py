@@ -1,4 +1,4 @@
-"""Block keys. They decide which requests may share a block; they are made from an engine's own keys or from tokens.
+"""Block keys, made from an engine's own keys or from tokens. Keys decide which requests may share a block.
 
 A key is the hash of namespace, group and engine key. Each field is preceded by its length, so that different fields
 never give the same bytes to hash. The native core hashes with SHA-256. With a hash that is weaker or shorter, one
@@ -79,11 +79,12 @@ def named_mark(name: str) -> bytes:
 
 
 def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """Returns the seed of a `TokenChain`, hashed before the first block: 32 bytes that separate callers, or no bytes if
-    both arguments are None.
+    """Returns the seed that a `TokenChain` hashes before the first block: 32 bytes that separate callers, or no bytes
+    if both arguments are None.
 
-    SGLang seeds its page hashes in the same way. The seed is the SHA-256 of a label and the two strings. A string that
-    is None is one byte 0; other strings are one byte 1, the length in bytes (u64, little endian), then the UTF-8 bytes.
+    SGLang seeds its page hashes in the same way. The seed is the SHA-256 of a label and the two encoded strings. None
+    is encoded as one byte 0. A string is encoded as one byte 1, its length in bytes (u64, little endian) and its UTF-8
+    bytes.
     """
     if extra_key is None and cache_salt is None:
         return b""
@@ -121,7 +122,7 @@ def tail_candidates(
     base_block: int,
 ) -> TailCandidates | None:
     """Returns a candidate key for each number of leading `tokens` that a partial block may contain, longest first; None
-    if there are no tokens.
+    if `tokens` is empty or a block has only one token.
 
     Args:
         tokens: the request's tokens from block `base_block` on; only the first `block_tokens - 1` are used.

@@ -57,7 +57,7 @@ from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import NEVER, BlockIds, OpResult, TransferGraph
 
 RESET_S = 30.0
-"""Longest time in seconds that a reset waits until no tier serves an older page any more, even after a crash."""
+"""Maximum time in seconds for which a reset waits until no tier can serve an older page, even after a crash."""
 
 
 class LocalCacheManager(CacheManager):
@@ -72,7 +72,7 @@ class LocalCacheManager(CacheManager):
         policy: the eviction policy of every tier; one of `c_ext.eviction_policies()`.
         clock: returns seconds and never runs backwards; measures leases, waits and the speed of tiers.
         listener: notified of pages that become visible or are removed; None for no listener.
-        compute_if_faster: do not fetch pages that the engine computes sooner than a tier brings them.
+        compute_if_faster: whether pages that the engine computes sooner than a tier brings them are not fetched.
         unix_s: returns the wall-clock time in Unix seconds, for times to live.
 
     Attributes:
@@ -144,12 +144,12 @@ class LocalCacheManager(CacheManager):
 
     @property
     def counts(self) -> ManagerStats:
-        """The running totals, which keep changing."""
+        """The running totals. This is the live record, not a copy."""
         return self.tables.counts
 
     @property
     def epoch(self) -> int:
-        """How often `reset` was called."""
+        """Number of resets that have begun."""
         return self.tables.epoch
 
     def stats(self) -> ManagerStats:
@@ -157,12 +157,12 @@ class LocalCacheManager(CacheManager):
         return self.tables.counts.copy()
 
     def cached_blocks(self) -> int:
-        """Blocks of all groups that are visible in host memory or being stored there."""
+        """Number of blocks of all groups that are visible in host memory or being stored or fetched to it."""
         return len(self.tables.hub.index)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Returns which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing, but tiers may
-        remove pages that they find expired."""
+        """Returns which of the keys are visible in some tier, bool [keys]. Neither leases nor fetches pages, but drops
+        expired ones."""
         if self.tables.hub.times.any:
             self._drop_expired()
         there = np.zeros(len(keys), np.bool_)
@@ -253,7 +253,7 @@ class LocalCacheManager(CacheManager):
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
-        """Updates the tiers that follow other units: which of these pages those units have now."""
+        """Updates, in the tiers that follow other units, which of these pages those units have now."""
         for follower in self._followers:
             for group, of_group in enumerate(keys):
                 follower.take_news(group, of_group)
@@ -353,7 +353,7 @@ class LocalCacheManager(CacheManager):
         return found
 
     def _store_route(self) -> StoreRoute:
-        """The route that stores take now: the one of the last tier in use that has a store route."""
+        """The route that stores take now: the store route of the last tier that is in use and has one."""
         routes = [tier.stores for tier in self.tables.tiers if tier.stores is not None and tier.in_use]
         return routes[-1]
 
@@ -515,8 +515,8 @@ class LocalCacheManager(CacheManager):
         return bool(self._resetting)
 
     def poll_reset(self) -> None:
-        """Continues a reset that has begun. Never waits. `RESET_S` after its begin, parts of tiers that have not
-        finished it are taken out of use."""
+        """Continues a reset that has begun. Never waits. `RESET_S` seconds after the reset began, the parts of tiers
+        that have not finished it are taken out of use."""
         if time.monotonic() < self._reset_ends_s and any(tier.resets for tier in self._resetting):
             return
         self._finish_reset(0.0)
@@ -547,7 +547,7 @@ class LocalCacheManager(CacheManager):
             raise BlockRangeError(f"group {group}; allowed are 0 to {len(self.tables.specs) - 1}")
 
     def flush_log(self) -> None:
-        """Logs, when the manager ends, how many failures had no log line of their own."""
+        """Logs how many failures had no log line of their own. Called when the manager ends."""
         self._log.flush(at_end=True)
 
     def check_integrity(self) -> None:

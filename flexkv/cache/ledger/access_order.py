@@ -17,13 +17,13 @@ from flexkv.cache.base import NO_ENTRIES, EntryIds
 from flexkv.cache.ledger.leases import GroupLease
 
 MAX_REQUESTS = 16_384
-"""Maximum number of tracked requests; beyond it the oldest is dropped. Engines run far fewer requests. The limit bounds
-the memory for requests whose end is never reported."""
+"""Maximum number of tracked requests; if it is exceeded, the oldest is dropped. Engines run far fewer requests. The
+limit bounds the memory for requests whose end is never reported."""
 
 
 MOST_STORED = 4
-"""Maximum number of entries from stores that are kept per block before they are joined. Without it, a block whose store
-fails and is offered again and again would add entries without end."""
+"""Maximum number of entries from stores that are kept per block before they are joined. Without this limit, a block
+that is offered again and again because its store fails would add entries without end."""
 
 Part = tuple[int, NDArray[np.integer] | None, EntryIds]
 """First block number, the blocks' positions relative to it (None if consecutive), and the entry of each block."""
@@ -33,9 +33,9 @@ class AccessOrder:
     """The index entries of one request in one group, by block number. Added arrays are kept as they are, and joined
     when `entries` is called.
 
-    Entries from lookups are separate from entries from stores: an engine without free blocks looks a request up at
-    every step, and each lookup replaces the entries of the previous lookup. If a block has an entry from each, the
-    store's entry counts.
+    Entries from lookups are kept apart from entries from stores: an engine without free blocks looks a request up at
+    every step, and each lookup replaces only the entries of the previous lookup. If a block has an entry from a lookup
+    and one from a store, the store's entry counts.
 
     Attributes:
         blocks: number of leading blocks of the request up to the last block with an entry.
@@ -77,7 +77,7 @@ class AccessOrder:
         """Adds entries from a store: `entries[i]` is the entry of block `first_block + positions[i]`.
 
         Args:
-            positions: ascending, at least one.
+            positions: positions of the blocks after `first_block`, ascending; at least one.
         """
         last = int(positions[-1])
         # `blocks` grows first, so that no part extends beyond it if this method is interrupted.
@@ -133,7 +133,7 @@ class AccessOrders:
 
         Args:
             before: per group, entries of the blocks that the engine has itself; empty for no blocks.
-            promised: per group, the share that the lookup promised; empty for none.
+            promised: per group, the share that the lookup promised; empty if it promised nothing.
         """
         if not before and not promised and request_id not in self._access_orders:
             return

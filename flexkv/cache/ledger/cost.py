@@ -72,7 +72,7 @@ class CostModel:
 
     Attributes:
         load: the fit of loads from host memory to the engine. Units are the pages in flight when a load was planned,
-            including its own pages, so that its time behind other loads is part of the fit.
+            including its own pages, so that the fit includes the time for which the load waits behind others.
         compute: the fit of the engine's prefill steps; units are tokens.
     """
 
@@ -83,19 +83,19 @@ class CostModel:
         self._straight: dict[TierId, LinearFit] = {}
 
     def fetch(self, tier: TierId) -> LinearFit:
-        """Returns the fit of fetches from a tier to host memory; units as for `load`."""
+        """Returns the fit of fetches from a tier to host memory. Its units are counted as for `load`."""
         return self._fetch.setdefault(tier, LinearFit())
 
     def straight(self, tier: TierId) -> LinearFit:
-        """Returns the fit of straight loads from a tier to the engine; units as for `load`."""
+        """Returns the fit of straight loads from a tier to the engine. Its units are counted as for `load`."""
         return self._straight.setdefault(tier, LinearFit())
 
     def load_s(self, pages: int) -> float:
-        """Returns the seconds that `pages` pages add to a load."""
+        """Returns the seconds that `pages` pages add to a load, without the latency of the load itself."""
         return self.load.line()[1] * pages
 
     def compute_s(self, tokens: int) -> float:
-        """Returns the seconds that `tokens` tokens add to the engine's steps."""
+        """Returns the seconds that `tokens` tokens add to the engine's steps, without the fixed time of a step."""
         return self.compute.line()[1] * tokens
 
     def straight_is_faster(
@@ -104,7 +104,8 @@ class CostModel:
         """Whether `pages` pages of a tier reach the engine sooner by a straight load than by a fetch and a load from
         host memory.
 
-        A route without a reliable measurement is chosen, so that it is measured. If both have none, this is True.
+        If the measurement of one route is not reliable, that route is chosen, so that it is measured. If neither is
+        reliable, the straight load is chosen.
 
         Args:
             queued_straight: pages in flight in straight loads from the tier, behind which a straight load would wait.
@@ -124,7 +125,8 @@ class CostModel:
         """Whether loading `pages` pages straight from the tier is faster than computing their `tokens` tokens. True if
         either time is unknown.
 
-        Savings and costs of a prefix of the pages are in proportion to its length, so no prefix is checked separately.
+        Shorter prefixes of the pages are not checked: if loading all pages is not worth it, neither is loading fewer,
+        because the latency and the wait stay the same.
 
         Args:
             queued_pages: pages in flight in straight loads from the tier, behind which this one would wait.
@@ -147,15 +149,16 @@ class CostModel:
     ) -> int:
         """Returns how many leading blocks should be fetched because they arrive sooner than the engine computes them.
 
-        For each prefix of the blocks, the saved time is the time to compute it minus the time to fetch its missing
-        pages, behind those already queued, and to load it. Tiers fetch in parallel, so the slowest tier counts. The
-        prefix that saves the most time is chosen, the longest one if several save the same.
+        The time that a prefix of the blocks saves is the time to compute it, minus the time to fetch its missing pages
+        behind the pages already queued, minus the time to load it. Tiers fetch in parallel, so the slowest tier counts.
+        The prefix that saves the most time is chosen; if several save the same, the longest of them.
 
         Args:
-            missing: per tier, the number of pages that the first i + 1 blocks need from it, int64 [blocks], ascending.
+            missing: per tier, an array whose element i is the number of pages that the first i + 1 blocks need from the
+                tier, int64 [blocks], ascending.
             queued: per tier, the number of pages in flight in fetches from it.
-            waiting: whether the first i + 1 blocks include one that must be fetched, bool [blocks].
-            tokens: number of tokens in the first i + 1 blocks, which the engine need not compute, int64 [blocks].
+            waiting: element i says whether one of the first i + 1 blocks must be fetched, bool [blocks].
+            tokens: element i is the number of tokens in the first i + 1 blocks, int64 [blocks].
 
         Returns:
             A number of blocks from 0 to len(tokens).

@@ -25,14 +25,14 @@ RESERVE_FROM_SLOTS = 4096
 """Pools with fewer slots keep no reserve of free slots: every slot counts there, and evictions are few."""
 
 RESERVE_SHARE = 64
-"""One slot in this many is kept free."""
+"""In larger pools, one slot in this many is kept free."""
 
 RESERVE_MAX_PAGES = 16_384
 """Maximum number of slots kept free: enough for two prompts of 128k tokens with 16 tokens per block."""
 
 REFILL_PAGES = 512
-"""Maximum number of pages evicted when an op ends (or the op's number of pages, if that is larger), which takes about
-20 us."""
+"""Maximum number of pages that are evicted when an op ends, or the op's own number of pages if that is larger. Evicting
+this many takes about 20 us."""
 
 
 def reserve_pages(up_slots: int) -> int:
@@ -78,7 +78,7 @@ class Inserted:
         positions: positions of the pages in the offered keys.
         entries: index entries of the pages, pending; pinned once for the fetch and once for the waiting request.
         slots: host slots of the pages.
-        whole: whether every offered key got a slot.
+        whole: whether every offered key is among these pages.
     """
 
     positions: NDArray[np.uint32]
@@ -98,11 +98,11 @@ class Hub:
 
     Attributes:
         presence: the index of the pages, with all its methods.
-        index: the same object, but only the methods that do not change which pages are visible.
+        index: the same object as `presence`, typed so that only methods that change no page's visibility can be called.
         tokens: per group, the number of valid tokens of the page in each slot, int32 [slots]. Groups that share slots
             share the array. Correct only if `tracks_tokens`.
         tracks_tokens: whether the numbers of valid tokens are recorded, because other tiers need them.
-        any_partial: whether a page may have another number of valid tokens than `tokens` had initially.
+        any_partial: whether the number of valid tokens of some page may differ from the initial value in `tokens`.
         times: the expiry times of the pages.
         expired: keys of pages that expired recently in any tier.
         owners: the groups with slots of their own, ascending.
@@ -158,9 +158,9 @@ class Hub:
             spare: see `CacheManager.begin_store`.
 
         Returns:
-            For the keys that got a slot: their positions in `keys`, ascending, their entries, pending and pinned once,
-            and their slots. Then the number of keys that had a slot already, and the number of dropped keys. From the
-            first key that gets no slot on, all keys without a slot are dropped.
+            The positions in `keys` of the keys that got a slot, ascending; their entries, pending and pinned once;
+            their slots; the number of keys that had a slot already; and the number of dropped keys. When a key gets no
+            slot, it and all later keys without a slot are dropped.
         """
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, spare=spare
@@ -236,7 +236,7 @@ class Hub:
         return self.index.count_ready(group, keys, entries) == len(entries)
 
     def finish(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Ends the pending state of entries whose op has ended, and their pin. Makes the entries that `good` marks
+        """Ends the pending state and one pin of entries whose op has ended. Makes the entries that `good` marks
         visible, unless they were removed meanwhile, and removes the others.
 
         Returns:
@@ -321,15 +321,15 @@ class Hub:
             self._evicted(int(each), np.ascontiguousarray(keys[groups == each]))
 
     def give_up_coming(self, entries: EntryIds, fetch: OpId) -> None:
-        """Removes the entries among these that `fetch` should have filled and will not fill. Pins of requests that wait
-        for them stay. Precondition: the pin of the fetch has ended.
+        """Removes those of the entries that `fetch` should have filled but will not fill. The pins of requests that
+        wait for these entries stay. Precondition: the fetch's own pin has ended.
         """
         lost = entries[self.index.fillers(entries) == fetch]
         self.index.pin_coming(lost)
         self.presence.finish(lost, np.zeros(len(lost), np.uint8))
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Makes blocks misses, whether they are visible or still being filled, and returns how many it made so. The
+        """Makes blocks misses, whether they are visible or still being filled, and returns how many it removed. The
         slot of a pinned block is freed when its last pin ends."""
         was_ready = self.index.ready(entries) if self.listeners else None
         keys = self.index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
@@ -352,7 +352,7 @@ class Hub:
         return self._owner[group]
 
     def by_group(self, group: int, entries: EntryIds) -> list[tuple[int, EntryIds]]:
-        """Splits entries by group, keeping their order. They belong to `group` and the groups that share its slots."""
+        """Splits entries of `group` and of the groups that share its slots by group. Keeps their order in each group."""
         if not self._shares:
             return [(group, entries)]
         groups = self.index.groups_of(entries)

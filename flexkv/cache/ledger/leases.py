@@ -62,8 +62,9 @@ class GroupLease:
     ```
 
     Attributes:
-        entries: entries of the pages in host memory or being fetched to it, the tail last, uint32 [pages].
-        slots: host slots of these pages, int32 [pages].
+        entries: index entries of the pages that are in host memory or being fetched to it, the tail last, uint32
+            [pages].
+        slots: host slots of the pages in `entries`, int32 [pages].
         first_block: number of the first block within the request.
         blocks: number of whole blocks; with a tail, `pages` is one more.
         fetches: number of the op that fetches each page, 0 for a page that is in host memory, int64 [pages]; None if
@@ -93,8 +94,8 @@ class GroupLease:
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """Returns a share of these blocks and the blocks `held`, which follow them in the request. Precondition: all
-        blocks of both are in host memory.
+        """Returns a share of this share's blocks and the blocks `held`, which follow them in the request. Precondition:
+        all these blocks are in host memory.
         """
         return GroupLease(
             np.concatenate((self.entries, held.entries)),
@@ -147,7 +148,11 @@ def joined_shares(
     lease: Lease | None, held: Sequence[HeldPages], groups: int, start_tokens: int, start_block: int
 ) -> tuple[GroupLease, ...]:
     """Joins a request's lease and the pages held for it into one share per group, of whole blocks from `start_block`
-    on. Returns an empty tuple if the request has neither, or if they do not fit together.
+    on.
+
+    Returns an empty tuple if the request has neither a lease nor held pages. Also returns one if they cannot be joined:
+    the lease has another start, a tail or blocks that are being fetched; not every group has exactly one record of held
+    pages; or pages are held although the lease has blocks that are loaded straight.
 
     Args:
         groups: number of KV groups.

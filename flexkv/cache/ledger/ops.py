@@ -1,5 +1,5 @@
-"""Ops that were planned and have not ended yet. Loads and stores run on the ranks, all other ops on the plane of their
-tier."""
+"""Ops that were planned and have not ended yet. The ranks run loads and stores. All other ops are run by their tier's
+plane (`Tier.plane`)."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class RankOp(Op):
         reported: numbers of the ranks that have reported. A rank that died never reports. The op's pages then stay
             pinned until the unit ends, because the rank's last copy may still run.
         failed: which pages failed on a rank that has reported.
-        suspect: which pages failed and must be forgotten; none because of a cancelled load.
+        suspect: which pages failed and must be forgotten. A cancelled load makes no page suspect.
         damaged: which pages failed, perhaps because their content is bad.
         withheld: for a load straight from a tier, which pages failed because the tier did not deliver them. The tier
             keeps them, and the failures are counted.
@@ -246,8 +246,8 @@ class RankOp(Op):
 
     @property
     def coming(self) -> NDArray[np.bool_] | None:
-        """Which pages were still being fetched to host memory when the op was planned, bool [pages]; None if no page
-        was."""
+        """Which pages were still being fetched to host memory when the op was planned, bool [pages]; None if there were
+        no such pages."""
         return self.plan.reads != 0 if len(self.plan.reads) else None
 
     @property
@@ -338,7 +338,7 @@ class OpTable:
         return op_id in self._ops
 
     def pages(self, role: OpRole, tier: TierId | None = None) -> int:
-        """Returns the number of pages in flight in ops of a role, for one tier, or for all tiers if `tier` is None."""
+        """Returns the number of pages in flight in ops of a role and tier; if `tier` is None, of all tiers."""
         return self._all_pages[role] if tier is None else self._pages.get((role, tier), 0)
 
     def count(self, role: OpRole, tier: TierId) -> int:

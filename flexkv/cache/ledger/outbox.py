@@ -1,4 +1,4 @@
-"""The queue of ops that tiers' planes will run and that were not submitted to them yet."""
+"""The queue of tiers' own ops that were planned but not submitted yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flexkv.transfer.graph import OpId, TransferGraph, TransferOp
 
 
 class Outbox:
-    """A queue of planned graphs. They are submitted in the order in which they were planned."""
+    """A queue of planned graphs, in the order in which they were planned and are submitted."""
 
     def __init__(self) -> None:
         self._graphs: list[tuple[TierId, TransferGraph]] = []

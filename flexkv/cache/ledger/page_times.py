@@ -20,8 +20,8 @@ Expiries = NDArray[np.uint64]
 """Per page, the Unix time in seconds at which the page becomes a miss; NEVER for a page that does not expire."""
 
 NOTED_PAGES = 4096
-"""Records of expiry times are thinned out when there are more than this number plus twice the number of slots: the
-record of a page that was evicted before it expired stays until then."""
+"""Records of expiry times are thinned out when there are more than this number plus twice the number of slots.
+Otherwise the record of a page that was evicted before it expired would stay until its expiry time."""
 
 REMEMBERED = 16_384
 """Maximum number of remembered expired keys, by which the reason of a miss is found. Comparing a key with all of them
@@ -82,8 +82,8 @@ class PageTimes:
         return times
 
     def first_due(self, now_s: int) -> Sequence[tuple[int, Keys]]:
-        """Returns the groups and keys of the pages that expire first, or nothing if that time is after `now_s`. Some of
-        the pages may no longer be in host memory, or may have been stored again with another expiry time.
+        """Returns the groups and keys of the pages with the earliest expiry time; empty if that time is after `now_s`.
+        Some of the pages may no longer be in host memory, or may have been stored again with another expiry time.
         """
         if not self._seconds or self._seconds[0] > now_s:
             return ()
@@ -97,7 +97,7 @@ class PageTimes:
         """If there are many records, drops those of pages that left host memory before they expired.
 
         Args:
-            slots_of: returns, for a group and keys, which of the keys are in host memory and the slots of those.
+            slots_of: returns, for a group and keys, which of the keys are in host memory, and the slots of these keys.
         """
         if self._pages <= NOTED_PAGES + 2 * sum(self._slots):
             return

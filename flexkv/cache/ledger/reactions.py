@@ -16,8 +16,8 @@ def _nothing(*_: object) -> None:
 
 @dataclass(slots=True)
 class Reactions:
-    """The callbacks of one manager. The ledger and the tiers call them, and are made before the objects that provide
-    them. The manager sets all of them at the end of its constructor.
+    """The callbacks of one manager. The ledger and the tiers call them. Because ledger and tiers are made before the
+    objects that provide the callbacks, the manager sets all callbacks at the end of its constructor.
 
     Attributes:
         evicted: called with (group, keys) when blocks were evicted from host memory to free slots.
@@ -26,7 +26,8 @@ class Reactions:
             pages.
         answered: called with (request, keys, start in tokens, settings) when a tier has answered a question for which
             the request waited.
-        undone: called without arguments when an interrupted plan was undone; objects recount what they count.
+        undone: called without arguments after an interrupted plan was undone, so that the objects that keep counts of
+            pages correct them.
     """
 
     evicted: Callable[[int, Keys], object] = _nothing

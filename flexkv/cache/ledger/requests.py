@@ -20,11 +20,11 @@ class Wait:
         since_s: by tier, the clock time at which the request began to wait for the tier.
         ends_s: clock time at which the wait ends at the latest.
         ops: by op number, the tier of each fetch or question that has not ended yet.
-        held: pages that are pinned for the request until its next lookup has leased them: those that its fetches
-            bring, and those among them that were already in host memory.
+        held: pages that are pinned for the request until its next lookup has leased them: the pages that its fetches
+            bring, and the pages between them that were already in host memory.
         skipped: by tier, why the request continues without the tier's pages.
-        probed: number of the question that the tier was asked for the request, by tier and by whether it was for the
-            tail. Each tier is asked once for whole blocks and once for a tail.
+        probed: op number of each question asked for the request, by tier and by whether the question was for the tail.
+            Each tier is asked at most once for whole blocks and once for a tail.
         ready_end: number of leading blocks of the request that were in host memory when the wait began; None before.
         fetched: number of pages that were fetched to host memory for the request, by tier.
     """
@@ -40,8 +40,8 @@ class Wait:
 
 
 MOST_MISSES = 16_384
-"""Maximum number of recorded misses; beyond it the oldest is dropped. Engines queue far fewer requests. The limit
-bounds the memory for requests whose end is never reported."""
+"""Maximum number of recorded misses; if it is exceeded, the oldest is dropped. Engines queue far fewer requests. The
+limit bounds the memory for requests whose end is never reported."""
 
 
 class RequestLedger:
@@ -204,8 +204,8 @@ class RequestLedger:
         self.begins_to_wait(request_id, ready_end)
 
     def end_prefetch(self, request_id: str) -> list[OpId]:
-        """Ends the request's prefetch, because a lookup now asks for the request. Its wait stays, with no ops and a new
-        start. Returns the ops for which it waited."""
+        """Ends the request's prefetch, because a lookup now asks for the request. Empties the request's wait, so that
+        its time begins anew with the next op, and returns the ops that were in it. Held pages stay held."""
         self.prefetched.discard(request_id)
         wait = self.waits[request_id]
         ops = list(wait.ops)

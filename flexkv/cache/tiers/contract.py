@@ -1,9 +1,9 @@
 """The contract of a tier: one kind of storage that holds pages.
 
 Host memory is the hub, the tier with number 0. Pages of every other tier are fetched to host memory and written from
-it. A tier's facets say what it can do. A `Source` fills host slots. A `Sink` writes pages from host slots. A `Prober`
-must be asked which pages it has. A `Follower` has pages that other units add and remove. A `Keeper` has pages that this
-unit need not keep itself. Routes move pages straight between the tier and engine blocks.
+it. What a tier can do follows from its facets. A `Source` fills host slots. A `Sink` writes pages from host slots. A
+`Prober` must be asked which pages it has. A `Follower` has pages that other units add and remove. A `Keeper` has pages
+that this unit need not keep itself. Routes move pages straight between the tier and engine blocks.
 
 The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
 """
@@ -35,7 +35,7 @@ NAMELESS = (
     "the cache was reset, for new weights or a sleep, and nothing names what the engine computes from now on until it "
     "starts again"
 )
-"""The reason with which a reset takes a tier out of use whose pages units share."""
+"""The reason that a reset gives for taking a tier out of use whose pages several units share."""
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """One series of a metric: the metric's name, and its labels with their values."""
@@ -49,7 +49,7 @@ class WriteMode(Enum):
     BACK = "back"
     """A page is written when the tier is idle, at the latest before the page is evicted from host memory."""
     EVICT = "evict"
-    """A page is written before it is evicted from host memory: fewest writes, but a crash loses all pages in memory."""
+    """A page is written before it is evicted from host memory. Fewest writes, but a crash loses all pages in memory."""
     REUSE = "reuse"
     """A page is written when it is used again from host memory, because it may then be used once more."""
     OFF = "off"
@@ -67,7 +67,7 @@ class TierFacts:
             load did not bring. The plane marks each page as arrived or failed in the host pool before its op ends.
         stream_layers: whether streamed fetches bring ranges of layers of all their pages, one range after the other.
         fetch_pages: maximum number of pages being fetched; a longer hit is cut.
-        fetch_ops: maximum number of fetches in flight, and of writes in flight.
+        fetch_ops: maximum number of fetches in flight; also the maximum number of writes in flight.
         write: when pages of host memory are written to this tier.
         write_pages: maximum number of pages being written; further pages wait.
         waiting_pages: maximum number of pages that wait for their write; further pages are dropped and counted.
@@ -115,7 +115,7 @@ class TierCounts:
         read: pages that were fetched to host memory and verified.
         failed_reads: pages that a fetch or straight load did not bring because the tier failed, or that failed
             verification: damaged, torn, or from another write.
-        unread: pages whose read was not carried out without a fault of the page or the tier, or was overtaken by a
+        unread: pages whose read was not carried out although neither page nor tier was at fault, or was overtaken by a
             reset.
         expired: pages that were found after the end of their time to live.
         evicted: pages that were evicted to give their slots in the tier to others.
@@ -123,10 +123,10 @@ class TierCounts:
         waits: requests that waited for the tier.
         prefetched: pages whose fetch was begun before a lookup asked for them.
         late: lookups that continued without the tier because it took too long.
-        left: lookups that left pages of the tier to the engine because it computes them sooner.
-        left_pages: pages that these lookups left to the engine.
+        left: lookups that left pages of the tier to the engine, which computes them sooner than the tier brings them.
+        left_pages: pages that lookups left to the engine for this reason.
         no_room: requests that continued without some of the tier's pages because host slots or fetches ran short.
-        no_room_pages: pages without which these requests continued.
+        no_room_pages: pages without which requests continued for this reason.
         gds_read: pages that were loaded and verified without passing through host memory.
         gds_written: pages that were written without passing through host memory; also counted in `written`.
         hits: blocks that the tier supplied and that engines loaded.
@@ -221,12 +221,12 @@ class Source(ABC):
         return None
 
     def expiries_there(self, group: int, keys: Keys) -> Expiries | None:
-        """Returns when the tier's page of each key expires, NEVER for pages that the tier lacks; None if none does."""
+        """Returns when the tier's page of each key expires; NEVER if the tier lacks the page. None if none expires."""
         return None
 
 
 class Prober(ABC):
-    """A tier that must be asked which pages it has. When a question has ended, the pages are in the tier's `presence`.
+    """A tier that must be asked which pages it has. When a question has ended, the tier has added them to `presence`.
 
     Attributes:
         probe_s: seconds for which a request waits for an answer before it continues without the tier.
@@ -352,11 +352,11 @@ class Keeper(ABC):
 
     @abstractmethod
     def orphans(self, most: int) -> tuple[int, Keys]:
-        """Removes and returns a group and up to `most` keys of pages in it that this unit should copy: the unit left
-        them out, and no running peer keeps them. Looks at no more than `most` records.
+        """Returns a group and up to `most` keys in it, and removes them from the orphans. This unit should copy their
+        pages: it left them out, and no running peer keeps them. Looks at no more than `most` records.
 
         Call order:
-            Then `put_back` for keys whose copy could not begin, and `end_orphans` when no copy is in flight.
+            Followed by `put_back` for keys whose copy could not begin, and by `end_orphans` when no copy is in flight.
         """
 
     @abstractmethod
@@ -379,7 +379,7 @@ class Tier(ABC):
         held: why the tier may not be used yet; empty if it may. While it is held, its pages are misses and writes wait.
         source, sink, prober, follower, keeper, loads, stores: the tier's facets; each is None if the tier lacks it.
             `loads` plans loads from the tier to engine blocks, `stores` plans stores from engine blocks to the tier.
-        straight: the same object as `loads` if the tier is not the hub; None for the hub and without `loads`.
+        straight: the same object as `loads`, but None for the hub, whose loads come from host slots.
         plane: runs the tier's own ops; None if it has none or the caller runs them.
         durable_pages: number of pages written so far that would survive a crash.
     """
@@ -411,8 +411,8 @@ class Tier(ABC):
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes these keys misses, and frees their slots, those with pins when the last pin ends. Returns how many of
-        the keys were known."""
+        """Makes these keys misses and frees their slots. A pinned slot is freed when its last pin ends. Returns how
+        many of the keys were known."""
 
     @abstractmethod
     def begin_reset(self) -> None:
@@ -420,7 +420,7 @@ class Tier(ABC):
 
     @property
     def resets(self) -> bool:
-        """Whether `finish_reset` would wait. Never waits itself."""
+        """Whether `finish_reset` would wait. Reading this property never waits."""
         return False
 
     @abstractmethod

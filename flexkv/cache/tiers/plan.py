@@ -1,7 +1,7 @@
 """The contract of a planned tier: a tier that the unit's settings enable and that is not open yet.
 
-The space that a tier needs in each slot must be known before host memory is sized. The tier's folders are opened only
-afterwards, so that no tier is open if this fails.
+The space that a tier needs in each slot must be known before host memory is sized. The tier's storage is opened only
+after that, so that no tier is open if host memory cannot be allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UnitFacts:
 
     Attributes:
         config: the unit's settings.
-        groups: the unit's KV groups, which share slots.
+        groups: the unit's KV groups. They share slots.
         ranks: facts about each rank that has a stripe of its own; one rank if all ranks have the same bytes.
         owner: the unit, engine and model that own the pages.
         recomputes: whether the engine computes the pages that a load did not bring.
@@ -70,14 +70,15 @@ class TierPlan(ABC):
 
         Args:
             pool: the host pool, whose slots are large enough for all `images`.
-            on_error: `open` adds callbacks that close the storage if building the unit fails later.
+            on_error: stack to which `open` adds callbacks that close the storage if building the unit fails later.
 
         Raises:
             FlexKVError: the storage cannot be opened; the message says which folder and why.
         """
 
     def slab_map(self) -> SlabMap | None:
-        """Returns the slabs between which and their pools ranks move pages straight; None if no rank does."""
+        """Returns the slabs to and from which ranks move pages without passing through host memory; None if they move
+        none."""
         return None
 
 

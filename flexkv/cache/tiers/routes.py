@@ -114,7 +114,7 @@ class StraightLoads(LoadRoute):
 
     @abstractmethod
     def lease(self, group: int, entries: EntryIds, places: SlotIds) -> StraightPages:
-        """Returns the record of pages that a lookup has leased, from which the load is planned."""
+        """Returns a record of pages that a lookup has leased. Their load is planned from this record."""
 
     @abstractmethod
     def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:

@@ -38,14 +38,14 @@ LOOKED_THROUGH = 65_536
 
 
 class StoredTier(Tier, Source):
-    """Looks up and reads stored pages. An entry is pinned while an op uses its slot.
+    """Looks up and reads pages in storage. An entry is pinned while an op uses its slot.
 
     The epoch is even while the weights are those that the process loaded at its start, which the folder's fingerprint
     identifies. After a reset, it is odd, because only this process knows the new weights. The next process drops pages
     that were written in an odd epoch, because it cannot know whether it has the same weights.
 
     Args:
-        pages: the storage, which survives the process. It knows how many slots there are and which pages they contain.
+        pages: the storage, which survives the process. It says how many slots there are and which pages they contain.
     """
 
     def __init__(self, context: TierContext, pages: StoredPages, facts: TierFacts) -> None:
@@ -69,7 +69,8 @@ class StoredTier(Tier, Source):
         """Per group, the tag with which each slot was last written. Groups that share slots share the array."""
         self._asked: dict[int, NDArray[np.bool_]] = {}
         """For each group with slots of its own, which slots contain a page whose expiry time a request has set. Empty
-        until there is such a page. For pages found at the start it is unknown who set the time; they count."""
+        until there is such a page. A page found at the start that expires counts too, because nothing says who set its
+        expiry time."""
         self._any_expires = False
         self._any_partial = False
         self._sizes = [spec.block_tokens for spec in context.tables.specs]

@@ -2,7 +2,7 @@
 
 Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that their slots
 are not rewritten. Each rank verifies the pages that it reads against their tags. Pages that fail are reported to the
-engine. The tier forgets a failed page if its slot contained something else (`FailureCause`).
+engine. The tier forgets a failed page if the failure puts its content in doubt (`STRAIGHT_MARKS` in `ledger/ops.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from flexkv.transfer.graph import NO_PLACES, BlockIds, OpKind, Priority, SlotIds
 logger = get_logger(__name__)
 
 REST_S = 60.0
-"""Seconds for which this route is not used after a rank's lane or a disk has failed pages. A hang may end meanwhile,
-reads by the manager's own lane show whether the disk is bad, and each further failure would cost a request its hit."""
+"""Seconds for which this route is not used after pages failed because of a rank's lane or a disk. Meanwhile a hang may
+end, and reads by the manager's own lane show whether the disk is bad. Each further failure would cost a request its
+hit."""
 
 
 class GdsUse(Enum):
@@ -59,7 +60,7 @@ class GdsLoads(StraightLoads):
     # --- promises ---
 
     def _is_resting(self, now_s: float) -> bool:
-        """Whether the route is not used for now, after a failure."""
+        """Whether the route is out of use for now because of a failure."""
         return now_s < self._rests_until_s
 
     def wants(self, pages: int, queued_fetches: int) -> bool:
@@ -136,7 +137,8 @@ class GdsLoads(StraightLoads):
             # now.
             op.suspect[:] = op.withheld[:] = False
         elif op.suspect.all():
-            # If every page failed, the cause may be the route rather than the pages, and the next loads would fail too.
+            # If every page is suspect, the cause may be the route rather than the pages, and the next loads may fail
+            # too.
             self._rest("; ".join(op.reasons) or "all of a load failed")
         now_s = self._context.tables.clock()
         if not op.failed.any():
@@ -154,8 +156,8 @@ class GdsLoads(StraightLoads):
             self._context.tables.reactions.forgotten(op.tier, op.group, lost)
 
     def _rest(self, reason: str) -> None:
-        """Stops the use of this route for REST_S, because a rank's lane or a disk failed or a load brought no page.
-        Pages are loaded through host memory meanwhile.
+        """Takes this route out of use for REST_S seconds, because a rank's lane or a disk failed or a load brought no
+        page. Until then pages are loaded through host memory.
         """
         now_s = self._context.tables.clock()
         if now_s >= self._rests_until_s:

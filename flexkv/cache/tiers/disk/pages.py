@@ -60,8 +60,8 @@ class DiskPages(StoredTier, Sink):
     # --- the board for other units ---
 
     def show(self) -> SlotBoard:
-        """Makes and returns a board that shows the pages on the disks to peers and is kept up to date. All groups share
-        the slots."""
+        """Makes and returns a board that shows the pages on the disks to peers. It is kept up to date from now on.
+        Precondition: all groups share the slots."""
         places = np.arange(len(self._tags[0]), dtype=np.int32)
         self._board = SlotBoard(len(places))
         self._note(0, places)
@@ -119,7 +119,7 @@ class DiskPages(StoredTier, Sink):
 
         Args:
             tokens: number of valid tokens of each page.
-            expiries: when the pages expire; None if none does. They expire after `ttl_s` at the latest.
+            expiries: when the pages expire; None if no request has set a time. They expire after `ttl_s` at the latest.
 
         Returns:
             Positions of the keys that got a slot, their entries (pinned until `end_write`), their slots and their tags.
@@ -148,8 +148,8 @@ class DiskPages(StoredTier, Sink):
         return positions, entries, places, tags
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """Returns the generation of each key's visible page, uint64 [keys]; 0 for keys without one. Removes expired
-        pages that it finds."""
+        """Returns the generation (number of the write) of each key's visible page, uint64 [keys]; 0 for keys without a
+        visible page. Removes expired pages that it finds."""
         there = self.present(group, keys)
         generations = np.zeros(len(keys), np.uint64)
         entries = self.presence.find(group, keys[there])
@@ -157,8 +157,8 @@ class DiskPages(StoredTier, Sink):
         return generations
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Returns which of these entries may still become visible, bool [entries]: those that were not removed since
-        `begin_write`. Precondition: they are pinned since `begin_write`."""
+        """Returns which of these entries may still become visible, bool [entries]: those that have not been removed
+        since `begin_write`. Precondition: they have been pinned since then."""
         return np.asarray(
             self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
         )
@@ -211,7 +211,7 @@ class DiskPages(StoredTier, Sink):
             return 0
         strange = len(self)
         self.presence.clear()
-        # By 2, so that an even epoch stays even and an odd one odd: the process has the same weights as before.
+        # The epoch grows by 2, so that it stays even or odd: the process has the same weights as before.
         self.epoch += 2
         self.volumes.begin_reset(self.epoch)
         return strange
@@ -268,8 +268,8 @@ class DiskPages(StoredTier, Sink):
 
     def durable(self) -> bool:
         stats = self.volumes.stats()
-        # `stats` is called before `poll`. A journal that has failed shows no lag, but `poll` then finds its disk lost.
-        # `poll` also hands pending records to the journals, which would show as lag.
+        # `stats` must be called before `poll`. A journal that has failed shows no lag, but `poll` then finds that its
+        # disk is lost. And `poll` hands pending records to the journals, which `stats` would then count as lag.
         self.poll(time.monotonic())
         return not (stats.journal_lag_s > 0 or stats.pending_pages)
 

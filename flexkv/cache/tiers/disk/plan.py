@@ -33,7 +33,7 @@ from flexkv.transfer.slab_map import SlabMap
 logger = get_logger(__name__)
 
 OPS_SHARE = 2
-"""The manager uses at most one in this many of the lane's queue entries per direction, because an op occupies its entry
+"""In each direction the manager uses at most one in this many of the lane's queue entries. An op occupies its entry
 until its result is polled."""
 
 PROMISES_NEED = (
@@ -105,7 +105,7 @@ class DiskPlan(TierPlan):
 
 
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
-    """Returns how the unit uses its disks: the settings, as far as this engine and its ranks can fulfil them. Logs a
+    """Returns how the unit uses its disks: as its settings say, where this engine and its ranks can do that. Logs a
     warning about each setting that they cannot fulfil.
     """
     disk = unit.config.disk
@@ -137,7 +137,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
 
 
 def _gds_loads(unit: UnitFacts) -> GdsUse:
-    """Returns when straight loads are used: what `disk.gds` says, if this engine and its ranks can fulfil it."""
+    """Returns when straight loads are used: as `disk.gds` says, if this engine and its ranks can do that, else never."""
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
@@ -211,7 +211,7 @@ def disk_folders(unit: UnitFacts) -> list[Path]:
 
 
 def overwritable(unit: UnitFacts) -> OwnBytes:
-    """Returns a function that returns how many bytes in a folder the unit may overwrite. The function raises
+    """Returns a function from a folder to the number of bytes in it that the unit may overwrite. The function raises
     GeometryError if the ranks report different page formats.
     """
 

@@ -1,9 +1,10 @@
 """Straight stores from engine blocks to the unit's own disks, bypassing host memory (docs/gds.md).
 
-Each rank writes its stripe of each page and reports the digests of its runs. Then the disk lane writes the trailers
-(the seal), and the pages become visible. A page that is not sealed is never visible. Contract with the tier: entries
-are pending and pinned from the plan of the store to the end of the seal, so that their slots are neither read nor
-rewritten.
+Each rank writes its stripe of each page and reports the digests of the page's runs. Then the disk lane writes the
+trailers (the seal), and the pages become visible. A page that is not sealed is never visible.
+
+Contract with the tier: entries are pending and pinned from the plan of the store to the end of the seal, so that their
+slots are neither read nor rewritten.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class GdsStores(StoreRoute):
     not stored.
 
     A block that is being read from disk is not stored on disk again. But the read may fail, and the engine offers a
-    block only once. So the block is stored in host memory, and written to disk from there if the read finds it bad.
+    block only once. So the block is stored in host memory. If the read finds the page on disk bad, the block is written
+    to disk from there.
 
     Args:
         most_pages: maximum number of pages being stored or sealed at once.
@@ -66,7 +68,7 @@ class GdsStores(StoreRoute):
         index = self._context.tables.hub.index
         entries = index.find(offer.group, offer.keys)
         ready = entries[entries != NO_ENTRY]
-        # Blocks of the offer must not be evicted to free slots for other blocks of it.
+        # Blocks of the offer must not be evicted to free slots for other blocks of the same offer.
         index.pin(ready)
         try:
             return self._context.tables.host_stores.begin_store(offer.part(positions), room)
@@ -157,7 +159,7 @@ class GdsStores(StoreRoute):
         self._context.tables.outbox.put(tier, plan)
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """Makes the pages visible that were sealed successfully, and counts them."""
+        """Implements `StoreRoute.follow_up_ended`. Also counts the pages."""
         good = good_pages(result, op.pages)
         written = int(np.count_nonzero(self._disk.end_write(op.group, op.entries, good)))
         counts = self._disk.counts

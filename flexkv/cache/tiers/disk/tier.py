@@ -19,10 +19,10 @@ class DiskTraffic:
     Attributes:
         facts: limits and modes; see `TierFacts`.
         ttl_s: whole seconds after which a written page is a miss; None for never.
-        gds_loads: when whole blocks are loaded from disk without passing through host memory. NEVER unless the workers
-            have the lane for it and a page may fail to load: the engine then computes the page, or the request fails
-            (`disk.gds_may_fail_requests`).
-        gds_stores: whether blocks are stored straight to disk, and not in host memory.
+        gds_loads: when whole blocks are loaded from disk without passing through host memory. Other than NEVER only if
+            the workers have a lane for such loads and a page may fail to load: then either the engine computes the
+            page, or the request fails (`disk.gds_may_fail_requests`).
+        gds_stores: whether blocks are stored straight to disk instead of in host memory.
     """
 
     facts: TierFacts = TierFacts("disk")  # noqa: RUF009 - frozen

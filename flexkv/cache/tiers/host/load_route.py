@@ -71,8 +71,8 @@ class HostLoads(LoadRoute):
             return
         coming = op.coming
         if coming is not None:
-            # If a page was never fetched, `end_fetch` decides whether it is forgotten; the fetch may still be in
-            # flight.
+            # If a page has not been fetched, the end of its fetch decides whether the page is forgotten. The fetch may
+            # still be in flight.
             op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
         if others := self._tables.tiers[1:]:
             keys = index.keys_of(op.entries)
@@ -93,6 +93,7 @@ class HostLoads(LoadRoute):
 
 
 def _fetches_of(fetches: ReadIds, kept: NDArray[np.intp]) -> ReadIds:
-    """Returns the op that fetches each page of a load, 0 for pages in host memory; empty if all pages are there."""
+    """Returns the number of the op that fetches each page of a load, 0 for a page in host memory. Returns an empty
+    array if all pages of the load are in host memory."""
     fetches = fetches[kept]
     return fetches if fetches.any() else NO_READS

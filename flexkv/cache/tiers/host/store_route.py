@@ -26,8 +26,8 @@ class HostStores(StoreRoute):
         )
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
-        # The index gives slots in order and stops at the first block without a slot. But blocks whose keys a fetch
-        # keeps may be anywhere in the offer.
+        # The index gives slots in order and stops at the first block that gets none. But blocks that `_take_over` left
+        # to their fetch may be anywhere in the offer.
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
             return StorePlan(None, stored, known, dropped, accepted)
@@ -45,9 +45,9 @@ class HostStores(StoreRoute):
     def _take_over(self, offer: StoreOffer, room: int) -> int:
         """Removes from the index the offered blocks that are being fetched, so that the store gives them new slots.
 
-        A fetch may fail until its page is verified, and the engine offers a block only once. So the key is given to the
-        store's slot. The fetch continues in its own slot for the loads that wait for it, but its page does not become
-        visible. If the store fails, the page is still in its tier, unless the fetch has failed too.
+        Until its page is verified a fetch may fail, and the engine offers a block only once. So the key is given to the
+        store's slot. The fetch continues in its own slot for the loads that wait for it, but the page in that slot does
+        not become visible. If the store fails, the page is still in its tier, unless the fetch has failed too.
 
         Returns:
             The number of blocks that are left to their fetch, because there is no slot for the store.
@@ -62,7 +62,7 @@ class HostStores(StoreRoute):
         if missing > 0:
             there = entries[entries != NO_ENTRY]
             ready = there[index.ready(there).view(np.bool_)]
-            # Blocks of the offer must not be evicted to free slots for other blocks of it.
+            # Blocks of the offer must not be evicted to free slots for other blocks of the same offer.
             index.pin(ready)
             self._tables.hub.evict(group, missing)
             index.unpin(ready)
@@ -77,8 +77,8 @@ class HostStores(StoreRoute):
         there = np.flatnonzero(entries != NO_ENTRY)
         coming: NDArray[np.intp] = there[self._tables.hub.index.fillers(entries[there]) != 0]
         if len(coming):
-            # If an offered engine block is the target of a load in flight, its KV comes from the fetch. If the load
-            # fails, the engine computes the block and offers it again.
+            # If an offered engine block is the target of a load in flight, the block's KV comes from the fetch itself.
+            # If the load fails, the engine computes the block and offers it again.
             coming = coming[~np.isin(offer.blocks[coming], self._tables.ops.targets_of_loads(group))]
         return coming
 

@@ -18,8 +18,8 @@ from flexkv.transfer.host_pool import HostPool
 
 
 def plan_peer_folders(unit: UnitFacts) -> TierPlan | None:
-    """Plans the tier of other units' folders; returns None without folders or without the common key scheme. With an
-    engine's own keys, another engine's pages are in folders with another fingerprint."""
+    """Plans the tier of other units' folders. Returns None if the unit has no folders or does not use the common key
+    scheme: with an engine's own keys, other engines' pages are in folders with another fingerprint."""
     config = unit.config
     return PeersPlan(unit) if config.disk.folders and config.keys.scheme == "common" else None
 

@@ -21,8 +21,8 @@ class PeerPlane(Plane, Protocol):
 
     @property
     def down_reason(self) -> str:
-        """Why pages are no longer read; empty while they are read. The tier reads this property from time to time, so
-        that a hanging disk is noticed.
+        """Why pages are no longer read; empty while they are read. A hanging disk is noticed when this property is
+        read, so the tier reads it from time to time.
         """
 
 

@@ -12,11 +12,11 @@ from flexkv.facts.keys import Keys
 
 
 class KeyMemory:
-    """A set of pairs of group and key. It forgets each pair some seconds after it was added last.
+    """A set of pairs of group and key. It forgets each pair `keep_s` seconds after the pair was added last.
 
     Args:
         keep_s: seconds for which a pair is remembered.
-        most: maximum number of pairs; beyond it those added first are dropped.
+        most: maximum number of pairs; if it is exceeded, the pairs that were added first are dropped.
         clock: returns seconds and never runs backwards.
     """
 

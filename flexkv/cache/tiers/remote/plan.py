@@ -23,11 +23,11 @@ from flexkv.transfer.host_pool import HostPool
 logger = get_logger(__name__)
 
 START_WAIT_S = 15.0
-"""Longest time in seconds that an engine's start waits until the store's client is loaded, which takes a fraction of a
-second, and the store has given its first answer."""
+"""Maximum time in seconds for which an engine's start waits until the store's client is loaded and the store has given
+its first answer. Loading the client takes a fraction of a second."""
 
 QUESTIONS = 64
-"""Maximum number of questions to the store in flight; further requests continue without the store."""
+"""Maximum number of questions to the store that are in flight; further requests continue without the store."""
 
 
 WRITE_SHARE = 8
@@ -91,8 +91,8 @@ def remote_facts(unit: UnitFacts, slots: int) -> TierFacts:
     """Returns the limits of the unit's reads and writes of the store.
 
     Args:
-        slots: number of slots in the unit's host pool. Pages that are being written cannot be evicted from it, however
-            slow the store is, so their number is limited to a share of the slots.
+        slots: number of slots in the unit's host pool. A page that is being written cannot be evicted from the pool,
+            however slow the store is. So the number of such pages is limited to a share of the slots.
     """
     config, remote = unit.config, unit.config.remote
     write_pages = min(remote.inflight_pages, max(remote.batch_pages, slots // WRITE_SHARE))

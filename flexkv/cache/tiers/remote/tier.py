@@ -1,5 +1,5 @@
 """The tier of pages in a store that machines share. Which pages the store has is known only from its answers to
-questions, which expire."""
+questions. Answers expire."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 131_072
-"""Maximum number of pages, over all groups, that are remembered as being in the store; takes about 10 MB. Beyond it,
-the store is asked again about pages that the eviction policy removes."""
+"""Maximum number of pages, over all groups, that are remembered as being in the store. Remembering them takes about
+10 MB. The eviction policy removes further pages, and the store is asked again about the removed ones."""
 
 HINT_S = 5
-"""Seconds after which the answer that the store has a page expires. This is shorter than the time for which the store
-itself does not evict a page after a question about it (Mooncake: 10 s)."""
+"""Seconds after which the store's answer that it has a page expires. After such an answer the store itself does not
+evict the page for a longer time (Mooncake: 10 s)."""
 
 ABSENT_S = 2.0
 """Seconds for which the store is not asked again about a page that it did not have."""
@@ -110,7 +110,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
             return False
         only_one = len(asked) == 1 and self._whole[0]
         keys = [asked[0][:MOST_ASKED]] if only_one else self._shared_out(asked)
-        # The candidates of a tail are not a chain: the store has to look for each, not only up to the first absent one.
+        # The candidates of a tail are not a chain: the store must look for all, not only up to the first absent one.
         whole = self._whole if tokens is None else [False] * len(keys)
         if not self._lane.ask(op_id, keys, whole):
             return False
@@ -118,8 +118,9 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return True
 
     def _shared_out(self, asked: Sequence[Keys]) -> list[Keys]:
-        """Cuts the keys to the number that one question may contain. FULL groups come first. The other groups get the
-        remaining number, from their last key backwards, because the longest hit needs their last pages.
+        """Cuts the keys to the number that one question may contain. The keys of FULL groups are taken first. The
+        remaining number goes to the other groups' keys, the last key first, because the longest hit needs the last
+        pages of these groups.
         """
         keys, room = list(asked), MOST_ASKED
         for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
@@ -190,8 +191,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return unexpired_present(self.presence, group, keys, self._old)
 
     def _old(self, entries: EntryIds) -> NDArray[np.bool_]:
-        """Returns for which entries the store's answer has expired, bool [entries]. They stay in the index, so that
-        their pages are not written again."""
+        """Returns for which entries the store's answer has expired, bool [entries]. Such entries stay in the index, so
+        that their pages are not written again."""
         old: NDArray[np.bool_] = self.presence.expiries(entries) <= np.uint64(self._now())
         return old
 
@@ -271,8 +272,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return int(np.count_nonzero(self.presence.remove(entries)))
 
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes pages misses in this unit for LIAR_S seconds, and asks the store to remove them. Other machines may
-        already have read them; those copies stay."""
+        """Makes pages misses in this unit for LIAR_S seconds, and asks the store to remove them. Copies that other
+        machines have already read from the store stay."""
         entries = self.presence.find(group, keys, ready_only=False)
         entries = entries[entries != NO_ENTRY]
         if len(keys) and not self._off:
@@ -291,16 +292,16 @@ class RemoteTier(Tier, Source, Sink, Prober):
         super().open_for(weights)
 
     def begin_reset(self) -> None:
-        # Nothing identifies the new weights. Pages in the store under this unit's fingerprint were computed with the
-        # weights that the process loaded at its start.
+        # Nothing identifies the new weights, so no page may be exchanged with the store: its pages under this unit's
+        # fingerprint were computed with the weights that the process loaded at its start.
         self.go_down(NAMELESS)
         self.presence.clear()
         self._absent.clear()
         self._liars.clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        """Does nothing. No page is served any more, and pages that are still being written were computed with the old
-        weights and are stored under their names.
+        """Does nothing. No page is served any more. Pages that are still being written were computed with the old
+        weights, and their names in the store belong to those weights.
         """
 
     def go_down(self, reason: str) -> None:

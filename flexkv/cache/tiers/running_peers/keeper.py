@@ -20,8 +20,8 @@ from flexkv.transfer.graph import NEVER, SlotIds
 NO_KEYS: Keys = np.zeros((0, KEY_BYTES), np.uint8)
 
 TURN_S = 0.25
-"""Seconds for which the units leave each share of the orphans to one unit. They read its board about a dozen times
-meanwhile (`FOLLOW_S`)."""
+"""Seconds for which each share of the orphans is left to one unit. In this time the other units read that unit's board
+about a dozen times (`FOLLOW_S`)."""
 
 
 class DepartedPeers(Protocol):
@@ -39,13 +39,13 @@ class DepartedPeers(Protocol):
 
 
 class PeerKeeper(Keeper):
-    """Has a record for each slot of the tier's index: whether this unit left out the page in the slot. So there are
-    records only of pages that a peer has.
+    """Records for each slot of the tier's index whether this unit left out the page in the slot. So only pages that a
+    peer has are recorded.
 
     Orphans are pages that this unit left out and that only ended peers have. They are divided among the running units,
     so that not every unit that left out a page copies it. The units are numbered, and the bits of a key assign it to
-    one of them. Each unit begins with its own keys, and goes on to those of the next unit every `TURN_S`. By then that
-    unit has copied most of them, so they are no longer orphans.
+    one of them. Each unit begins with its own keys, and every `TURN_S` seconds goes on to the keys of the next unit.
+    By then the next unit has copied most of those pages, so they are no longer orphans.
 
     Args:
         presence: the tier's index.
@@ -81,8 +81,8 @@ class PeerKeeper(Keeper):
         self._since_s = 0.0
         """Clock time at which the last of these peers was found to have ended."""
         self._let_go: tuple[int, ...] = ()
-        """Ended peers whose pages are not needed any more. They are listed in `share.departed` until another thread has
-        unmapped their memory."""
+        """Ended peers whose pages are not needed any more. Each stays in `share.departed` until another thread has
+        unmapped its memory."""
         self._orphans: deque[tuple[int, Keys]] = deque()
         """Pages that may be orphans: groups, each with keys."""
 
@@ -93,8 +93,8 @@ class PeerKeeper(Keeper):
         self._left_out[places] = False
 
     def leaving(self, entries: EntryIds) -> None:
-        """Called when the tier is about to remove these pages, because no peer has an intact copy any more. Counts
-        those that this unit left out as lost."""
+        """Called when the tier is about to remove these pages because no peer has an intact copy any more. Pages that
+        this unit left out are counted as lost."""
         places = self._presence.slots_of(entries)
         self.counts.lost += int(np.count_nonzero(self._left_out[places]))
         self._left_out[places] = False
@@ -111,8 +111,8 @@ class PeerKeeper(Keeper):
             return np.zeros(len(keys), np.bool_)
         there = self._present(group, keys)
         if there.any():
-            # The index may not be up to date yet, and the expiry time in it may be that of a peer that has evicted the
-            # page since.
+            # The index may not be up to date, and an expiry time in it may come from a peer that has evicted the page
+            # since.
             running, expiries = self._running(group, keys[there], self._share.departed)
             if expiry is not None:
                 lasts = expiries == NEVER
@@ -125,7 +125,8 @@ class PeerKeeper(Keeper):
     def _running(
         self, group: int, keys: Keys, departed: tuple[int, ...]
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        """Returns which of the keys a running peer has, bool [keys], and when its pages expire, uint64 [keys]."""
+        """Returns which of the keys a running peer has, bool [keys], and the Unix time in seconds at which the peer's
+        page of each key expires, uint64 [keys]."""
         peers, _, _, expiries, _ = self._directory.find(
             group, np.ascontiguousarray(keys), np.array(departed, np.int32)
         )
@@ -187,7 +188,7 @@ class PeerKeeper(Keeper):
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
         """Returns which of the keys it is this unit's turn to copy, bool [keys]."""
         number, units = self._share.turn
-        # The turns are short enough for all units to have theirs before the ended peer's memory is released.
+        # The turns are short enough that every unit has its turn before the ended peer's memory is released.
         turn = int((self._clock() - self._since_s) / min(TURN_S, DEPARTED_S / 4 / units))
         shares = first_words(keys) % np.uint64(units)
         mine: NDArray[np.bool_] = shares == (number + turn) % units

@@ -26,8 +26,8 @@ from flexkv.transfer.host_pool import HostPool
 logger = get_logger(__name__)
 
 HOST, FOLDERS = "peer-host", "peers"
-"""Names of the two tiers, also in metrics. The tier of folders that were read at start (`peer_folders`) has the name
-`peers` too, so both count together."""
+"""Names of the two tiers in settings, metrics and the log. The tier of folders that were read at start (`peer_folders`)
+is also named `peers`, so the metrics count both tiers of folders together."""
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
@@ -73,8 +73,8 @@ def shares(config: FlexKVConfig) -> tuple[bool, bool]:
 
 
 def usual_share(config: FlexKVConfig) -> Literal["host+disk", "disk", "off"]:
-    """Returns what `peers.share: auto` means: host memory is shared if several units start on the node or pages are
-    kept once; folders are shared in any case."""
+    """Returns what `peers.share: auto` means. Host memory is shared if several units start on the node or if
+    `peers.store` is `once`. Folders are shared in any case."""
     return "host+disk" if config.host.units_per_node > 1 or config.peers.store == "once" else "disk"
 
 

@@ -33,8 +33,8 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 262_144
-"""Maximum number of peers' pages in the index, over all groups; takes about 25 MB. Beyond it, pages that the eviction
-policy removes from the index are misses."""
+"""Maximum number of peers' pages in the index, over all groups. The index then takes about 25 MB. The eviction policy
+removes further pages from it, and the removed ones are misses."""
 
 NEWS_PER_POLL = 4_096
 """Maximum number of changed pages that one poll enters in the index: about 1 ms of the engine's thread, four times per
@@ -47,7 +47,7 @@ News = tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[
 
 
 class SharingUnit(DepartedPeers, Protocol):
-    """What this unit shares with its peers; implemented by `flexkv.peers.share.PeerShare`."""
+    """The part of `flexkv.peers.share.PeerShare` that the tier uses: what this unit shares with its peers."""
 
     def start(self, weights: bytes) -> None: ...
     def retire(self) -> None: ...
@@ -82,8 +82,8 @@ class LivePeerTier(Tier, Source, Follower):
         directory: the pages that peers have; another thread keeps it up to date.
         share: what this unit shares with its peers.
         plane: copies the pages.
-        once: totals of pages that were left out, promoted and lost, for the tier of host pools with `peers.store:
-            once`; None otherwise.
+        once: totals of pages that were left out, promoted and lost. None except for the tier of host pools with
+            `peers.store: once`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class LivePeerTier(Tier, Source, Follower):
     def forget(self, group: int, keys: Keys) -> int:
         """Makes the pages misses in this process, until a peer stores them again."""
         if self._keeper is not None:
-            # The pages are removed on request, so they must not count as lost.
+            # The caller asks for the removal, so the pages must not count as lost.
             self._keeper.take_back(group, keys)
         entries = self.presence.find(group, keys, ready_only=False)
         return self._remove(entries[entries != NO_ENTRY])
