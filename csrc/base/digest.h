@@ -26,8 +26,8 @@ FLEXKV_HD constexpr uint64_t digest_constant(uint64_t i) {
   return z ^ (z >> 31);
 }
 
-// Positions of the constants that are no word's key. They follow positions 0..511, which belong to a leaf's
-// words.
+// Positions of the constants that are not keys of words. They follow positions 0..511, whose constants are
+// the keys of a leaf's words.
 inline constexpr uint64_t kFoldConstantA = kLeafWords;
 inline constexpr uint64_t kFoldConstantB = kFoldConstantA + kDigestLanes;
 inline constexpr uint64_t kLengthConstant = kFoldConstantB + kDigestLanes;

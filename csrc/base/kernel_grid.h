@@ -7,8 +7,8 @@ namespace flexkv {
 
 inline constexpr int kWarpThreads = 32;
 
-// Unit: threads. The block size, CUDA's maximum, of kernels that leave most multiprocessors to the model. The
-// GPU places blocks on idle multiprocessors first, so two blocks of 512 threads would occupy two
+// Unit: threads. The block size of kernels that leave most multiprocessors to the model. It is CUDA's
+// maximum. The GPU places blocks on idle multiprocessors first, so two blocks of 512 threads would occupy two
 // multiprocessors where one block of 1,024 occupies one. If a kernel needs more than 32 registers per thread,
 // the 65,536 registers of a multiprocessor are enough for only one such block.
 inline constexpr int kFullBlockThreads = 1024;

@@ -12,16 +12,17 @@ namespace {
 
 constexpr const char* kWaitKernel = "the kernel that waits for a layer";
 
-// An event that is reached when a kernel has copied a stage. A stream may still wait for it when the memory
-// of the word `passed` is freed. In all known drivers cuMemFree then blocks until that wait has ended, and
-// the wait does end, because the copy kernel has ended.
+// An event that is reached when a kernel has copied a stage. A stream may still be waiting for the event when
+// the memory with the word `passed` is freed. That is safe: in all known drivers cuMemFree blocks until such
+// a wait has ended, and the wait does end, because the copy kernel has ended by then.
 class StagePoint : public StreamEvent {
  public:
   StagePoint(std::shared_ptr<Copier> copier, const uint32_t* passed, uint32_t value)
       : copier_(std::move(copier)), passed_(passed), value_(value) {}
 
   std::string make_wait(StreamId stream) override { return copier_->wait(passed_, value_, stream); }
-  // The word is in device memory, which the host cannot read, so reached() answers as for an unknown state.
+  // The host cannot read the word, which is in device memory. So this returns true, as for any event whose
+  // state is unknown.
   bool reached() override { return true; }
 
  private:
@@ -34,7 +35,7 @@ class StagePoint : public StreamEvent {
 
 std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
                                                        CopyStream& stream, int32_t stages) {
-  // Comes first: the kernel counts all stages even if an allocation below fails.
+  // This call comes first because the kernel counts all stages, even if an allocation below fails.
   uint32_t passed = stream.count_stages(stages);
   std::vector<std::shared_ptr<StreamEvent>> points;
   for (int32_t stage = 0; stage < stages; ++stage) {
@@ -102,7 +103,7 @@ void Copier::note(const std::string& text) {
   notes_ += (notes_.empty() ? "" : "; ") + text;
 }
 
-// Stops using the kernel that `means` selects, because it could not be started. `why` goes into the note.
+// Stops using the kernel that `means` selects, because it could not be started. notes() then includes `why`.
 void Copier::give_up(bool Capabilities::* means, const std::string& why) {
   const bool copies = means == &Capabilities::kernel;
   {

@@ -20,7 +20,7 @@ namespace flexkv::cuda {
 struct CopySwitches {
   bool batch = true;   // false: cuMemcpyBatchAsync is never used, whatever its self-test says
   bool kernel = true;  // false: the copy kernel is never used
-  std::array<std::optional<int64_t>, 2> measured_below = {};  // see Capabilities::measured_below
+  std::array<std::optional<int64_t>, 2> measured_below = {};  // bytes; see Capabilities::measured_below
 };
 
 struct PathCount {
@@ -38,20 +38,21 @@ class Copier {
 
   // Copies `segments` of `pages` with one kernel launch. All host memory of the pages must be registered with
   // the device. Returns false if nothing was enqueued: there is no usable kernel, the stream has no space for
-  // the kernel's tables, or the launch failed. After a failed launch the kernel is not used again. `stages`:
-  // for each stage, the number of segments up to its end. The kernel then copies the stages in order and
-  // counts each one that is complete (see stage_points()). If `stages` is empty, it counts none.
+  // the kernel's tables, or the launch failed. After a failed launch the kernel is not used again.
+  // `stages[i]` is the number of segments in stages 0 to i. The kernel copies the stages in order and counts
+  // each completed one (see stage_points()). If `stages` is empty, the kernel counts no stages.
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream, std::span<const size_t> stages = {});
-  // Enqueues copies for the copy engine. `registered`: whether all their host memory is registered with the
-  // device. Returns an empty string on success, otherwise the reason. After a failure some of the copies may
-  // still be in flight; only a mark that is enqueued after them shows when they have ended.
+  // Enqueues copies for the copy engine. `registered` says whether all host memory of the copies is
+  // registered with the device. Returns an empty string on success, otherwise the reason. After a failure
+  // some of the copies may still be in flight; only a mark that is enqueued after them shows when they have
+  // ended.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
   // Makes work that is enqueued later on `stream` start only when StageWords::passed has reached `value`.
-  // Returns an empty string on success, otherwise why the waiting kernel could not be started. It is then not
-  // used again, and callers should pass no `stages` to launch() from then on.
+  // Returns an empty string on success, otherwise why the waiting kernel could not be started. After such a
+  // failure the waiting kernel is not used again, and callers should pass no `stages` to launch().
   std::string wait(const uint32_t* passed, uint32_t value, StreamId stream);
   // A description of the paths that are not used and why; empty if all are used.
   std::string notes() const;
@@ -85,8 +86,8 @@ class Copier {
   std::array<Cell, kPaths> counts_;
 };
 
-// Call after a launch that counts `stages` stages. Returns one event per stage, in order, which is reached
-// when the kernel has copied that stage.
+// Call after a launch that counts `stages` stages. Returns one event per stage, in order. Each event is
+// reached when the kernel has copied its stage.
 std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
                                                        CopyStream& stream, int32_t stages);
 

@@ -21,7 +21,8 @@ inline constexpr int kCopyLoadsInFlight = 8;
 // loads of 16 bytes per thread. It is a multiple of 16, so that the chunks of a run keep the run's alignment.
 inline constexpr int64_t kChunkBytes = 8192;
 
-// A piece of a run, at the same offset in every block.
+// A piece of a run. In block b of the pool it is at address device_base + b * block_stride, and in the stripe
+// at page_offset. All sizes and offsets are in bytes.
 struct CopyChunk {
   uintptr_t device_base;
   int64_t block_stride;
@@ -53,12 +54,12 @@ struct CopyJob {
   int32_t chunk_count = 0;
   int32_t page_count = 0;
   bool to_device = false;
-  // A word in device memory, which is fast to read repeatedly. When it equals `number`, warps begin no
-  // further item. Null: the job cannot be ended early.
+  // A word in device memory, where the kernel can read it often at little cost. When the word equals
+  // `number`, warps begin no further item. If the pointer is null, the job cannot be ended early.
   const uint32_t* stop = nullptr;
   uint32_t number = 0;
-  // The job's stages, for example one layer each, are copied one after the other. This lists for each stage
-  // the number of chunks up to its end. Null: all chunks are one stage.
+  // stage_ends[i] is the number of chunks in stages 0 to i. Stages (for example, one per layer) are copied
+  // one after the other. If the pointer is null, all chunks are one stage.
   const int32_t* stage_ends = nullptr;
   int32_t stage_count = 1;
   StageWords words = {};
@@ -68,8 +69,8 @@ FLEXKV_HD inline int64_t item_count(const CopyJob& job) {
   return static_cast<int64_t>(job.chunk_count) * job.page_count;
 }
 
-// Copies one item of a stage, whose chunks are the `count` from `first` on. All `lanes` threads of a warp
-// call this together. It costs one division per item and none per element.
+// Copies one item of a stage. The stage has `count` chunks, of which the first is chunk `first` of the job.
+// All `lanes` threads of a warp call this together. It costs one division per item and none per element.
 FLEXKV_HD inline void copy_item(const CopyJob& job, int32_t first, int32_t count, int32_t item, int lane,
                                 int lanes) {
   const int32_t page = item / count;
@@ -98,8 +99,8 @@ FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
   return job.stop != nullptr && read_word(job.stop) == job.number;
 }
 
-// Copies the items of warp number `warp` out of `warps`, stage after stage. Calls `pass(stage)` after the
-// warp's items of each stage, even if the warp has no item in it.
+// Copies the items of warp `warp`, one of `warps` warps, stage by stage. After its items of a stage it calls
+// `pass(stage)`, even if it has no item in that stage.
 template <typename Pass>
 FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps, int lane,
                                  const Pass& pass) {
@@ -141,9 +142,10 @@ inline constexpr size_t kTablesInLaunch = 3840;
 // reason.
 struct CopyKernels {
   // Loads all kernels into the current context. Without this, the first launch of each kernel would load it.
-  // Loading may wait for the device's work, so it must not happen while a kernel runs that itself waits.
+  // Loading may wait for the device's work, so it must not happen while a kernel runs that itself waits (see
+  // `wait`).
   std::string (*load)() = nullptr;
-  // Launches the copy kernel. `multiprocessors` is the most multiprocessors that the job takes from the
+  // Launches the copy kernel. `multiprocessors` limits how many multiprocessors the job takes from the
   // engine's kernels. If `tables` is empty, the job points to its tables, and the device must be able to read
   // them until the job has ended. Otherwise `tables` has at most kTablesInLaunch bytes in the caller's
   // memory, which are read before this returns.

@@ -38,7 +38,7 @@ struct Copy {
   std::byte* host = nullptr;
   size_t bytes = 0;
   int64_t piece = 0;     // number of the registered piece of host memory; see PinPieces
-  uintptr_t region = 0;  // of device memory; two regions may be two allocations
+  uintptr_t region = 0;  // base address of the region of device memory; see CopyLister
 };
 
 // The two ends of a page's copy: a block of the engine's pool, and its stripe in host memory.
@@ -48,11 +48,12 @@ struct PageEnds {
   int64_t piece = 0;  // number of the piece in which the stripe's slot was registered; see PinPieces
 };
 
-// Lists all runs of some pages as copies, page by page, a limited number per call. Consecutive runs in one
-// piece and one region that are contiguous on both sides become one copy. Empty runs become none, and a copy
-// longer than `longest` is cut. Segments that lie within each other's blocks belong to one region, as in
-// pools that have all layers in a block; other segments may be layers that were allocated separately. The
-// caller must keep segments and pages valid as long as the lister exists.
+// Lists all runs of some pages as copies, page by page, with a limited number per call. Consecutive runs
+// become one copy if they are in one piece and one region and are contiguous in device and in host memory.
+// Empty runs are left out, and copies longer than `longest` bytes are cut. Segments whose bases are less than
+// a block stride apart belong to one region, as in pools that have all layers in a block. Other segments may
+// be layers that were allocated separately, so no copy spans two regions. The caller must keep segments and
+// pages valid as long as the lister exists.
 class CopyLister {
  public:
   CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest);
@@ -72,7 +73,7 @@ class CopyLister {
   std::vector<uintptr_t> regions_;  // the region of each segment
   size_t page_ = 0;
   size_t segment_ = 0;
-  int64_t offset_ = 0;  // into the run
+  int64_t offset_ = 0;  // bytes into the current run
 };
 
 }  // namespace flexkv::cuda

@@ -19,8 +19,8 @@ namespace flexkv::cuda {
 // Only one thread may use it, and the stream's device must be that thread's current device.
 class CopyStream {
  public:
-  // `urgent`: its kernels get multiprocessors before those of other streams. `marks`: the first mark has the
-  // number after this one. Throws CapacityError.
+  // `urgent`: its kernels get multiprocessors before those of other streams. The first mark gets the number
+  // after `marks`. Throws CapacityError.
   CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t marks = 0);
   ~CopyStream();
   CopyStream(const CopyStream&) = delete;
@@ -31,9 +31,9 @@ class CopyStream {
   // The number of the mark that the next mark() makes. Numbers wrap around; 0 is never used.
   uint32_t next_mark() const { return marks_ + 1 == 0 ? 1 : marks_ + 1; }
   // Marks the end of the work enqueued so far. When that work has ended, the stream writes the mark's number
-  // to a word in pinned memory, which a thread reads in some nanoseconds; if the driver refuses such writes,
-  // an event takes its place. Returns an empty string on success, otherwise why there is no mark: this call
-  // has then waited for the stream instead, or the stream is broken.
+  // to a word in pinned memory, which a thread can read in some nanoseconds. If the driver refuses such
+  // writes, an event is recorded instead. Returns an empty string on success, otherwise why no mark was made.
+  // In that case either this call has waited for the stream to finish, or the stream is broken.
   std::string mark();
   // Whether the work enqueued before `mark` has ended successfully. If the stream is broken, this stays
   // false, and failure() says why.
@@ -42,13 +42,14 @@ class CopyStream {
   std::string failure() const;
 
   struct Tables {
-    std::byte* host;       // pinned memory, which the caller writes
-    DeviceAddress device;  // where send() copies it, so that a kernel that stores need not read over the link
+    std::byte* host;  // pinned memory, which the caller writes
+    // Where send() copies the tables, so that a kernel that stores pages need not read them over the link.
+    DeviceAddress device;
   };
   // Reserves space for a kernel's tables until the next mark has been reached. Returns nullopt if the free
   // space is too small.
   std::optional<Tables> reserve(size_t bytes);
-  // Enqueues a copy of the tables to the device. Empty, or why it failed.
+  // Enqueues a copy of the tables to the device. Returns an empty string on success, otherwise the reason.
   std::string send(const Tables& tables, size_t bytes);
 
   // The words in which a kernel on this stream counts its stages.
@@ -62,7 +63,7 @@ class CopyStream {
   // Address of the word that a kernel launched before the next mark reads; see CopyJob::stop.
   DeviceAddress stop_word() const;
   // Makes the kernel that was launched before `mark` end soon, whether it has started or not. Returns an
-  // empty string, or why it failed.
+  // empty string on success, otherwise the reason.
   std::string stop(uint32_t mark);
   // Call when a mark passed to stop() has been reached: clears its stop word, because the number will be used
   // again after a wrap-around.
@@ -85,9 +86,9 @@ class CopyStream {
   const DeviceMemory memory_;  // the tables, then the stop words, then the stage words
   std::atomic<uint32_t>* const word_;
   uint32_t marks_;
-  std::deque<std::pair<uint32_t, Event>> events_;  // marks that are events, if the word cannot be used
+  std::deque<std::pair<uint32_t, Event>> events_;  // marks recorded as events because the word cannot be used
   bool by_word_ = true;
-  uint32_t stages_ = 0;       // counted so far by kernels, including those in flight
+  uint32_t stages_ = 0;       // number of stages counted so far, including those of kernels in flight
   std::deque<InUse> in_use_;  // ordered by mark
 };
 

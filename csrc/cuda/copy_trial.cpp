@@ -9,8 +9,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// What the test copies: several runs of several pages, with an odd length (in bytes) and a distance (in
-// bytes) that is longer, so that the gaps can be checked.
+// The test copies kTestRuns runs of each of kTestPages pages. Runs have an odd length, and they start further
+// apart than they are long, so that the test can check the gaps. Lengths and distances are in bytes.
 constexpr int64_t kTestRunBytes = 1237;
 constexpr int64_t kTestRunStep = 1536;
 constexpr int32_t kTestRuns = 4;

@@ -16,9 +16,10 @@ namespace flexkv::cuda {
 
 // Unit: bytes. For loads, the kernel copies runs shorter than this if batched copies work. The copy engine
 // takes no time from the inference engine's kernels, so it copies all runs that are long enough for a thread
-// to enqueue batches as fast as the link moves them. For stores, the kernel copies runs of any length: beside
-// stores in batches vLLM's steps took 1.36 times as long, beside the kernel 1.09 times. The probable cause is
-// that the engine's driver calls wait while another thread passes many copies to the driver.
+// to enqueue batches as fast as the link moves them. For stores, the kernel copies runs of any length. While
+// pages were stored in batches, vLLM's steps took 1.36 times as long as without stores; while the kernel
+// stored them, 1.09 times. The probable cause is that the inference engine's driver calls wait while another
+// thread passes many copies to the driver.
 inline constexpr int64_t kLoadKernelBelowBytes = 64 << 10;
 // Unit: bytes. Replaces kLoadKernelBelowBytes if each run needs its own driver call. A call costs about 2 us
 // whatever its length, and in that time PCIe 5 moves 100 KiB. Source: published block-copy rates on an H100.
@@ -26,22 +27,23 @@ inline constexpr int64_t kLoadKernelBelowBytes = 64 << 10;
 // 47 GB/s.
 inline constexpr int64_t kLoadKernelBelowBytesWithoutBatch = 512 << 10;
 
-// Unit: multiprocessors. How many the kernel uses for loads and for stores: just enough to fill the link.
-// More bring no gain and slow down the engine's step: a store on two made a step 2.8 times as long, a store
-// on eight 4.6 times.
+// How many multiprocessors the kernel uses for loads and for stores: just enough to fill the link. More bring
+// no gain and slow down the engine's step: a store on two made a step 2.8 times as long, a store on eight 4.6
+// times.
 inline constexpr std::array<int, 2> kKernelMultiprocessors = {2, 1};
 
-// Unit: portions. How many portions for the copy engine a stream has in flight, for loads and for stores,
-// when the next item takes its turn: while one portion moves, the others are queued. An op that the engine's
-// stream waits for is enqueued without regard to this limit.
+// Unit: portions. The most portions for the copy engine that a stream has in flight, for loads and for
+// stores. While one portion moves, the others are queued, so the copy engine need not wait for the thread. An
+// op that the inference engine's stream waits for is enqueued without regard to this limit.
 inline constexpr std::array<size_t, 2> kPortionsUnderWay = {2, 3};
-// Unit: launches. How many copy kernels a stream has in flight. An op that the engine's stream waits for must
-// itself wait until they have ended.
+// Unit: launches. The most copy kernels that a stream has in flight. An op that the inference engine's stream
+// waits for must itself wait until these kernels have ended.
 inline constexpr size_t kLaunchesUnderWay = 2;
-// Unit: bytes, copies. The largest portion for the copy engine, in bytes for loads and for stores, and in
-// copies. Each step of the inference engine ends with a small copy to the host, which waits for one portion
-// of a store: 0.05 ms, or 0.1 ms if portions were twice as large.
+// Unit: bytes. The largest portion for the copy engine, for loads and for stores. Each step of the inference
+// engine ends with a small copy to the host, which waits for one portion of a store: 0.05 ms, or 0.1 ms if
+// portions were twice as large.
 inline constexpr std::array<int64_t, 2> kPortionBytes = {4 << 20, 2 << 20};
+// Unit: copies. The most that a portion has, however short they are.
 inline constexpr size_t kPortionCopies = 256;
 // Unit: bytes. Longer copies to the host are cut to this length, so that the copy engine can serve another
 // stream between two of them: behind two copies of several MiB, small copies of the inference engine waited
@@ -50,20 +52,20 @@ inline constexpr size_t kPortionCopies = 256;
 inline constexpr int64_t kStoreCopyBytes = 64 << 10;
 
 // Unit: bytes. The most that the first kernel of an op copies, and the most that each later one copies. The
-// first is small so that it starts soon; the tables of the next are made while it runs. The later ones are
-// large so that there are few of them, because each has to wait for a multiprocessor while a large matrix
-// product runs.
+// first is small so that it starts soon, and the thread makes the tables of the next kernel while it runs.
+// The later ones are large so that there are few of them, because each has to wait for a multiprocessor while
+// a large matrix product runs.
 inline constexpr int64_t kFirstLaunchBytes = 4 << 20;
 inline constexpr int64_t kLaunchBytes = 64 << 20;
-// Unit: bytes. The most that one kernel copies of a layerwise load, whose layers the engine waits for one by
-// one. Such a kernel keeps its multiprocessors from layer to layer, whereas one kernel per layer would have
-// to wait for a multiprocessor each time. Loads that take turns share this limit, so that their first layers
-// arrive within 3 ms of each other.
+// Unit: bytes. The most that one kernel copies of a layerwise load. The engine waits for the layers of such a
+// load one by one. Such a kernel keeps its multiprocessors from layer to layer, whereas one kernel per layer
+// would have to wait for a multiprocessor each time. Loads that take turns share this limit, so that their
+// first layers arrive within 3 ms of each other.
 inline constexpr int64_t kLayersLaunchBytes = 128 << 20;
 // Unit: pages. The most pages that one launch copies, because its tables hold no more.
 inline constexpr size_t kLaunchPages = 8192;
-// Unit: bytes. Layers of a layerwise op that are smaller than this are copied together: to enqueue a copy
-// costs about 10 us, in which the link moves this much.
+// Unit: bytes. Layers of a layerwise op that are smaller than this are copied together: enqueuing a copy
+// takes about 10 us, in which the link moves this much.
 inline constexpr int64_t kLeastRangeBytes = 512 << 10;
 
 // A view's segments, divided by who copies them: the kernel or the copy engine. Each list keeps their order.

@@ -18,18 +18,19 @@ namespace flexkv::cuda {
 
 class CudaLane : public Lane {
  public:
-  // Makes the streams and runs the self-tests of the copy paths. The crew writes and checks the digests of
-  // both directions. Throws CapacityError.
+  // Makes the streams and runs the self-tests of the copy paths. The crew writes the digests of stored pages
+  // and checks those of loaded pages. Throws CapacityError.
   CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches,
            std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>());
   ~CudaLane() override;
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  // There is no fixed limit, so stuck items never count as a stuck lane: the other direction may still move.
+  // The lane has no fixed limit. So stuck items never make the lane count as stuck, because the other
+  // direction may still move.
   int32_t concurrency() const override { return INT32_MAX; }
-  // Large enough for the thread to prepare the next copies early. A more urgent op waits for two such items,
-  // about 3 ms.
+  // Items are large enough for the thread to prepare the next copies early. A more urgent op waits for two
+  // such items, about 3 ms.
   int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }

@@ -64,9 +64,9 @@ class RelaxedCapture {
 
 // Makes a device this thread's current device for a scope, with relaxed capture, and then restores the former
 // device and capture mode, because the calling thread may be the engine's. It pushes the retained primary
-// context, which creates no new context. To restore with the runtime's cudaSetDevice would create the primary
-// context of device 0 in a thread that never chose a device. For callers that read error(), or that can do
-// nothing about a refusal.
+// context, which creates no new context. Restoring the device with the runtime's cudaSetDevice instead would
+// create the primary context of device 0 in a thread that never chose a device. Callers should read error(),
+// unless they can do nothing about a refusal.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);
@@ -92,9 +92,10 @@ class Current : public QuietCurrent {
 // Returns an empty string on success, otherwise why the driver refused.
 std::string bind_thread(const Device& device);
 
-// Throws ContractError while the engine's `stream` is being captured into a graph: flexkv must not use it
-// then, because an event on it would make flexkv's streams part of the graph. Throws CapacityError if the
-// driver cannot tell whether it is. Precondition: the stream's device is current.
+// Throws ContractError while the engine's `stream` is being captured into a graph: flexkv must not use a
+// stream that is being captured, because an event on it would make flexkv's streams part of the graph. Throws
+// CapacityError if the driver cannot tell whether the stream is being captured. Precondition: the stream's
+// device is current.
 void require_no_capture(const Device& device, StreamHandle stream);
 
 // Returns a registrar that pins host memory for a device with cuMemHostRegister. The memory is then

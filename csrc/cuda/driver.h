@@ -14,8 +14,8 @@ inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
 inline constexpr Code kErrorCaptureImplicit = 906;  // legacy stream used while another is captured
 
-// CUstreamCaptureMode. Every thread starts in global mode. While another thread captures a graph in global
-// mode, each potentially unsafe call of a thread in that mode fails and invalidates the capture.
+// CUstreamCaptureMode. Every thread starts in global mode. While one thread captures a graph in global mode,
+// any potentially unsafe call by another thread in global mode fails and invalidates the capture.
 inline constexpr int kCaptureGlobal = 0;
 inline constexpr int kCaptureThreadLocal = 1;
 inline constexpr int kCaptureRelaxed = 2;
@@ -124,8 +124,8 @@ struct Driver {
   Code (*copy_any)(DeviceAddress, DeviceAddress, size_t, StreamHandle) = nullptr;
   Code (*memset_bytes)(DeviceAddress, unsigned char, size_t, StreamHandle) = nullptr;
   Code (*pointer_attribute)(void*, int attribute, DeviceAddress) = nullptr;
-  BatchCopy12080 batch_12080 = nullptr;  // null unless the driver is from 12.8 on and before 13.0
-  BatchCopy13000 batch_13000 = nullptr;  // null unless the driver is from 13.0 on
+  BatchCopy12080 batch_12080 = nullptr;  // null unless 12.8 <= the driver's version < 13.0
+  BatchCopy13000 batch_13000 = nullptr;  // null unless the driver's version is at least 13.0
 
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
   // An error message: `what`, a colon, and the driver's description of `code`.

@@ -37,8 +37,8 @@ class Event : public StreamEvent {
   bool reached() override;
   // Whether the work enqueued before the event has ended successfully. Precondition: the device is current.
   bool ended_well() const;
-  // Sleeps until the work enqueued before the event has ended. Returns an empty string, or how it failed;
-  // that work is then not in progress any more, either.
+  // Sleeps until the work enqueued before the event has ended. Returns an empty string if the work succeeded,
+  // otherwise how it failed. In both cases the work is no longer in progress.
   std::string wait();
 
  private:

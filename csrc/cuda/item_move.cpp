@@ -6,8 +6,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes. The most that one part has if the copy engine copies it or its digests are checked. The limit
-// keeps waits short, because all pages of a part end together.
+// Unit: bytes. The largest part that the copy engine copies, and the largest part whose digests are checked.
+// The limit keeps waits short, because all pages of a part end together.
 constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
@@ -40,8 +40,8 @@ bool ItemMove::may_count_stages() const {
   return has_short_runs_only(stage_);
 }
 
-// Checks one stage's segments, because in pools with all layers in a block a layer's runs are short even if a
-// page is one long run.
+// Checks the segments of this stage, not those of all layers. In pools that have all layers in a block, a
+// layer's runs are short even if the whole page is one long run.
 bool ItemMove::has_short_runs_only(int32_t stage) const {
   const auto layers = item_->layers_of(stage);
   const auto segments = view_.segments(layers.first, layers.second);
@@ -71,7 +71,8 @@ void ItemMove::begin_pass(int64_t layers_bytes) {
     if (item_->fence_of(next) != item_->fence_of(stage_)) break;
     last_of_pass_ = next;
   }
-  // If a kernel has only one stage or little work, its end comes as early as a count of its first stage.
+  // A kernel that has only one stage or little work ends about when it would count its first stage, so it
+  // need not count.
   if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 
@@ -82,7 +83,7 @@ int64_t ItemMove::most_bytes(bool registered) const {
   return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
 
-// Returns the next part, whose `pages` are still to be filled in, and moves the cursor past it.
+// Returns the next part, with `pages` and `runs` still empty, and moves the cursor past the part.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
   part->registered = view_.pool().registered(item_->page(page_).slot);

@@ -28,8 +28,8 @@ struct Part {
   std::vector<size_t> stage_runs;
   std::vector<std::shared_ptr<StreamEvent>> stage_points;  // one per stage, once that kernel is enqueued
   std::optional<CopyLister> copies;                        // lists runs.by_engine; set with the first portion
-  // LaneDirection updates the next members from the first portion until the part ends.
-  int portions = 0;  // in flight
+  // LaneDirection updates the members below, from the first portion until the part ends.
+  int portions = 0;  // number of portions in flight
   bool enqueued = false;
   MoveResult bad;  // the result of all its pages, unless it is kOk
 };
@@ -46,23 +46,25 @@ class ItemMove {
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
   // Returns the part that is being enqueued. If there is none, this begins the next part, whose pages then
-  // count as in flight. Returns null if no part is left. For a load with digests, the crew checks the bytes
-  // of the part's pages here: only pages with the right bytes are in the part, and the others are refused.
-  // `layers_bytes`: the most that one kernel copies of several layers; see kLayersLaunchBytes.
+  // count as in flight. Returns null if no part is left. For a load with digests, the crew first checks the
+  // bytes of the part's pages in host memory. Pages with wrong bytes are refused and left out of the part.
+  // `layers_bytes` limits how many bytes one kernel copies if it copies several layers; see
+  // kLayersLaunchBytes.
   const std::shared_ptr<Part>& part(DigestCrew& digests, int64_t layers_bytes = kLayersLaunchBytes);
-  // Whether part() may be enqueued now. This is false while earlier layers of a refused page are in flight:
-  // they must end before the page does, and before later layers are reported.
+  // Whether part() may be enqueued now. This is false while earlier layers of a refused page are in flight.
+  // Their copies must end before the page ends, and before later layers are reported.
   bool may_enqueue() const { return !over_ && refused_under_way_ == 0 && (now_ || has_next()); }
   // The first stage of the current part, or of the next part if there is none.
   int32_t stage() const { return now_ ? now_->first_stage : stage_; }
-  // Call when all of part() is enqueued.
+  // Call when the current part is completely enqueued.
   void part_is_enqueued() { now_.reset(); }
 
-  // Lets no more of the item be enqueued. Pages that are not completely enqueued get the result `why`.
+  // Prevents any more of the item from being enqueued. Pages that are not completely enqueued get the result
+  // `why`.
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
-  // Records that the part has ended, and finishes its pages that are complete or bad and are in no other part
-  // in flight.
+  // Records that the part has ended. Finishes those of its pages that are completely copied or bad, and that
+  // no other part in flight has.
   void end(const Part& part);
 
   // The pages that have ended since the last call, with their results.

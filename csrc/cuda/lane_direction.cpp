@@ -13,10 +13,11 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: seconds per byte. The bounds of a portion's assumed speed. For the share kRestShare of the time that
-// a portion should take, the thread does not poll for its end.
+// Unit: seconds per byte. The bounds to which a measured pace is clamped. Until one was measured, the thread
+// assumes kFastestPace.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
+// No unit. A portion counts as due after this share of the time that it should take.
 constexpr double kRestShare = 0.96;
 // Unit: seconds. The thread wakes up this long before a portion is due, because a sleep may last longer than
 // requested.
@@ -74,7 +75,7 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-// Whether the queue's stream may get another portion of an item that takes its turn.
+// Whether another portion may be enqueued on the queue's stream for an item that takes its turn.
 bool LaneDirection::has_room(const Queue& queue) const {
   if (queue.under_way.empty()) return true;
   const bool by_kernel = queue.under_way.back().by_kernel;
@@ -82,8 +83,8 @@ bool LaneDirection::has_room(const Queue& queue) const {
          (by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)]);
 }
 
-// Takes items until enough of them wait to be enqueued. Also extends items in flight by stages that have
-// become free, and stops cancelled items.
+// Takes items until enough of them wait to be enqueued. Also extends items in flight by stages that may now
+// be copied, and stops cancelled items.
 void LaneDirection::look_at_items(WorkSource& source, int32_t lane) {
   if (woken_.exchange(false)) {
     may_take_ = true;
@@ -182,8 +183,8 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
   }
 }
 
-// Sets when the oldest portion is due. Called when it begins to move: the portions after it begin when it has
-// ended.
+// Sets when the oldest portion is due. Precondition: that portion begins to move now, because the one before
+// it has ended or its fence has just been reached.
 void LaneDirection::set_due(Queue& queue) {
   Portion& next = queue.under_way.front();
   const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
@@ -193,7 +194,7 @@ void LaneDirection::set_due(Queue& queue) {
 void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
-  // Only if the portion followed another directly is the time known when it began.
+  // It is known when the portion began only if it directly followed another portion.
   const bool followed = std::exchange(queue.went_on, !queue.under_way.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];
@@ -251,8 +252,9 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
   return false;
 }
 
-// Enqueues one portion of the layerwise load that is furthest behind, because each forward pass waits for its
-// next layer; if there is no such load, of the oldest item. Returns false if nothing can be enqueued.
+// Enqueues one portion of an item. It prefers the layerwise load that is furthest behind, because each
+// forward pass waits for its next layer. If there is no layerwise load, it takes the oldest item. Returns
+// false if nothing can be enqueued.
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
@@ -315,8 +317,8 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   }
 }
 
-// Enqueues one portion of the part. The first portion has all runs for the kernel, if there are any; later
-// ones have the other runs. Returns an empty string on success, otherwise the reason.
+// Enqueues one portion of the part. If the kernel copies any of the part's runs, the first portion has all of
+// those; later portions have the other runs. Returns an empty string on success, otherwise the reason.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
   // The stream first waits for the engine's stream: forwards that were enqueued earlier must have written
   // what a store reads, and must have read what a load overwrites.

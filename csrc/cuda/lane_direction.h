@@ -53,7 +53,8 @@ class LaneDirection {
     Clock::time_point last_end;
     bool went_on = false;  // another portion was in flight when the last one ended
     Clock::time_point last_query;
-    // Unit: seconds per byte. What the latest portions took: by the copy engine [0] and by the kernel [1].
+    // Unit: seconds per byte. How long recent portions took per byte: [0] those of the copy engine, [1] those
+    // of the kernel. 0 before the first measurement.
     std::array<double, 2> pace{};
   };
 

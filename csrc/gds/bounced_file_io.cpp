@@ -9,7 +9,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A multiple of 4 KiB, so that pieces of an aligned call are aligned.
+// Unit: bytes. The size of a thread's buffer; longer calls move in pieces. It is a multiple of 4 KiB, so that
+// the pieces of an aligned call are aligned.
 constexpr int64_t kBounceBytes = 4 << 20;
 
 struct Free {

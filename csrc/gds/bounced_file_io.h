@@ -10,7 +10,7 @@ namespace flexkv {
 
 class BouncedFileIo : public FileIo {
  public:
-  // `reason` says why no direct I/O is used; direct_refusal() returns it.
+  // `reason` says why no direct I/O is used; direct_refusal() includes it. Empty if no reason is known.
   BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device,
                 std::string reason = {})
       : inner_(std::move(inner)), device_(std::move(device)), reason_(std::move(reason)) {}

@@ -24,8 +24,8 @@ class CufileIo : public FileIo {
   CufileIo(const CufileIo&) = delete;
   CufileIo& operator=(const CufileIo&) = delete;
 
-  // Describes the routes of calls on the files, as far as cuFile's statistics have shown them. If the calls
-  // on some files bounce, it has the path of one of these files.
+  // Describes the routes of calls on the files, as far as cuFile's statistics have shown them. If calls on
+  // some files are bounced, the description includes the path of one of these files.
   std::string name() const override;
   IoOutcome transfer(const IoCall& call) override;
   // Returns kDirect only if the memory is registered and the file's last observed calls were direct.
@@ -51,7 +51,8 @@ class CufileIo : public FileIo {
     int64_t offset;
     bool registered;
   };
-  // The number of files with each route, and the first file whose calls bounce, with the reason.
+  // The number of files with each route. `bounced` describes the first file whose calls are bounced, with the
+  // reason; it is empty if there is none.
   struct Summary {
     int64_t files = 0;
     int64_t direct = 0;
@@ -62,7 +63,7 @@ class CufileIo : public FileIo {
     return entries_[static_cast<size_t>(device)][static_cast<size_t>(file)];
   }
   Place place(void* memory, int64_t bytes) const;
-  // Makes one call to cuFile and observes its route. Merges it into `route`, the common route of the
+  // Makes one call to cuFile and observes its route. Merges that route into `route`, the common route of the
   // transfer's calls so far.
   ssize_t call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
                       off_t in_buffer, std::optional<IoRoute>& route) const;

@@ -39,8 +39,8 @@ struct CufileGpuStatistics {
 inline constexpr size_t kCufileGpus = 16;  // the length of CUfileStatsLevel3::per_gpu_stats
 // Unit: bytes. Enough for the level 3 statistics of every known version and for additions in newer ones.
 inline constexpr size_t kCufileStatisticsBytes = 16384;
-// Returns the offset at which the GPUs' part of the level 3 statistics begins in cuFile `version` (1150 means
-// 1.15). Returns nothing if the version's layout is not known.
+// Returns the offset of the per-GPU counts in the level 3 statistics of cuFile `version` (1150 means 1.15).
+// Returns nothing if the version's layout is not known.
 std::optional<size_t> cufile_statistics_offset(int32_t version);
 
 // The process's reads and writes since cuFile began to count.

@@ -21,8 +21,8 @@ class DiskThreads {
   DiskThreads(const DiskThreads&) = delete;
   DiskThreads& operator=(const DiskThreads&) = delete;
 
-  // `not_started` is the error of on_start, or empty. The queue has no limit: callers limit how many of their
-  // tasks are unfinished.
+  // `not_started` is the error that on_start returned, or empty if it returned none. The queue has no limit:
+  // callers limit how many of their tasks are unfinished.
   using Task = std::function<void(const std::string& not_started)>;
   void submit(int32_t disk, Task task);
   // Detaches the threads. They own everything that they use.

@@ -28,7 +28,7 @@ enum class IoRoute {
 
 struct IoOutcome {
   int64_t bytes = 0;                  // bytes moved; a call that moved fewer than requested has failed
-  std::string error;                  // why the call stopped early; empty at the end of the file or device
+  std::string error;                  // why the call stopped early; empty if the file or device ended
   bool of_memory = false;             // whether the error came from the memory, its device or driver
   std::optional<IoRoute> route = {};  // the observed route; if unset, the call took the one of route()
 };
@@ -61,8 +61,8 @@ class FileIo {
   // Why no file reaches registered memory directly; empty if some file does, or if some file's route is
   // unknown.
   virtual std::string direct_refusal() const { return {}; }
-  // Returns probing reads into added memory, which would show the routes of files whose route is not known
-  // yet. The caller may skip them: they change nothing but the content of that memory.
+  // Returns probing reads into memory that was added. They would show the routes of files whose route is not
+  // known yet. The caller may skip the reads: they change nothing but the content of that memory.
   virtual std::vector<IoCall> looks(void*, int64_t) const { return {}; }
   virtual Registering registering() const { return {}; }
   // Registers memory that will be used often. Returns an error, or an empty string on success. Calls on

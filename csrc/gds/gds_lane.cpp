@@ -166,8 +166,8 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
 }
 
 // Moves pages of the same view, range of layers and fence as one batch. A page whose target is already in the
-// batch starts the next batch, so that the bytes of the later op remain. Items whose pages have all moved are
-// finished before the lane waits for a different fence.
+// batch starts the next batch, so that the target ends up with the bytes of the later op. Items whose pages
+// have all moved are finished before the lane waits for a different fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results,
                            const std::function<void(size_t)>& finish_before) {

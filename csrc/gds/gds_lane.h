@@ -39,9 +39,9 @@ int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {
  public:
-  // `manager` has opened each slab file once. `stripe` is the rank whose stripe the lane moves. Disk slot p
-  // of a group is slot p / disks of disk p % disks. Throws ContractError if groups or slabs are missing, and
-  // GeometryError if a slab's slots do not have the size of the slot images.
+  // Precondition: `manager` has opened each slab file once. `stripe` is the rank whose stripe the lane moves.
+  // Disk slot p of a group is slot p / disks of disk p % disks. Throws ContractError if groups or slabs are
+  // missing, and GeometryError if a slab's slots do not have the size of the slot images.
   GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager);
   ~GdsLane() override { abandon(); }
 
@@ -49,11 +49,11 @@ class GdsLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite); }
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
-  // Registers the memory of `view`, which the group will use, and allocates the staging that its pages need.
-  // Throws ContractError if there is no such group, GeometryError if the view's runs are not those of the
-  // slabs, and CapacityError, which says which setting to change.
+  // Registers the memory of `view`, through which the group's pages will move, and allocates the staging that
+  // these pages need. Throws ContractError if there is no such group, GeometryError if the view's runs are
+  // not those of the slabs, and CapacityError, which says which setting to change.
   void reserve_staging(int32_t group, const KvView& view);
-  // Call the functions of the same names of GDSManager. Precondition: no op is in flight.
+  // These call the functions of GDSManager that have the same names. Precondition: no op is in flight.
   void release_pool();
   void restore_pool();
   // Closes the slabs and frees the staging. Only a lane without a transfer engine needs this call, because a

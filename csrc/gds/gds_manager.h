@@ -20,21 +20,22 @@
 namespace flexkv {
 
 inline constexpr int32_t kDefaultStagingBlocks = 64;
-// Unit: bytes. 64 blocks of a 70B model (80 layers, 128 KiB each for K and V) take 1.25 GiB.
+// Unit: bytes. 64 blocks of a 70B model (80 layers with 128 KiB of K and 128 KiB of V per block) take 1.25
+// GiB.
 inline constexpr int64_t kDefaultStagingBytes = int64_t{2} << 30;
 // Unit: threads per disk. Each has one synchronous call in flight. Four keep an NVMe disk busy at 2 MiB per
 // call.
 inline constexpr int32_t kDefaultGdsThreads = 4;
 
 struct GdsOptions {
-  int64_t round_robin = 1;
+  int64_t round_robin = 1;  // consecutive blocks per device; see RawFileRule
   int32_t threads_per_device = kDefaultGdsThreads;
-  bool use_staged_transfer = true;  // if false, one call per piece of a page, directly from or to the pool
+  bool use_staged_transfer = true;  // if false, each piece of a page moves directly, in one call
   int32_t max_staging_blocks = kDefaultStagingBlocks;
   int64_t max_staging_bytes = kDefaultStagingBytes;
   int64_t most_transfer_bytes = INT64_MAX;  // the most that one transfer moves, which limits the staging
   double deadline_s = 600;                  // how long one transfer may take
-  double stuck_s = 60;
+  double stuck_s = 60;                      // see TransferControl::stuck_s()
   RegisterPool register_pool = RegisterPool::kAuto;
   int64_t pool_piece_bytes = kPoolPieceBytes;
   IoBackend io = IoBackend::kAuto;  // for plain memory; only used if the manager makes its own I/O

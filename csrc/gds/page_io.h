@@ -20,7 +20,7 @@ struct PageJob {
 };
 
 struct PageIoResult {
-  int32_t position = 0;
+  int32_t position = 0;  // index of the page in the transfer
   int64_t calls = 0;
   int64_t bounced = 0;
   int64_t unknown = 0;  // calls that were direct or bounced, but nothing shows which

@@ -43,7 +43,7 @@ enum class StagedFailure : int32_t {
 };
 
 struct PageFailure {
-  int32_t position = 0;
+  int32_t position = 0;  // index of the page in the transfer
   Status status = Status::kFailed;
   std::string reason;
   StagedFailure cause = StagedFailure::kStopped;

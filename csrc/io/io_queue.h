@@ -50,8 +50,8 @@ class IoQueue {
 struct IoMemory {
   std::byte* base = nullptr;
   int64_t bytes = 0;  // at most 1 GiB, the kernel's limit
-  // Whether all of the memory has been allocated. It is not registered earlier, because registering it would
-  // allocate the rest.
+  // Whether all of the memory has been allocated. The queue registers the memory only when this returns true,
+  // because registering it earlier would allocate the rest.
   std::function<bool()> ready = [] { return true; };
 };
 
@@ -65,11 +65,11 @@ struct IoMemories {
 
 enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
 
-// Returns why this process cannot use io_uring, or an empty string if it can. Tries it out on each call.
+// Returns why this process cannot use io_uring, or an empty string if it can. Each call tries to make a ring.
 std::string uring_refusal();
 
 // Makes the queue of one disk. Must be called in the owner's thread, because an io_uring may accept requests
-// only from the thread that made it. Throws DiskError if `backend` is kUring and the kernel refuses it.
+// only from the thread that made it. Throws DiskError if `backend` is kUring and the kernel refuses io_uring.
 std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories = {});
 
 // A function that wraps a disk's queue in another queue. It is called in the owner's thread.

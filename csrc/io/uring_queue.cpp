@@ -89,11 +89,12 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Submits the queued requests and appends the finished I/Os to `done`. Returns whether there were any. Sets
-// `woken_` if wake() had been called.
+// Submits the queued requests and appends the finished I/Os to `done`. Returns whether any I/O had finished.
+// Sets `woken_` if wake() had been called.
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
-  // A signal (EINTR) is ignored. EAGAIN and EBUSY no longer occur after completions have been taken.
+  // A signal (EINTR) is ignored. EAGAIN and EBUSY are ignored because they no longer occur after the
+  // completions have been taken, which happens below.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }
@@ -115,7 +116,7 @@ bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
 }
 
 void UringQueue::wait(std::vector<IoDone>& done) {
-  // A take() may have found the call of wake() that is to end this wait.
+  // If `woken_` is set, an earlier take() has consumed the wake() that was to end this wait.
   while (!collect(done, woken_ ? 0 : 1) && !woken_) {
   }
   woken_ = false;

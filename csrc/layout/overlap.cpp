@@ -36,8 +36,8 @@ int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1)
                       " share bytes of the pool");
 }
 
-// Returns a block of each area that share a byte, or nothing if there are none. The areas may have any
-// strides. If they belong to different views, equal block numbers may share bytes.
+// Returns one block of each area, such that the two blocks share a byte. Returns nothing if no two blocks do.
+// The areas may have any strides. If they belong to different views, equal block numbers may share bytes.
 std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
   // Let the areas have bases a and b, and strides S and T. The runs of blocks i and j share a byte if and
   // only if a + i*S - b_run < b + j*T < a + i*S + a_run. So for each i, one range of j shares bytes with it.

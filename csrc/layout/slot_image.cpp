@@ -8,9 +8,8 @@
 namespace flexkv {
 namespace {
 
-// The largest stripe or trailer, in bytes, and the largest number of ranks. A larger value is a mistake of
-// the caller. Up to these limits, sums stay far from overflow.
-constexpr int64_t kMaxPartBytes = int64_t{1} << 48;
+// Up to these two limits, sums of sizes stay far from overflow. A larger value is a mistake of the caller.
+constexpr int64_t kMaxPartBytes = int64_t{1} << 48;  // the largest stripe or trailer
 constexpr size_t kMostRanks = 4096;
 
 }  // namespace

@@ -89,8 +89,8 @@ class PeerDirectory {
 
   // Reads the rows that have changed on the boards of all peers. Returns how many rows it read.
   size_t follow();
-  // Call the functions of the same names of `PendingNews`. They do not wait for a thread that follows or
-  // drops a peer.
+  // These call the functions of `PendingNews` that have the same names. They do not wait while another thread
+  // follows or drops a peer.
   size_t take(size_t most, std::vector<PeerNews>& out) { return news_.take(most, out); }
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out) {
     return news_.take_of(keys, group, out);
@@ -106,7 +106,7 @@ class PeerDirectory {
   // Returns where the page lies now or was last seen, in the peer that was added first if several have it.
   // Ignores the peers in `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
-  // Does the same for each of `keys`, and sets `places` to the results. Releases the lock now and then, so
+  // Sets `places` to what the function above returns for each of `keys`. Releases the lock now and then, so
   // that other threads can acquire it.
   void find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
             std::vector<PeerPlace>& places) const;
@@ -138,7 +138,7 @@ class PeerDirectory {
     bool leaves = false;                         // whether the peer is being dropped
     uint32_t next = 0;                           // the row to read next while every row has to be read again
     size_t pages = 0;                            // how many slots are known to hold a page
-    std::vector<std::optional<RowFacts>> known;  // what each slot's row said when it was last read
+    std::vector<std::optional<RowFacts>> known;  // the page that each row showed when last read
     std::array<std::atomic<uint64_t>, kPeerEnds> counts{};
     BoardParts parts{};
   };

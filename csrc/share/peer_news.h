@@ -1,4 +1,4 @@
-// What a peer directory has learned about peers' pages, until its unit takes it.
+// News about peers' pages, which a peer directory collects until its unit takes it.
 #pragma once
 #include <array>
 #include <atomic>
@@ -44,7 +44,8 @@ class PendingNews {
   // the content of `out`: first come the pages that were lost, then the pages that are there now. A page that
   // was lost and came back, perhaps with other tokens, is in both parts. Returns how many records it took.
   size_t take(size_t most, std::vector<PeerNews>& out);
-  // Does the same for the pages with these keys only. A key without a record costs some nanoseconds.
+  // Does the same as `take`, without a limit, for the pages of `group` that have these keys. A key without a
+  // record costs some nanoseconds.
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out);
   // How many pages have a record.
   size_t size() const { return size_.load(std::memory_order_acquire); }
@@ -63,8 +64,8 @@ class PendingNews {
   bool is_marked(const PageName& name) const;
 
   // The number of bits in `marks_`, which is indexed by a page's hash. The bit of every page with a record is
-  // set, and the bits of some pages that had one. So a lookup of keys that no peer has reads only these 32
-  // KiB, which stay in a core's cache.
+  // set. The bits of some pages whose records were taken are still set, too. So a lookup of keys without news
+  // reads only these 32 KiB, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
   mutable std::mutex mutex_;  // guards the members below; size_ may be read without it

@@ -38,7 +38,8 @@ struct DiskOptions {
   // Whether to register the host pools with io_uring, so that their memory stays pinned instead of being
   // pinned for each I/O.
   bool register_buffers = false;
-  // Whether the thread, while the disk is idle, writes zeros to slots that have space but were never written.
+  // Whether the thread writes zeros, while the disk is idle, to slots whose space is allocated but was never
+  // written.
   bool zero_fill = false;
 };
 
@@ -58,8 +59,8 @@ struct PageTask {
 
 class Disk {
  public:
-  // `wrap`: wraps the I/O queue in a test's queue; may be null. `on_change`: called after queued() has fallen
-  // or the disk was lost, from any thread and without a lock.
+  // `wrap` wraps the I/O queue in a queue of a test; it may be null. `on_change` is called after queued() has
+  // fallen or the disk was lost. Any thread may make this call, and holds no lock while it does.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
@@ -79,19 +80,19 @@ class Disk {
   // write that shows that there is space again clears the reason.
   std::string full_reason() const;
   // Takes the disk out of service: no more I/O begins. Queued pages fail with LANE_DOWN at once, and pages in
-  // flight are reported after their I/O has finished. `source`: where the queued pages are reported; may be
+  // flight are reported after their I/O has finished. The queued pages are reported to `source`, which may be
   // null if there are none.
   void take_out(const std::string& reason, WorkSource* source);
-  // The watchdog calls this at regular intervals. Returns true if the oldest job in flight has stayed the
-  // same since `looks` calls ago.
+  // The watchdog calls this at regular intervals. Returns true if the oldest job in flight has been the same
+  // for the last `looks` calls.
   bool look(int32_t looks);
 
   // The body of the I/O thread. It returns after stop(), when nothing is queued or in flight.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
-  // Waits until the I/O thread is not in a write of zeros. Returns true if so: run() then returns as soon as
-  // the pages in flight have finished. Returns false if the thread is still in such a write at `until`: the
-  // write may hang, and no work item waits for it. Precondition: stop() was called.
+  // Waits, at most until `until`, for a write of zeros that the I/O thread is in. Returns true if the thread
+  // is in no such write: run() then returns as soon as the pages in flight have finished. Otherwise returns
+  // false: the write may hang, and no work item waits for it. Precondition: stop() was called.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
@@ -105,7 +106,7 @@ class Disk {
     PageTask task;
     const DiskGroup* group = nullptr;
     bool write = false;
-    uint64_t sequence = 0;               // number of the job in the order of beginning; 0: the job is free
+    uint64_t sequence = 0;               // number of the job, in the order of their starts; 0: free
     int64_t bytes = 0;                   // total size of its I/Os
     int32_t open_ios = 0;                // number of its I/Os that have not finished
     int32_t error = 0;                   // errno of the first I/O that failed; 0: none
@@ -167,7 +168,7 @@ class Disk {
   std::condition_variable work_;
   std::deque<PageTask> reads_;
   std::deque<PageTask> writes_;
-  IoQueue* queue_ = nullptr;  // set while the I/O thread may be in IoQueue::wait, which a push must then wake
+  IoQueue* queue_ = nullptr;  // set while the I/O thread may be in IoQueue::wait; push() then ends that wait
   std::string backend_;
   std::string backend_note_;
   uint64_t pushes_ = 0;
@@ -178,7 +179,8 @@ class Disk {
   std::string lost_reason_;
   std::string full_reason_;
 
-  // The I/O thread writes `oldest_`, and the watchdog reads it. Only the watchdog uses the next two.
+  // The I/O thread writes `oldest_`, and the watchdog reads it. Only the watchdog uses the two members after
+  // it.
   std::atomic<uint64_t> oldest_{0};  // sequence number of the oldest job in flight; 0: none is in flight
   uint64_t seen_oldest_ = 0;
   int32_t quiet_looks_ = 0;

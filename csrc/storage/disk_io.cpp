@@ -253,8 +253,8 @@ void Disk::io_done(const IoDone& done) {
   arrived_.push_back(at);
 }
 
-// Finishes the jobs whose I/Os finished first, but stops after kCheckedBytesInRow bytes of pages that it had
-// to verify, so that the disk does not run out of I/Os meanwhile. Appends their pages to `ended`.
+// Finishes jobs in the order in which their I/Os finished, and appends their pages to `ended`. Stops after
+// verifying kCheckedBytesInRow bytes, so that the disk does not run out of I/Os meanwhile.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

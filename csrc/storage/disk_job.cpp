@@ -18,8 +18,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. After this many consecutive pages with an I/O error, the disk is taken out. A bad sector makes
-// a single page fail; a bad disk makes all pages fail.
+// Unit: pages. After this many consecutive reads (or writes) of pages with an I/O error, the disk is taken
+// out. A bad sector makes a single page fail; a bad disk makes all pages fail.
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 

@@ -23,7 +23,8 @@ constexpr size_t kMostQueuedPages = 65536;
 // counted rather than seconds, so that a process that was stopped finds no disk hung when it resumes. The
 // watchdog of the transfer engine has a constant of the same name and purpose.
 constexpr int32_t kLooksUntilStuck = 4;
-// Unit: seconds. The least time for which a close waits for a write of zeros, even if `stuck_s` is smaller.
+// Unit: seconds. join() waits for a write of zeros for at most `stuck_s` seconds, or for this long if
+// `stuck_s` is smaller.
 constexpr double kLeastStuckS = 1.0;
 
 // The slot size of a group's slabs: the largest image of the groups that share them.
@@ -267,7 +268,7 @@ void DiskLane::join() {
     if (shared_->disks[d]->will_end(until)) {
       threads_[d].join();
     } else {
-      threads_[d].detach();  // the thread keeps its slab files open, and so the folder locked
+      threads_[d].detach();  // the thread keeps its slab files open, and thus the folder locked
       all_ended = false;
     }
   }

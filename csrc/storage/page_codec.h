@@ -19,17 +19,15 @@ inline constexpr uint32_t kPageVersion = 1;
 // The fixed part of the trailer. In the image, it is followed by one 64-bit digest per run, those of rank 0
 // first.
 //
-// If the fields change:
-// - Raise kPageVersion; folders of other versions are left alone. Raise VALUE_VERSION in
-//   flexkv/remote/values.py, because values in a store have the same trailer. A test in
-//   tests/unit/storage/test_pages.py contains both versions.
-// - Change HEAD and DIGEST_AT in flexkv/cli/remote/stored_value.py, which also parses the trailer, and the
-//   table in docs/disk-format.md.
-// - If the size changes, change the 96 bytes there, in docs/remote.md and in tests that damage a trailer.
-// - Add a field that a reader compares with an expected value to PageTag. Its size is also in
-//   csrc/storage/page_tag.h, kTagBytes of csrc/transfer/op.h, TAG_BYTES of flexkv/transfer/graph.py, TAG of
-//   flexkv/storage/tags.py and tests/unit/native_border/arguments.py.
-// - Add a field that Python reads also to trailer() of csrc/bindings/bind_storage.cpp and flexkv/c_ext.pyi.
+// If the fields change: - Raise kPageVersion; folders of other versions are left alone. Raise VALUE_VERSION
+// in flexkv/remote/values.py, because values in a store have the same trailer. A test in
+// tests/unit/storage/test_pages.py contains both versions. - Change HEAD and DIGEST_AT in
+// flexkv/cli/remote/stored_value.py, which also parses the trailer, and the table in docs/disk-format.md. -
+// If the size changes, change the number 96 in those two files, in docs/remote.md and in tests that damage a
+// trailer. - Add a field that a reader compares with an expected value to PageTag. Its size is also in
+// csrc/storage/page_tag.h, kTagBytes of csrc/transfer/op.h, TAG_BYTES of flexkv/transfer/graph.py, TAG of
+// flexkv/storage/tags.py and tests/unit/native_border/arguments.py. - Add a field that Python reads also to
+// trailer() of csrc/bindings/bind_storage.cpp and flexkv/c_ext.pyi.
 //
 // flexkv/storage/scan.py finds pages by `magic`.
 struct PageTrailer {
@@ -63,10 +61,10 @@ struct PagePlace {
 // Writes and checks the trailers of one KV group's pages. A codec does not change after construction.
 class PageCodec {
  public:
-  // `stripe_bytes`, `runs`: for each rank, the size of its stripe, and its runs, ascending by offset.
-  // `host_digests`: whether device lanes write the run digests into the host slot. `group`: the number of the
-  // KV group, which the trailers record. Throws GeometryError if the runs do not fill the stripes or a layer
-  // has no run.
+  // `stripe_bytes` and `runs` have, for each rank, the size of its stripe and its runs, ascending by offset.
+  // `host_digests` says whether device lanes write the run digests into the host slot. `group` is the number
+  // of the KV group, which the trailers record. Throws GeometryError if the runs do not fill the stripes or a
+  // layer has no run.
   PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
             bool host_digests, uint32_t group = 0);
 

@@ -18,9 +18,9 @@ struct SlabShape {
 class SlabFile {
  public:
   // Opens the file for reading and writing, or only for reading if `read_only` is set. Uses direct I/O if the
-  // file system allows it and the disk needs no alignment above 4 KiB. `lock_fd`: descriptor of the folder's
-  // lock, which is duplicated; -1: no lock. Throws DiskError if the file cannot be opened, and GeometryError
-  // if the shape is invalid.
+  // file system allows it and the disk needs no alignment above 4 KiB. `lock_fd` is the descriptor of the
+  // folder's lock, which the object duplicates; -1 means that there is no lock. Throws DiskError if the file
+  // cannot be opened, and GeometryError if the shape is invalid.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd, bool read_only = false);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;

@@ -21,7 +21,7 @@ struct RawTransfer {
   std::span<const int64_t> pool_blocks = {};  // pool_blocks[i] is copied from or to file_blocks[i]
   int64_t blocks_per_file = 1;
   bool is_read = true;
-  bool staged = true;       // if false, one call per piece of a page, directly from or to the pool
+  bool staged = true;       // if false, each piece of a page moves directly, in one call
   void* staging = nullptr;  // the caller's staging buffer; null to use the manager's own
   int64_t staging_bytes = 0;
   bool verbose = false;  // whether to print to stderr how much was moved, and through which route

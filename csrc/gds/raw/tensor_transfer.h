@@ -67,9 +67,9 @@ RawTransfer describe(const Tensor& gpu_layer_id_list, GTensorHandler gpu_tensor_
 
 // Moves blocks between raw files and a pool through staging slots (docs/gds.md), and returns when every byte
 // has moved. `gpu_layer_id_list` is int32, the block ids are int64, all in host memory. `staging_buffer` is
-// memory on the pool's device and on a 4 KiB boundary. It has raw_slot_bytes() for each block moved, but for
-// at most max_staging_blocks of the manager. If it is null, the manager's own staging is used. Throws what
-// transfer_raw() throws.
+// memory on the pool's device and on a 4 KiB boundary. Its size is raw_slot_bytes() times the number of
+// blocks moved, or times the manager's max_staging_blocks if that is less. If it is null, the manager's own
+// staging is used. Throws what transfer_raw() throws.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                                    GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,
@@ -92,8 +92,8 @@ void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_la
   transfer_raw(gds_manager, transfer);
 }
 
-// Does the same without staging, with one call for each part of a block that is contiguous in the pool and in
-// the file.
+// Moves blocks like the function above, but without staging: it makes one call for each part of a block that
+// is contiguous in the pool and in the file.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                             GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,

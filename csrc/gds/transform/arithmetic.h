@@ -227,8 +227,8 @@ FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
 }
 
 // Adds the term of a finished leaf to its run's sum. The call for the last leaf of a run also writes or
-// checks the run's digest. `Atomics` has add(), which returns the previous value, min(), and fence(), which
-// lets that call see the terms of all leaves.
+// checks the run's digest. `Atomics` provides min(), add(), which returns the previous value, and fence(),
+// which lets the last call see the terms of all leaves.
 template <typename Atomics>
 FLEXKV_HD inline void end_leaf(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf,
                                uint64_t folded) {

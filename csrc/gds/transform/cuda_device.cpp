@@ -111,8 +111,8 @@ class CudaTransformDevice : public TransformDevice {
     try {
       return cuda::Event(device_, stream).wait();
     } catch (const CapacityError& error) {
-      // No event could be made, so waits for the stream itself, because copies use the caller's memory. If
-      // the context is broken, nothing moves any more.
+      // No event could be made. So this waits for the stream itself, because copies use the caller's memory.
+      // If the context is broken, nothing moves any more.
       driver().stream_synchronize(stream);
       return error.what();
     }

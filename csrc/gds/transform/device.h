@@ -23,8 +23,8 @@ struct BatchResult {
 class Transformer {
  public:
   virtual ~Transformer() = default;
-  // Starts a batch with one launch. It has at most as many pages as `max_pages` of
-  // TransformDevice::transformer() says. At most kBatchesInFlight batches may be in flight.
+  // Starts a batch with one launch. A batch has at most `max_pages` pages, a number that the caller passed to
+  // TransformDevice::transformer(). At most kBatchesInFlight batches may be in flight.
   virtual void launch(std::span<const TransformPage> pages) = 0;
   // Waits until no byte of the oldest batch in flight can move any more, and returns that batch's result.
   virtual BatchResult wait() = 0;
@@ -73,9 +73,9 @@ inline constexpr int32_t kHostDevice = -1;
 // Returns the device of plain memory and the CPU.
 std::shared_ptr<TransformDevice> host_transform_device();
 
-// Unit: thread blocks. Each fills the registers of one multiprocessor, so a transfer never takes more than
-// this many multiprocessors from the model. They transform more than 100 GB/s (docs/gpu-results.md), far more
-// than disks deliver.
+// Unit: thread blocks. The most that a transform beside the model uses. Each block fills the registers of one
+// multiprocessor, so a transfer never takes more than this many multiprocessors from the model. Together they
+// transform more than 100 GB/s (docs/gpu-results.md), far more than disks deliver.
 inline constexpr int kTransformBlocks = 8;
 
 // How many multiprocessors transforms use: a few, so that the model has the others, or all, for measurements.

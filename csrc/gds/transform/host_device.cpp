@@ -83,7 +83,7 @@ class HostTransformer : public Transformer {
 
   std::vector<Segment> segments_;
   TransformTables tables_;
-  std::deque<BatchResult> done_;  // results that wait() has not returned; launch() completes its batch
+  std::deque<BatchResult> done_;  // results of finished batches that wait() has not returned yet
 };
 
 // Asks the kernel whether a byte can be read. Only EFAULT means that it cannot; other errors say nothing

@@ -1,5 +1,5 @@
 // Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit at build time. The code that plans
-// it and makes it wait for the engine is in every build.
+// a launch, and makes it wait for the engine, is in every build.
 #pragma once
 #include <string>
 
