@@ -352,7 +352,7 @@ class Hub:
         return self._owner[group]
 
     def by_group(self, group: int, entries: EntryIds) -> list[tuple[int, EntryIds]]:
-        """Splits entries of `group` and of the groups that share its slots by group. Keeps their order in each group."""
+        """Splits entries of `group` and of the groups that share its slots by group. Keeps the order in each group."""
         if not self._shares:
             return [(group, entries)]
         groups = self.index.groups_of(entries)

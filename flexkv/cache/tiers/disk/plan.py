@@ -137,7 +137,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
 
 
 def _gds_loads(unit: UnitFacts) -> GdsUse:
-    """Returns when straight loads are used: as `disk.gds` says, if this engine and its ranks can do that, else never."""
+    """Returns when straight loads are used: as `disk.gds` says if this engine and its ranks can do that, else never."""
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
