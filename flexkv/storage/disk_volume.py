@@ -41,7 +41,7 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
     """How many slots each slab gets on one disk.
 
     Raises:
-        CapacityError: the bytes do not hold a slot, or the index does not fit into memory.
+        CapacityError: the bytes do not hold a slot of each slab, or the index does not fit into memory.
     """
     slabs = set(slab_numbers(groups))
     image = slot_bytes_of_all(groups)
@@ -112,7 +112,7 @@ class DiskVolume:
     ) -> None:
         self.folder = unit_folder(root, identity, groups)
         self.slots = slots_of(groups, options.bytes_per_disk)
-        with contextlib.suppress(OSError):  # these only log; if a folder cannot be read, FolderLock raises
+        with contextlib.suppress(OSError):  # both only log; if a folder cannot be read, FolderLock raises
             _name_others(self.folder)
             name_other_keys(self.folder)
         self._lock = FolderLock(self.folder)

@@ -26,5 +26,5 @@ def write_line(path: Path, text: str) -> None:
 
 
 def line_digest(text: str) -> str:
-    """The digest of the text, which follows it in the file: 16 hex digits."""
+    """The digest that follows the text in the file: 16 hex digits."""
     return f"{c_ext.run_digest(text.encode()):016x}"

@@ -1,5 +1,5 @@
-"""Reads and writes the file with the epoch of the weights. Each folder has this file beside its index, so that an index
-that is rebuilt still gets the current epoch.
+"""Reads and writes the file with the epoch of the weights. Each folder has this file beside its index, so that the
+epoch is still known if the index must be rebuilt.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def write_epoch(folder: Path, epoch: int) -> None:
 def read_epoch(folder: Path) -> int | None:
     """The last epoch written; None if the file does not exist. Raises what `read_number` raises.
 
-    If an opening finds no epoch, it writes one, even if that is 0, before any page is stored. So if a folder has pages
-    but no such file, the file was lost, and only the index still knows the epoch.
+    When the tier opens a folder without this file, it writes the file, even if the epoch is 0, before any page is
+    stored. So if a folder has pages but no such file, the file was lost, and only the index still has the epoch.
     """
     return read_number(folder / EPOCH_NAME, MOST_EPOCH)
 
 
 def after_all(epochs: int) -> int:
-    """Returns the lowest even epoch above `epochs`, the highest epoch so far. It is even because a restart keeps the
-    pages of even epochs.
+    """Returns the lowest even epoch above `epochs`, the highest epoch so far. The result is even, because a restart
+    drops the pages of an odd epoch: only the process that stored them knew their weights.
     """
     return epochs + 2 - epochs % 2

@@ -174,7 +174,7 @@ class FolderLock:
         return open_private(path, os.O_RDWR | os.O_CREAT)
 
     def release(self) -> None:
-        """Closes this copy of the lock's file descriptor. The folder is unlocked once the slabs' copies are closed,
+        """Closes this copy of the lock's file descriptor. The folder stays locked until the slabs' copies are closed,
         too. Idempotent, and several threads may call it at once.
         """
         with self._releasing:

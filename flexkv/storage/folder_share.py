@@ -22,20 +22,22 @@ from flexkv.storage.private_files import make_folders
 logger = get_logger(__name__)
 
 EVEN_ROOM = 0.9
-"""All folders get slabs of the same size, which is the smallest folder's share. If it is less than this fraction of the
-largest share, a line is logged.
+"""All folders get slabs of the same size, which is the smallest folder's share. If that share is less than this
+fraction of the largest folder's, a line is logged.
 """
 
 BESIDE_PART = 64
-"""An index takes at most one byte per this many bytes of its slabs. For a slot of 8 KiB that allows 128 bytes; it takes
-51 in the database, and 51 in the database's log.
+"""An index takes at most one byte per this many bytes of its slabs. That allows 128 bytes for a slot of 8 KiB, whose
+row takes 51 bytes in the database and 51 in the database's log.
 """
 
 BESIDE_BYTES = 16 << 20
 """Disk space for the headers and their copies, the log of a small index, and the file `spare`."""
 
 SMALL_PART = 2
-"""On a small file system, such as a test's, 1/SMALL_PART of its bytes is used if that is less than BESIDE_BYTES."""
+"""On a small file system, such as a test's, BESIDE_BYTES is replaced by 1/SMALL_PART of the file system's bytes if that
+is less.
+"""
 
 OwnBytes = Callable[[Path], int]
 """Takes a folder of `disk.folders`. Returns how many bytes under it belong to the unit's own slabs, so that the unit
@@ -44,18 +46,20 @@ may use them again.
 
 
 WholeSlots = Callable[[int], int]
-"""Takes how many bytes a unit may fill in a folder. Returns how many of them its slabs take: those of whole slots."""
+"""Takes the number of bytes that a unit may fill in a folder. Returns how many of these its slabs take, which consist
+of complete slots.
+"""
 
 
 def own_bytes(identity: DiskIdentity, *groups: DiskGroup) -> OwnBytes:
-    """Returns a function that counts the bytes of the unit's slabs. It leaves out the files beside the slabs, which
-    stay.
+    """Returns a function that counts the bytes of the unit's slabs. It leaves out the files beside the slabs, whose
+    space is not available for slabs.
     """
     return lambda root: held_bytes(unit_folder(root, identity, groups), "*.slab")
 
 
 def whole_slots(*groups: DiskGroup) -> WholeSlots:
-    """Returns a function that rounds bytes down to whole slots of a unit with these KV groups."""
+    """Returns a function that rounds a number of bytes down to complete slots of a unit with these KV groups."""
     slot = slot_bytes_of_all(groups)
     return lambda asked: asked // slot * slot
 
@@ -166,7 +170,7 @@ def folder_faults(
 
     Args:
         own: counts the bytes that the unit's slabs already hold under a folder.
-        whole: rounds bytes down to whole slots. By default, it does not round, so slabs are taken to fill all of
+        whole: rounds bytes down to complete slots. By default, it does not round, so slabs are taken to fill all of
             `disk.bytes_per_folder`.
     """
     faults: dict[str, str] = {}
@@ -237,8 +241,8 @@ def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
 
 
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
-    """Lists those folders of `disk.folders` that share a file system, for each such file system. Striping over them
-    gains nothing. Ignores a folder whose file system cannot be determined; it is reported when it is opened.
+    """Returns, for each file system with more than one folder of `disk.folders`, these folders. Striping over them
+    gains nothing. Ignores a folder whose file system cannot be determined, because opening it reports that.
     """
     devices: dict[Path, int] = {}
     for root in map(Path, disk.folders):

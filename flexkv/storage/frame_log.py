@@ -1,6 +1,6 @@
 """A file beside an index, to which frames with digests are appended. To shrink it, it is replaced by a new file.
 
-A crash during an append may leave part of a frame at the end of the file. Reading the frames cuts it off.
+A crash during an append may leave part of a frame at the end of the file. `frames` cuts that part off.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class FrameLog:
 
     Args:
         identity: 32 bytes that say what the frames mean. A file with another identity loses its frames.
-        lock_s: how many seconds to wait while another process has the file.
+        lock_s: how many seconds to wait while another process has the file open.
         stopped: returns whether to stop waiting early.
 
     Attributes:
-        was_other: whether the file had another identity; its frames were removed.
-        was_damaged: whether the file's header was damaged; its frames were removed.
+        was_other: whether the file had another identity, so that its frames were removed.
+        was_damaged: whether the file's header was damaged, so that its frames were removed.
 
     Raises:
-        DiskError: another process has the file, or the file system returns an error.
+        DiskError: another process has the file open, or the file system returns an error.
         ContractError: the identity is not 32 bytes long.
     """
 
@@ -116,7 +116,7 @@ class FrameLog:
         """Adds a frame. Does not wait until the frame is durable.
 
         Raises:
-            OSError: the frame could not be written. The file may end with a part of it.
+            OSError: the frame could not be written. The file may end with part of the frame.
         """
         os.lseek(self._fd, 0, os.SEEK_END)
         write_all(self._fd, framed(content))
@@ -164,7 +164,7 @@ class FrameLog:
 
 
 def framed(content: bytes) -> bytes:
-    """The bytes of a frame with this content, as they are in a file.
+    """The bytes of a frame with this content, as they are written to the file.
 
     Raises:
         ContractError: the content is empty or too long.

@@ -41,7 +41,7 @@ from flexkv.storage.weights_name import WEIGHTS_NAME, read_weights
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
-"""How many problems of one kind a printed report lists. It only counts the others."""
+"""How many problems of one kind a printed report lists. It only counts the rest."""
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class SlabReport:
         orphans: slots with complete pages of the current epoch that the index does not list. Either the page was
             evicted, or a crash came before it was published; nothing on disk tells which.
         damaged: slots whose content is neither empty nor a complete page, and why.
-        missing: slots that hold no page although the index lists one, including slots beyond the slab's end.
-            Lookups of such pages miss.
+        missing: slots that do not hold the page that the index lists for them, including slots beyond the slab's end.
+            Loads of such pages miss.
         groups: a report on each KV group whose pages the slab holds.
     """
 

@@ -1,4 +1,6 @@
-"""Numbers page writes by the durable count of the tier's openings and a counter. No number is ever used twice."""
+"""Gives each page write a number, its generation, which is never used again: the durable count of the tier's openings,
+followed by a counter.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ COUNTER_BITS = 40
 MOST_OPENS = (1 << 24) - 1
 
 OPENS_NAME = "opens"
-"""The name of the file with the count of openings. It lies beside the index, which contains the count, too."""
+"""The name of the file with the count of openings. The index beside it contains the count, too."""
 
 OPENS_WITHOUT_A_TRACE = 1024
-"""If the file with the count is lost, the count continues this far above the highest one found in index and trailers.
-The 24 bits of the count allow that 16,000 times.
+"""If the file with the count is lost, the count continues this far above the highest one found in index and trailers,
+because later openings may have left no trace there. The 24 bits of the count allow that 16,000 times.
 """
 
 
@@ -45,7 +47,7 @@ def read_opens(folder: Path) -> int | None:
 
 
 def opens_so_far(written: int | None, others: Iterable[int]) -> int:
-    """An upper bound of how often the tier was opened.
+    """An upper bound on the number of the tier's openings.
 
     Args:
         written: the count in the file; None if the file is missing or damaged.

@@ -89,7 +89,7 @@ class TableReader:
     def tables(
         self, ranks: int, layers: int, runs: int
     ) -> tuple[tuple[int, ...], tuple[NDArray[np.int64], ...]]:
-        """Reads the tables. Returns the bytes of each rank's stripe, and the RunTable of each."""
+        """Reads the tables. Returns the size in bytes of each rank's stripe, and each rank's RunTable."""
         stripes = np.frombuffer(self.bytes(ranks * STRIPE.itemsize), STRIPE)
         self.bytes(8 * layers)
         table = np.frombuffer(self.bytes(runs * RUN.itemsize), RUN)
@@ -149,10 +149,11 @@ def pack_record(group: DiskGroup, number: int) -> bytes:
 
 
 def format_text(group: DiskGroup, version: str, more: Sequence[object] = ()) -> str:
-    """Returns a text that is equal for two groups if their slot images have the same form.
+    """Returns a text that is equal for two groups if their slot images have the same encoding and geometry, and
+    `version` and `more` are equal.
 
     Args:
-        more: further values that must be equal.
+        more: further values that the text contains.
     """
     parts = [";".join(map(str, (version, group.format_id, group.block_tokens, group.stripe_bytes, *more)))]
     return "|".join([*parts, *(f"{table.tolist()}" for table in group.runs)])

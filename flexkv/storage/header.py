@@ -27,18 +27,18 @@ from flexkv.storage.sharing import groups_of_slab, is_plain, slab_numbers
 
 MAGIC = b"FLEXKVSL"
 PLAIN_VERSION = 1
-"""Version of the header if the unit has one plain KV group, see `is_plain`."""
+"""The header's version if the unit's KV groups are plain (`is_plain`); otherwise it is GROUPS_VERSION."""
 GROUPS_VERSION = 2
 VERSIONS = (PLAIN_VERSION, GROUPS_VERSION)
 SECTOR_BYTES = 4096
 MOST_HEADER_BYTES = 64 << 20
-"""No unit needs a longer header, so a larger length in the file is damage, and the file is not read that far."""
+"""The longest header that is read, in bytes. No unit needs a longer one, so a larger length field is damage."""
 
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 """The start of a header: magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format,
 group, ranks, layers, runs, block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit;
-reserved. In version 1 `groups` is 0. In version 2 the fields of a group are 0 here, and each group's record contains
-them.
+reserved. In version 1 `groups` is 0. In version 2, ranks, layers, runs, block_tokens, dtype and the length of format_id
+are 0, because each group's record contains them.
 """
 
 DIGEST_AT = 40
@@ -54,9 +54,9 @@ class SlabHeader:
 
     Attributes:
         created: when the slab was created, in unix seconds.
-        format: 32-byte digest of the pages' form, see `slab_format`.
-        group: number of the KV group, or of the first group of those that share the slab. The fields `ranks`, `layers`,
-            `block_tokens`, `dtype` and `format_id` describe this group.
+        format: 32-byte digest of the encoding and geometry of the slab's pages; see `slab_format`.
+        group: number of the slab's KV group; if several groups share the slab, number of the first. The fields `ranks`,
+            `layers`, `block_tokens`, `dtype` and `format_id` describe this group.
         epoch: epoch of the weights when the slab was created.
     """
 
@@ -79,7 +79,9 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """For each group, 32 bytes that are equal for two groups if their slot images have the same form.
+    """Returns a 32-byte digest for each group. The group of the same number in a different unit has the same digest if
+    its slot images have the same encoding and geometry and, unless `is_plain`, if its slab, rule, reach and signature
+    are the same.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.
@@ -100,7 +102,7 @@ def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
 
 
 def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
-    """The `format` of a slab's header: 32 bytes that are equal for slabs whose pages have the same form."""
+    """Returns the field `format` of a slab's header: a 32-byte digest of the `format_digests` of the slab's groups."""
     digests = format_digests(groups)
     if is_plain(groups):
         return digests[0]
@@ -108,16 +110,16 @@ def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
 
 
 def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
-    """Bytes of a slot of the slab that these groups share: the size of their largest image.
+    """The size in bytes of a slot in the slab that these groups share: that of their largest slot image.
 
     Raises:
-        GeometryError: the runs do not fill the stripes.
+        GeometryError: a group's runs do not fill its stripes exactly.
     """
     return max(codec_of(group).image_bytes for group in groups.values())
 
 
 def slot_bytes_of_all(groups: Sequence[DiskGroup]) -> int:
-    """Sum over the slabs of these groups of the bytes of one slot.
+    """The size in bytes of one slot, summed over the slabs of these groups.
 
     Raises:
         GeometryError: see `slot_bytes` and `slab_numbers`.
@@ -135,7 +137,7 @@ def pack_header(
     model: str,
     unit: str,
 ) -> bytes:
-    """The header's bytes, a multiple of 4 KiB.
+    """Returns a slab's header as bytes, padded to a multiple of 4 KiB.
 
     Args:
         groups: all groups of the unit.
@@ -196,15 +198,15 @@ def read_header(path: str) -> SlabHeader:
 
 
 def raw_header(path: str) -> bytes:
-    """Returns, unverified, the bytes in the place of the header: as many as its length field says, or one sector if
-    that field is meaningless.
+    """Returns the bytes at the start of a slab, unverified: as many as the header's length field says, or one sector if
+    there is no header or its length field is meaningless. A shorter file returns fewer.
 
     Raises:
         DiskError: the file cannot be read.
     """
     try:
         with open(path, "rb", opener=open_at_once) as file:
-            raw = file.read(SECTOR_BYTES) or b""  # None: the file is a pipe that has a writer
+            raw = file.read(SECTOR_BYTES) or b""  # `read` returns None for a pipe that has a writer
             if len(raw) >= FIXED.size and raw[:8] == MAGIC:
                 total = struct.unpack_from("<I", raw, 12)[0]
                 if SECTOR_BYTES < total <= MOST_HEADER_BYTES:
@@ -215,7 +217,7 @@ def raw_header(path: str) -> bytes:
 
 
 def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup]]:
-    """Verifies the header in `raw`. Returns it, and the slab's groups by their numbers, ascending.
+    """Verifies the header in `raw`. Returns the header, and the slab's groups by number, ascending.
 
     Raises:
         DamagedHeaderError: the header is too short or not a slab's, or its digest does not match.

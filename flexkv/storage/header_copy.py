@@ -22,7 +22,7 @@ COPY_SUFFIX = ".header"
 
 @dataclass(frozen=True, slots=True)
 class FoundHeader:
-    """A slab's header, read from the slab or, if the slab's own is damaged, from the copy.
+    """A slab's header, read from the slab or, if it is damaged there, from its copy.
 
     Attributes:
         raw: the header's bytes.
@@ -49,7 +49,8 @@ def find_header(slab: Path) -> FoundHeader:
     """Reads and verifies the header of the slab at `slab`, or its copy if the slab's own header is damaged.
 
     Raises:
-        DamagedHeaderError: header and copy are both damaged, or the header is damaged and no slots follow it.
+        DamagedHeaderError: the slab's header is damaged. In addition, its copy is damaged or missing, or the file ends
+            with the header.
         DiskError: the header has another version or impossible content, or the file cannot be read.
     """
     copy, copy_fault = None, ""
@@ -70,8 +71,8 @@ def find_header(slab: Path) -> FoundHeader:
 
 
 def mend_header(slab: Path, found: FoundHeader) -> None:
-    """Writes the header that `find_header` found to the slab and to the copy, where it is damaged or missing. If the
-    copy cannot be written, only logs that.
+    """Writes the header that `find_header` found to the slab if the slab's own is damaged, and to the copy if that is
+    damaged or missing. If the copy cannot be written, only logs a warning.
 
     Raises:
         OSError: the slab's own header cannot be written.

@@ -1,5 +1,5 @@
-"""Classifies errors of the index's database. Either the file system has trouble, which passes or which a person must
-fix. Or the database is damaged; it is then set aside and rebuilt.
+"""Classifies errors of the index's database. If the file system is at fault, the error passes by itself, or a person
+must fix it. If the database is damaged, it is set aside and rebuilt.
 """
 
 from __future__ import annotations

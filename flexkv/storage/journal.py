@@ -89,8 +89,8 @@ class Evict:
 
 @dataclass(slots=True)
 class Use:
-    """Records that the pages at `places`, on any disk, were used. Every lookup makes such a record, so the caller
-    passes all places to every disk's journal, whose thread then finds the ones on its disk.
+    """Records that the pages at `places`, on any disk, were used. Every lookup makes such a record. To save the
+    caller's time, it passes all places to the journal of every disk, and the journal's thread finds those on its disk.
 
     Attributes:
         slab: number of the slab.
@@ -127,13 +127,15 @@ class Reset:
 
 Record = Publish | Evict | Use | Reset
 Durable = Callable[[int, Slots, NDArray[np.uint64]], None]
-"""A function of a KV group's number, slots on this disk and the generations of the pages in them, which are now
-durable.
+"""A function that is called when pages have become durable, with the number of their KV group, their slots on this
+disk, and their generations.
 """
 
 
 def _oldest_publish(records: Iterable[Record]) -> float:
-    """When the first publish among the records was made, in seconds of the monotonic clock; 0 if there is none."""
+    """The time at which the first publish among the records was made, in seconds of the monotonic clock; 0 if there is
+    none.
+    """
     return next((record.since for record in records if isinstance(record, Publish)), 0.0)
 
 
@@ -166,7 +168,7 @@ class Journal:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system cannot start another thread
-            self._slabs.clear()  # releases the folder's lock, although journal and thread keep each other alive
+            self._slabs.clear()  # they hold the folder's lock; journal and thread keep each other alive
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
@@ -235,13 +237,13 @@ class Journal:
                 record.done.set()
         self._queue.clear()
         self._waiting_rows = 0
-        self._oldest = 0.0  # a commit that has failed will never be durable
+        self._oldest = 0.0  # a failed commit will never be durable
 
     def _run(self) -> None:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # any error: no later page may count as durable
+        except Exception as error:  # after any error, no later page may count as durable
             if not isinstance(error, DiskError):
                 logger.exception("journal of %s", self._index.path)
             self.fail(str(error) or type(error).__name__)
@@ -360,8 +362,8 @@ class Journal:
             raise disk_error(folder / EPOCH_NAME, error) from error
 
     def _commit(self, resets: Sequence[Reset]) -> bool:
-        """Commits the index. While the disk is full, gives up as soon as a reset is queued, which must be written
-        first, and returns False.
+        """Commits the index. While the disk is full, retries until a reset is queued; then returns False, because the
+        reset must be written first.
         """
 
         def epoch_is_enough() -> bool:

@@ -52,8 +52,8 @@ def read_number(path: Path, most: int) -> int | None:
 def number_if_whole(
     read: Callable[[Path], int | None], folder: Path, damaged: Callable[[str], object]
 ) -> int | None:
-    """The number that `read` returns for a folder; None if the file is missing or damaged. If it is damaged, calls
-    `damaged` with a text that says so.
+    """Returns the number that `read` finds in a folder; None if the file is missing or damaged. If it is damaged,
+    passes a description of the damage to `damaged`.
     """
     try:
         return read(folder)

@@ -120,8 +120,8 @@ class PageReader(ABC):
             return self._down
 
     def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
-        """Stops the reader for good, and fails the op in flight and all waiting ops. Does nothing if its page has been
-        read, and is still being copied to its host slot after `wait_s` seconds. The caller holds the lock.
+        """Stops the reader for good, and fails the op in flight and all waiting ops. Does nothing if a page of the op
+        is still being copied to its host slot after `wait_s` seconds. The caller holds the lock.
         """
         if not self._writing.acquire(timeout=wait_s):
             return

@@ -1,6 +1,6 @@
-"""Finds folders with pages that other units of the same model wrote, perhaps for another engine in another encoding.
-flexkv looks for them when a unit starts, and only reads them. Equal keys identify equal blocks in all of these folders,
-because the folders have the same fingerprint, and keys depend on it.
+"""Finds folders with pages that other units of the same model wrote, perhaps for another engine in another encoding. A
+unit looks for these folders when it starts, and only reads them. Equal keys identify equal blocks in all of these
+folders, because the folders have the same fingerprint, and keys depend on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flexkv.storage.weights_name import read_weights
 logger = logging.getLogger(__name__)
 
 GROUP = 0
-"""Only units with one KV group read peer folders, so this is the number of that group and of its slab."""
+"""The number of the only KV group and of its slab, because only units with one KV group read peer folders."""
 
 
 Rewrites = tuple[c_ext.PageConversion | None, ...]
@@ -53,7 +53,7 @@ class PeerFolder:
         header: the slab's header.
         codec: codec of the group's slot images.
         stripes: offset and bytes of each rank's stripe in a slot image.
-        rewrites: conversions of the stripes to this unit's encoding.
+        rewrites: for each rank, the conversion of its stripe to this unit's encoding; None if the encodings are equal.
         rows: the index's row of each slot at the time when the folder was opened, [slots]; no rows if the index was not
             read.
         epoch: epoch of the pages in `rows`.
@@ -75,8 +75,8 @@ def open_peer_folders(
     roots: Sequence[Path], identity: DiskIdentity, group: DiskGroup, heads: int
 ) -> list[PeerFolder]:
     """Opens the other units' slabs under `roots` that have the fingerprint of `identity`. Leaves out slabs without
-    pages, and slabs that cannot be used, for example because their pages cannot be converted exactly; logs these and
-    why.
+    pages. Also leaves out, and logs, slabs that cannot be used, for example because their pages cannot be converted
+    exactly.
 
     A folder is locked only while its index is read. Pages that its unit writes later are not found. Pages that it
     overwrites later are misses, because every slot's trailer identifies its page.
@@ -118,7 +118,7 @@ def same_format(theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup]) -> bool:
 def rewrites_of(
     theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup], heads: Sequence[int]
 ) -> list[Rewrites]:
-    """For each KV group, the conversions of its pages to this unit's encoding.
+    """Returns, for each KV group, the conversions of the other unit's stripes to this unit's encoding.
 
     Args:
         heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
@@ -176,7 +176,7 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
         raise DiskError("it holds pages of a KV group with a rule or signature of its own")
     rows, epoch = _rows(path.parent, peer.slab, peer.header.slab_id, peer.codec, peer.slab.row[3])
     weights, of_epoch = read_weights(path.parent) or (b"", -1)
-    # If the folder's unit has begun another epoch in the meantime, the digest is that of the other epoch's weights.
+    # If the folder's unit has begun a new epoch since `_rows`, the digest is that of the new epoch's weights.
     return replace(peer, rows=rows, epoch=epoch, weights=weights if of_epoch == epoch else b"")
 
 

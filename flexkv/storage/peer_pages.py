@@ -14,8 +14,8 @@ from flexkv.storage.rows import index_rows
 class PeerPages(StoredPages):
     """The pages of all peer folders. Each folder counts as a disk: place p is slot `p // disks` of folder `p % disks`.
 
-    The epoch starts at 0, whatever the folders' own epochs are. When `PeerReader` reads a page, it replaces the op's
-    epoch by the folder's.
+    The epoch starts at 0, whatever the folders' own epochs are. When `PeerReader` reads a page, it replaces the epoch
+    in the op's tag with the folder's.
 
     Args:
         folders: the peer folders, at least one.

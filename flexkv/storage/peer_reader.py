@@ -1,4 +1,6 @@
-"""Loads pages from peer folders. A thread reads, verifies and converts them to this unit's encoding, one by one."""
+"""Loads pages from peer folders. A thread reads them one by one, verifies them, and converts them to this unit's
+encoding.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from flexkv.transfer.host_pool import HostPool
 
 
 class PeerReader(PageReader):
-    """Carries out DISK_READ ops with places of `PeerPages`.
+    """Carries out DISK_READ ops whose places are those of `PeerPages`.
 
     A page is copied to its host slot only after its trailer has matched the op's tag, and every run its digest.
 
@@ -53,7 +55,7 @@ class PeerReader(PageReader):
 
         Args:
             image: buffer for the page as the other unit encodes it.
-            theirs: the other unit's slot with the page.
+            theirs: the slot in the other unit's slab that holds the page.
             slot: host slot that gets the page.
         """
         try:

@@ -33,8 +33,8 @@ class PendingRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """For each slab, the generation whose publish is pending in each slot; 0 if none is. These numbers are not kept
-        in the rows, because a flush scans all of them.
+        """For each slab, the generation whose publish is pending in each slot; 0 if none is. The numbers are in arrays
+        of their own, because a flush scans all of them.
         """
         self._evicted: dict[int, NDArray[np.uint64]] = {}
         """For each slab, the generation whose eviction is pending in each slot; 0 if none is."""

@@ -1,5 +1,5 @@
 """Opens files and creates folders. Only their owner may read new files and enter new folders, because KV reveals the
-text from which it was computed. Files to be read are opened so that a pipe in their place makes nobody wait.
+text from which it was computed. Files are opened for reading without waiting, even if a pipe is in a file's place.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def make_folders(folder: Path) -> None:
     for path in reversed(missing):
         path.mkdir(FOLDER_MODE, exist_ok=True)
     if not folder.is_dir():
-        folder.mkdir(FOLDER_MODE)  # raises the system's own error: this, or a folder above, is a file
+        folder.mkdir(FOLDER_MODE)  # raises the system's error, because this path or one above is a file
 
 
 def keep_private(folder: Path) -> None:
-    """Removes other users' permissions on a folder and on the files in it. Does not change, but logs, files that belong
-    to another user, who shares the folder on purpose.
+    """Removes other users' permissions on a folder and on the files in it. Files of another user are only logged,
+    because that user shares the folder on purpose.
 
     Raises:
         OSError: the file system returns an error.

@@ -12,8 +12,8 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import places_of
 
 TOGETHER_MS = 1000
-"""Uses within the same interval of this many milliseconds count as simultaneous, because each disk's journal sets the
-time of a use when it processes the record.
+"""Uses within the same interval of this many milliseconds count as simultaneous. The recorded times of one use differ
+between disks, because each disk's journal sets the time when it processes the record.
 """
 
 

@@ -64,8 +64,8 @@ class SlotReader:
 
     Args:
         codecs: codecs of the KV groups that use the slab.
-        data: whether to verify the bytes of every run, too, and not only the trailer. A slot that cannot be read is
-            then reported instead of raised, because the rest of a failing disk is to be checked, too.
+        data: whether to verify the bytes of every run, too, and not only the trailer. If so, a slot that cannot be read
+            is reported instead of raised, so that the rest of a failing disk is checked, too.
     """
 
     def __init__(

@@ -24,13 +24,13 @@ ROW = np.dtype(
 )
 """The row of one slot.
 
-key: the page's key. generation: that of the page; 0 if the slot is empty. expiry: Unix time in seconds at which the
-page becomes a miss; 0 for never. used: roughly when the page was last used, in unix milliseconds. tokens: valid tokens.
-group: number of the page's KV group.
+key: the page's key. generation: the page's generation; 0 if the slot is empty. expiry: Unix time in seconds at which
+the page becomes a miss; 0 for never. used: roughly when the page was last used, in unix milliseconds. tokens: number of
+valid tokens in the page. group: number of the page's KV group.
 """
 
 Rows = NDArray[np.void]
-"""dtype ROW, shape [slots of the slab]."""
+"""Rows of consecutive slots, dtype ROW, shape [slots]."""
 
 CHUNK_SLOTS = 80
 """Rows per chunk. With the chunk's digest they take 3,848 bytes, so that a chunk and SQLite's own data fit into a 4 KiB
@@ -38,7 +38,7 @@ page.
 """
 
 PLACE = struct.Struct("<II")
-"""slab and chunk number. A chunk's digest covers both, so that a chunk in the wrong place counts as damaged."""
+"""Slab number and chunk number. A chunk's digest covers both, so that a chunk in the wrong place counts as damaged."""
 DIGEST = struct.Struct("<Q")
 CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 
@@ -85,5 +85,5 @@ def signed(number: int) -> int:
 
 
 def padded(slots: int) -> int:
-    """The number of slots, rounded up to whole chunks."""
+    """The number of slots, rounded up to a multiple of CHUNK_SLOTS."""
     return -(-slots // CHUNK_SLOTS) * CHUNK_SLOTS

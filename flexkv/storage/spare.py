@@ -1,7 +1,7 @@
 """Reserves disk space for a folder's index in a file. So a unit can open the folder and serve its pages even if other
 programs have filled the disk.
 
-An opening needs little space (for the count of openings and a few pages of the index's log), and frees it when the unit
+Opening a folder takes a little space, for the count of openings and a few pages of the index's log, until the unit
 closes. So the reserved space is freed before an opening and reserved again after it. If the disk is full, a reset uses
 the space to write its epoch.
 """
@@ -45,9 +45,7 @@ def with_spare(folder: Path, write: Callable[[], None]) -> None:
 
 
 def take_spare(folder: Path) -> None:
-    """Reserves SPARE_BYTES, or as much of that as the disk has. If it has nothing free, nothing is reserved until the
-    next call.
-    """
+    """Reserves SPARE_BYTES, or as much of that as is free on the disk. If nothing is free, reserves nothing."""
     path = folder / SPARE_NAME
     try:
         fd = open_private(path, os.O_WRONLY | os.O_CREAT)

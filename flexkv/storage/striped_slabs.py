@@ -56,8 +56,8 @@ about as long.
 
 
 JOURNAL_END_S = 5.0
-"""How many seconds a failed opening waits until each journal that it has started ends. The journals have nothing to
-write yet.
+"""How many seconds a failed opening waits for each journal that it has started to end. The journals end soon, because
+they have nothing to write yet.
 """
 
 
@@ -395,8 +395,8 @@ class StripedSlabs(Volumes):
         self.finish_reset(deadline_s)
 
     def _stop_flushed_journals(self) -> None:
-        """Stops each journal without pending records, which can write its last commit now, so that a disk that hangs
-        does not delay the others.
+        """Stops each journal that has no pending records. It then writes its last commit at once, so that a disk that
+        hangs does not delay the others.
         """
         for disk, journal in enumerate(self._journals):
             if journal is not None and not (disk in self._pending and self._pending[disk].waits):

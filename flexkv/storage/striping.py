@@ -1,5 +1,5 @@
-"""Computes the disk and the slot of a place, a number of a slot over all disks. Consecutive places lie on consecutive
-disks.
+"""Computes the disk and the slot of a place. Places number the slots of all disks; consecutive places lie on
+consecutive disks.
 
 `csrc/storage/striping.h` has the same rule for the lanes that move pages.
 """

@@ -11,7 +11,7 @@ from flexkv.transfer.graph import NEVER, TAG_BYTES, PageTags
 TAG = np.dtype(
     [("key", "u1", 16), ("generation", "<u8"), ("expiry", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")]
 )
-"""One tag, in the same form as in `csrc/storage/page_tag.h`.
+"""One tag, with the same layout as in `csrc/storage/page_tag.h`.
 
 key: the block's key. generation: a number from `Volumes.next_generations`, different for each write of a slot. expiry:
 the Unix time in seconds at which the page becomes a miss; 0 for never. epoch: epoch of the model's weights. tokens:
@@ -42,7 +42,7 @@ def make_tags(
             read ignores them.
 
     Raises:
-        ContractError: `keys` has another shape, or `generations` another length.
+        ContractError: `keys` has a different shape or dtype, or `generations` a different shape.
     """
     if keys.ndim != 2 or keys.shape[1] != 16 or keys.dtype != np.uint8:
         raise ContractError(f"keys must be uint8 [pages, 16], given {keys.dtype} {list(keys.shape)}")

@@ -74,7 +74,7 @@ class NamedDisks:
             self._with_pages.add(disk)
 
     def begin_epoch(self) -> None:
-        """Begins an epoch, in which pages from before the start are no longer served."""
+        """Begins a new epoch. Pages that were on disk at start are no longer served in it."""
         self._with_pages.clear()
 
     def strange(self, weights: bytes, epoch: int) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class NamedDisks:
             self._thread.start()
 
     def finish(self, wait_s: float) -> None:
-        """Waits up to `wait_s` seconds until the name has been written."""
+        """Waits up to `wait_s` seconds for the name to be written."""
         if self._thread is not None:
             self._thread.join(wait_s)
 
