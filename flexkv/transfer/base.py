@@ -128,8 +128,8 @@ class DataPlane(ABC):
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
         """Lets the gated graphs of `tickets` copy layers 0 to `layers` - 1. Never blocks.
 
-        The engine's work that writes these layers has been enqueued on `stream`. Layers that were opened before, and
-        graphs that have ended, are ignored.
+        Precondition: the engine's work that writes these layers has been enqueued on `stream`. Layers that were opened
+        before, and graphs that have ended, are ignored.
 
         Args:
             stream: the engine's device stream, as for `submit`. The layers are copied after all work that is on it now.
@@ -142,7 +142,7 @@ class DataPlane(ABC):
     @abstractmethod
     def poll(self, max_results: int = 1024) -> list[OpResult]:
         """Returns up to `max_results` results of ops, oldest first, and removes them. Each op has exactly one result,
-        which exists after the op's last byte has stopped moving.
+        which appears after the op's last byte has stopped moving.
         """
 
     @property
@@ -173,8 +173,8 @@ class DataPlane(ABC):
         the stream does not wait. Pages that fail later are only in the op's `OpResult`.
 
         Raises:
-            ContractError: the ticket was never issued, or its results were polled so many graphs ago that nothing is
-                known about it. Or `stream` is not a stream, or is being captured into a CUDA graph.
+            ContractError: the ticket was never issued, or its results were polled so many graphs ago that the engine
+                has forgotten it. Or `stream` is not a stream, or is being captured into a CUDA graph.
             BlockRangeError: no load of the graph has such a layer.
         """
 

@@ -38,7 +38,8 @@ def find_cufile() -> CufileLibrary:
     library = CufileLibrary(*c_ext.find_cufile())
     if not library.path and (said := _by_pathfinder()[1]):
         return replace(library, reason=f"{library.reason}; cuda-pathfinder: {said}")
-    # cuda-pathfinder loads the library that it finds, so the native core reports "already loaded" even for a wheel's.
+    # cuda-pathfinder loads the library that it finds, so the native core reports "already loaded" even for a library in
+    # a wheel.
     return replace(library, found="in a wheel") if library.path in paths else library
 
 
@@ -59,18 +60,19 @@ def name_wheels() -> tuple[str, ...]:
 
 @cache
 def _first_look() -> CufileLibrary:
-    """Looks for libcufile in this process, then asks the loader. Only the first call does so, because it leaves a
-    library that the loader found loaded, which a second look would report as already loaded.
+    """Looks for libcufile in this process, then asks the loader. Only the first call searches, because it leaves the
+    library loaded, and a second search would report a library that the loader found as "already loaded".
     """
     return CufileLibrary(*c_ext.find_cufile())
 
 
 @cache
 def _by_pathfinder() -> tuple[tuple[str, ...], str]:
-    """Runs NVIDIA's own search, which also covers conda and CUDA_HOME: the package cuda-pathfinder of the extra `gpu`.
+    """Searches with NVIDIA's package cuda-pathfinder (of the extra `gpu`), which also searches conda and CUDA_HOME.
 
     Returns:
-        The path that it found and loaded, or no path; and its error, empty if it found one or is not installed.
+        The path of the library that it found and loaded, or no path; and its error, which is empty if it found the
+            library or is not installed.
     """
     try:
         pathfinder = import_module("cuda.pathfinder")

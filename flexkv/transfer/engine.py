@@ -1,4 +1,4 @@
-"""The transfer engine: a wrapper around the native engine that takes graphs and returns their result types."""
+"""The transfer engine: a wrapper around the native one that takes transfer graphs and returns each op's `OpResult`."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class TransferEngine(DataPlane):
                 can touch the pool any more.
 
         Raises:
-            GeometryError: the stripe does not fit into the slot. Or blocks with different numbers, one of this view and
-                one of another group's, share bytes.
+            GeometryError: the stripe does not fit into the slot. Or a block of this view shares bytes with a block of
+                another group's view that has a different number.
             ContractError: the group already has a view.
             ClosedError: the transfer engine or the pool was closed.
         """
@@ -181,7 +181,7 @@ class TransferEngine(DataPlane):
         """
         with self._views:
             number = self._native.detach_view(group)
-            # There are no owners if a concurrent close has already released them.
+            # `_owners` is empty if a concurrent close has already released the owners.
             self._detached[number] = self._owners.pop(group, ())
         self._drop_released()
 

@@ -31,8 +31,8 @@ TAG_BYTES = 40
 its fields."""
 
 NEVER = 0
-"""The expiry time of a page that never expires. Other expiry times are in Unix seconds; from then on lookups miss the
-page."""
+"""The expiry time of a page that never expires. Other expiry times are in Unix seconds; from that time on, lookups miss
+the page."""
 
 PageTags = NDArray[np.uint8]
 """Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. The data plane's scheduler does not interpret them."""
@@ -243,7 +243,8 @@ NO_OPS = TransferGraph(())
 
 @dataclass(frozen=True, slots=True)
 class OpResult:
-    """The final result of one op on one rank. There is exactly one, after the op's last byte has stopped moving.
+    """The final result of one op on one rank. There is exactly one, which is made after the op's last byte has stopped
+    moving.
 
     Attributes:
         op_id: the op's number; see `OpId`.
@@ -268,7 +269,7 @@ class OpResult:
 
     def page_causes(self, pages: int) -> PageCauses:
         """Returns the `FailureCause` of each of the `pages` pages of an op that did not end OK. Pages that did not fail
-        are UNKNOWN, unless the status makes one cause that of all pages.
+        are UNKNOWN, unless the status determines one cause for all pages.
 
         Raises:
             ContractError: the number of causes differs from the number of failed pages.

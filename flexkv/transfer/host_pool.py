@@ -1,4 +1,6 @@
-"""Host memory for slot images: consecutive extents, either private or shared with the unit's worker processes."""
+"""Host memory for slot images, in consecutive pieces (extents). It is private, or shared with the unit's worker
+processes.
+"""
 
 from __future__ import annotations
 
@@ -225,8 +227,8 @@ class HostPool:
         return self.native.extent_of(slot)
 
     def fail_read(self, slots: NDArray[np.int32], read: int) -> None:
-        """Makes loads that wait for the DISK_READ `read` fail their pages in these slots, because it will never fill
-        them.
+        """Makes loads that wait for the DISK_READ `read` fail their pages in these slots, because the read will never
+        fill them.
 
         Call this for reads that no lane executes. A lane reports the end of its own reads.
 
@@ -253,8 +255,8 @@ class HostPool:
         )
 
     def close(self) -> None:
-        """Stops mapping, and refuses new use. The memory is freed after the last transfer engine, op or array that can
-        touch it is gone.
+        """Stops mapping. Later calls raise ClosedError. The memory is freed after the last transfer engine, op or array
+        that can touch it is gone.
 
         This also closes the pools that were attached in this process with its descriptor. Other processes keep their
         mappings. Idempotent.

@@ -6,8 +6,8 @@ from flexkv.config.sizes import format_size
 
 
 def staging_cut(slots: int, slot_bytes: int, max_blocks: int, max_bytes: int) -> str:
-    """Returns one line that names the limit because of which there are fewer staging slots than
-    `gds.max_staging_blocks`; empty if there are not fewer.
+    """Returns one line that names the limit that keeps the number of staging slots below `gds.max_staging_blocks`;
+    empty if there are that many.
 
     Args:
         slots, slot_bytes: number and size of the native core's staging slots; 0 slots if it needs no staging buffer.

@@ -87,7 +87,9 @@ def _address(value: Any, stream: object) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """Returns the value as an integer; None if it is not one, or is a bool, which as a stream is a mistake."""
+    """Returns the value as an integer; None if it is not one. A bool counts as no integer, because a bool passed as a
+    stream is a mistake.
+    """
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -1,9 +1,9 @@
 """Reads and writes the file of `transfer.ways_file`, which says up to which length a kernel copies a GPU's runs.
 `flexkv bench transfer --save` measures the lengths and writes the file.
 
-A table is valid for one GPU in one PCI slot with one driver and one version of flexkv, because a length that was
-measured on another link would be silently wrong. An engine has one file for all its GPUs. GPUs to which the table does
-not apply use the built-in lengths, and the log warns of it.
+A table is valid for one GPU on one PCI Express link, with one driver and one version of flexkv: lengths that were
+measured elsewhere would make copies slower without any sign. An engine has one file for all its GPUs. GPUs to which the
+table does not apply use the built-in lengths, and the log warns of that.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
 
 def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None:
     """Returns the table of `transfer.ways_file` if it applies to a device; None for the built-in lengths. Logs a
-    warning if the table was measured on another key.
+    warning if the table does not apply to it.
 
     Raises:
         ConfigError: the file has no complete table, or there is no such device.
@@ -148,8 +148,8 @@ def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None
 
 
 def check_ways_file(settings: TransferConfig) -> None:
-    """Checks that the file of `transfer.ways_file`, if set, has a complete table, for whichever GPU. Called at an
-    engine's start.
+    """Checks that the file of `transfer.ways_file`, if set, has a complete table. Does not check for which GPU the
+    table is. Called at an engine's start.
 
     Raises:
         ConfigError: the file has no complete table.
@@ -159,7 +159,7 @@ def check_ways_file(settings: TransferConfig) -> None:
 
 
 def read_ways(path: str, key: WaysKey) -> CopyWays:
-    """Reads the table in a file, which must have been measured on `key`.
+    """Reads the table in a file. The table must have been measured on `key`.
 
     Raises:
         ConfigError: the file has no complete table.

@@ -61,7 +61,7 @@ class LoadPipeline(Pipeline):
             allowed together with `transform`.
 
     Raises:
-        ContractError, BlockRangeError: as `Pipeline`. ContractError also if both `transform` and `scatter` are given.
+        ContractError, BlockRangeError: see `Pipeline`. ContractError also if both `transform` and `scatter` are given.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LoadPipeline(Pipeline):
 
     @property
     def begun_layers(self) -> int:
-        """How many layers' loads have begun, whether in their steps or ahead of them."""
+        """The number of layers whose loads have begun, in their steps or ahead of them."""
         return len(self._loaded)
 
     def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:

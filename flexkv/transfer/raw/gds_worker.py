@@ -43,7 +43,7 @@ class RawPool:
             then of V of every layer (SGLang).
         block_stride, kv_stride, layer_stride: bytes from one block, K or V, or layer to the next.
         gpu_device_id: the GPU that holds the pool; -1 for plain memory.
-        is_mla: whether K and V are stored as one.
+        is_mla: whether K and V are stored together as one vector.
         blocks: number of blocks in the pool; 0 if it is not known. If it is known, blocks that are contiguous can be
             copied directly between a disk and a GPU (`gds.register_pool`).
     """
@@ -83,7 +83,7 @@ class RawFileLayout:
         """Makes the layout of blocks without gaps, each in the order [layer][K or V][chunk].
 
         Args:
-            kv_dim: 2 if K and V are stored apart, 1 if as one.
+            kv_dim: 2 if K and V are stored separately, 1 if they are stored as one vector.
         """
         layer = chunk * kv_dim
         return cls(total_layers, chunk, layer, chunk, layer * total_layers, blocks_per_file)
