@@ -38,7 +38,7 @@ class Presence(IntEnum):
 
 
 class Outcome(IntEnum):
-    """What became of one of the values of a get or put."""
+    """The outcome of a get or a put for one value."""
 
     OK = 0
     """All bytes of the value arrived; for a put also if the store already has the name."""
@@ -59,10 +59,10 @@ class Outcome(IntEnum):
 
 
 NO_VALUE = -1
-"""As a size: the store does not have the name."""
+"""Returned as a size if the store does not have the name."""
 
 NOT_SAID = -2
-"""As a size: the store did not answer; `last_error` has the reason."""
+"""Returned as a size if the store did not answer; `last_error` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,12 @@ class Store(ABC):
 
     @abstractmethod
     def alive(self, deadline_s: float) -> str:
-        """Checks at little cost whether a server of the store answers. Returns why none does; empty if one does. In
-        that case `last_error` names a server that does not, if there is one.
+        """Checks at little cost whether a server of the store answers. Returns why none does; empty if one does. If one
+        does and another does not, `last_error` says why the other does not.
         """
 
     def register(self, memory: Part) -> str:
-        """Registers memory that will contain values, and stays where it is until `close`. Does nothing unless the
+        """Registers memory that will contain values and that keeps its address until `close`. Does nothing unless the
         store's transport needs this. Returns why the memory cannot be used; empty if it can.
         """
         return ""

@@ -11,10 +11,10 @@ from enum import Enum
 
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
-"""The most seconds between two probes of a lost store. The first rest is FIRST_REST_S, and each next one twice as long,
-up to this length. So a store that restarts is found soon, and one that is gone costs little. Only after a store has
-been used for LONGEST_REST_S is the next rest short again. So a store that answers probes but then fails calls, over and
-over, rests as long as one that does not answer.
+"""The longest rest in seconds. A rest is the time between two probes of a lost store. The first rest is FIRST_REST_S,
+and each further one is twice as long, up to this length. So a store that restarts is found soon, and one that is gone
+costs little. Only after a store has been used for LONGEST_REST_S is the next rest short again. So a store that answers
+probes but then fails calls, over and over, rests as long as one that does not answer.
 """
 
 JITTER = 0.25

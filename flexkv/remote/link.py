@@ -41,7 +41,7 @@ LOOK_S = 0.005
 
 
 class LinkUser(Protocol):
-    """The owner of the ops in flight, which the link informs."""
+    """The owner of the ops in flight. The link calls these methods."""
 
     def take(self, message: Done | Answer | Progress) -> None: ...
 
@@ -54,8 +54,8 @@ class LinkUser(Protocol):
         """
 
     def silent_since(self) -> float | None:
-        """When an op or probe in flight last showed progress, for the one that has waited longest, on the link's clock;
-        None if none is in flight.
+        """Returns when the op or probe in flight that has waited longest last showed progress, in seconds of the link's
+        clock; None if none is in flight.
         """
 
 
@@ -126,7 +126,7 @@ class HelperLink:
             self._outgoing.popleft()
 
     def name_weights(self, weights: bytes) -> None:
-        """Makes this helper and later ones name values by the digest `weights` (32 bytes)."""
+        """Makes the current helper and later ones derive the names of values from the digest `weights` (32 bytes)."""
         owner = replace(self._setup.owner, weights=weights)
         self._setup = replace(self._setup, owner=owner)
         if self._process is not None:
@@ -269,7 +269,7 @@ class HelperLink:
         if self.breaker.lost(reason, self._clock()):
             logger.warning("remote tier: not used for now: %s", reason)
         if self._process is not None and self._ready and not self._killed:
-            # The helper's call in flight ends at its own deadline. The messages behind it then end at once.
+            # The helper's call in flight ends at its own deadline. Messages that wait for it then end at once.
             self.post(Cancel(self.last_number))
         self.user.lost()
 

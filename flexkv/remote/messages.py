@@ -89,7 +89,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Pages(Packed):
-    """A part of an op: pages that move between slots of the host pool and the store.
+    """Part of an op: pages that move between slots of the host pool and the store.
 
     Attributes:
         number: number of the message.
@@ -140,8 +140,8 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Makes the helper name values by this owner from now on. The unit sends this before it probes, reads or writes the
-    first page.
+    """Makes the helper derive the names of values from this owner from now on. The unit sends this before it probes,
+    reads or writes the first page.
     """
 
     owner: ValueOwner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import flexkv
 
-# Not `python -m`, which looks into the current folder first; another flexkv, such as a clone, may lie there.
+# `python -m` would look into the current folder first, where another flexkv, such as a clone, may lie.
 START = (
     "import runpy, sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; program = sys.argv[2]; "
     "del sys.argv[1:3]; "

@@ -26,8 +26,8 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 logger = get_logger(__name__)
 
 MOST_REMOVALS = 256
-"""The most `Remove` messages that wait until the store can be reached. If there are more, the oldest are dropped. The
-next reader of such a page then finds it missing, or as damaged as it was.
+"""The most `Remove` messages that wait until the store can be reached. If there are more, the oldest are dropped.
+Whoever reads a page whose removal was dropped finds it missing or still damaged.
 """
 
 LOST = "lost"
@@ -124,7 +124,7 @@ class RemotePlane:
         self._unanswered: set[int] = set()
         """Numbers of the probes that the helper has not answered, including those that were given up."""
         self._answered_s = 0.0
-        """When the helper last answered a probe, or was sent one while it had none."""
+        """When the helper last answered a probe, or was sent a probe while no other was unanswered."""
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
         """Removals that wait until the store can be reached and the names of values are known."""
@@ -198,8 +198,8 @@ class RemotePlane:
         self._held = True
 
     def open_for(self, weights: bytes) -> None:
-        """Names values by the weights with which pages are computed from now on, and sends the removals that were held
-        back.
+        """From now on derives the names of values from the weights with which pages are computed. Sends the removals
+        that were held back.
 
         Args:
             weights: 32-byte digest of the weights.

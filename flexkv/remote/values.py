@@ -55,9 +55,9 @@ class ValueOwner:
 class ValueFormat:
     """The format of the values for one KV group's pages. Specified in docs/remote.md.
 
-    A value consists of the stripes of all ranks, without gaps, and a trailer. The trailer has the form of one on disk
-    (docs/disk-format.md); its field for the slab contains bytes of the owner's digest. Because one value holds the
-    stripes of all ranks, a single rank's stripe cannot be missing.
+    A value consists of the stripes of all ranks, without gaps, and a trailer. The trailer has the format of a trailer
+    on disk (docs/disk-format.md), except that its field for the slab's id contains bytes of the owner's digest. Because
+    one value holds the stripes of all ranks, a single rank's stripe cannot be missing.
 
     Args:
         owner: the owner of the pages.

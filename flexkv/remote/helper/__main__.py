@@ -15,8 +15,8 @@ PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 SWITCH_S = 0.0002
-"""The longest time in seconds for which a computing thread holds the interpreter lock, so that probes do not wait for
-it.
+"""The longest time in seconds for which a thread that computes keeps the interpreter lock. It is short so that the
+thread for probes soon gets the lock.
 """
 
 

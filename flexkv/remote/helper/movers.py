@@ -22,11 +22,11 @@ from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
 ASKED_AT_ONCE = 256
-"""The most names in one `exists` call before a put. A call costs Mooncake's master as much time as it has names."""
+"""The most names in one `exists` call before a put. A call costs Mooncake's master time in proportion to its names."""
 
 REMOVE_S = 1.0
-"""Deadline of one removal, in seconds. A helper that reads a wrong value removes it. If that takes longer, the next
-helper that reads it tries again.
+"""Deadline of one removal, in seconds. A helper that reads a wrong value removes it. If the removal takes longer, the
+next helper that reads the value tries again.
 """
 
 PAUSE_S = 0.5
@@ -66,9 +66,9 @@ class Batch:
     Attributes:
         message: the message that the pages come from.
         pages: the pages' indices in the message.
-        names: their names in the store.
-        values: their values in memory, as parts.
-        slots: their slots in the host pool.
+        names: the pages' names in the store.
+        values: the pages' values in memory, each as a list of parts.
+        slots: the bytes of the pages' slots in the host pool.
     """
 
     message: Pages
@@ -175,7 +175,7 @@ class Getter(Mover):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._bad: list[str] = []
-        """Names of values that turned out to be wrong, and are to be removed."""
+        """Names of wrong values that are still to be removed."""
 
     def carry_out(self, message: Get) -> None:
         self.move(message)
@@ -245,8 +245,8 @@ class Putter(Mover):
         while batch is not None and sealed is not None:
             sealed.result()
             current, batch = batch, next(batches, None)
-            # The next batch gets its trailers while this one is sent. It is only made if the call before has not lost
-            # the store.
+            # The next batch gets its trailers while the current one is sent. There is no next batch if an earlier call
+            # has found the store lost.
             sealed = None if batch is None else self.beside.submit(self._seal, batch)
             take(current.pages, self._put(current, done))
             if done.lost:

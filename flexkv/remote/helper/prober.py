@@ -58,7 +58,7 @@ class HelperProber:
         return Answer(message.number, found, why_lost(self._store) if unknown else "")
 
     def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
-        """Returns the `Presence` of the leading keys, of as many as there is time for."""
+        """Returns the `Presence` of as many leading keys as there is time for."""
         form, found = self._work.formats[group], [np.empty(0, np.uint8)]
         for first in range(0, len(keys), CHUNK):
             left_s = ends_s - time.monotonic()

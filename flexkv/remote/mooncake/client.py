@@ -66,7 +66,7 @@ class Client:
         devices: names of RDMA devices; empty for TCP.
 
     Attributes:
-        why: why the last `ready` that returned None had no client.
+        why: why `ready` last returned None; empty if it never did.
     """
 
     def __init__(self, host: str, port: int, connect_s: float, devices: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""A client of Redis servers, or of others with its protocol. `store` is the client, the other modules are its parts."""
+"""A client of servers with the protocol of Redis. `store` is the client; the other modules are its parts."""

@@ -12,8 +12,7 @@ from flexkv.remote.base import masked_url
 
 DEFAULT_PORT = 6379
 MOST_DATABASES = 1 << 16
-"""A larger database number is refused. A server has 16 databases by default, and no configuration has as many as
-this.
+"""Database numbers must be lower than this. A server has 16 databases by default, and no configuration has this many.
 """
 ALLOWED = "allowed are redis://HOST[:PORT][/DATABASE] and rediss://..., which is TLS"
 
@@ -61,7 +60,8 @@ def _parse(url: str) -> Address:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError:
-        # Not the error's own text, which quotes what was parsed as port or host and may be a password.
+        # The message leaves out the error's own text, which quotes what was parsed as port or host and may be a
+        # password.
         _refuse(url, "its host or port cannot be read; " + ALLOWED)
     if parts.scheme not in ("redis", "rediss"):
         _refuse(url, ALLOWED)

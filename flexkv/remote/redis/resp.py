@@ -38,11 +38,13 @@ Reply = int | str | Refusal | Bulk | None
 """The meaning of one line: a number, a word, an error, a value that follows, or (None) no value."""
 
 MOST_DIGITS = 18
-"""The most digits of a number in a reply. A longer one is garbage, which Python's integers would accept."""
+"""The most digits of a number in a reply. A longer number is garbage, although Python's integers would accept it."""
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
-"""The most frequent lines, which need no parsing, because hundreds of them come in one call."""
+"""The most frequent lines with their meaning. This saves parsing time, because hundreds of these lines come in one
+call.
+"""
 
 
 def command(*words: bytes) -> bytes:

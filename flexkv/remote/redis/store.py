@@ -28,7 +28,7 @@ FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
 RETRY_S = 0.25
-"""The most seconds that a call waits for a rested server to answer a ping."""
+"""The most seconds that a call waits for a ping of a server that has rested long enough."""
 
 WRONG_TYPE = "WRONGTYPE"
 """The error code for a key whose value is not a string but a list, a set or another type that another program has
