@@ -14,7 +14,7 @@ ROWS_AT = 4096 + (1 << 14) * 4
 """Offset in bytes of the first row, after the header and the ring: `board_parts` in csrc/share/slot_board.cpp."""
 
 BOARD_MAGIC = 0x3130445242564B46
-"""`kBoardMagic` in csrc/share/slot_board.h. In a board of another version, rows may have another form."""
+"""`kBoardMagic` in csrc/share/slot_board.h. In a board of another version, rows may have a different layout."""
 
 BOARD_ROW = np.dtype(
     [
@@ -27,7 +27,7 @@ BOARD_ROW = np.dtype(
         ("spare", "<u8"),
     ]
 )
-"""A board's row: `BoardRow` in csrc/share/slot_board.h. The version is even while the row names a page."""
+"""A board's row: `BoardRow` in csrc/share/slot_board.h. The version is even while the row identifies a page."""
 
 PLACED = np.dtype(
     [
@@ -42,10 +42,10 @@ PLACED = np.dtype(
 """The page in a place; if `tokens` is 0, there is none."""
 
 PlacedRows = NDArray[np.void]
-"""dtype PLACED, shape [places]."""
+"""Pages with their places, dtype PLACED, shape [places]."""
 
 NO_PAGE = 1
-"""The version of a row that never named a page."""
+"""The version of a row that has never identified a page."""
 
 TOKENS = np.uint64(0xFFFFFFFF)
 GROUP_SHIFT = np.uint64(32)

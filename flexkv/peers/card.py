@@ -15,7 +15,7 @@ from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup
 
 PROTOCOL = 2
-"""The common version of cards, boards and pools. A unit with another version is ignored."""
+"""The common version of cards, boards and pools. A unit with another version is refused."""
 
 MOST_CARD_BYTES = 128 << 10
 """The most bytes of a card, so that it fits into one packet of a Unix socket."""
@@ -39,8 +39,8 @@ class SharedHost:
     card.
 
     Attributes:
-        board_bytes: size of the pool's board.
-        file_bytes: size of the pool's file.
+        board_bytes: size of the pool's board, in bytes.
+        file_bytes: size of the pool's file, in bytes.
         slots_offset: offset of slot 0 in the file, in bytes.
         slots_per_extent: number of slots in each extent of the pool.
         extent_stride: bytes from the start of one extent to the next.
@@ -58,8 +58,8 @@ class SharedHost:
 
 @dataclass(frozen=True, slots=True)
 class SharedDisk:
-    """The unit's folders, in the order in which its places are striped over them. The file descriptor of their board is
-    sent with the card.
+    """Where a unit's folders lie, in the order in which its places are striped over them. The file descriptor of the
+    folders' board is sent with the card.
     """
 
     board_bytes: int

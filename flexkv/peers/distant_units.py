@@ -1,4 +1,4 @@
-"""Shares a unit's folders with units of other machines whose folders lie beside its own, and follows theirs."""
+"""Shares a unit's folders with units of other machines whose folders lie beside its own, and follows those folders."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class DistantUnits:
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
 
     def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
-        """Shows the unit's folders to other machines, and begins to follow theirs. If that fails, the log says why.
+        """Shows the unit's folders to units of other machines, and begins to follow the folders of those units. If that
+        fails, the log says why.
 
         Args:
             card: this unit's card.

@@ -38,8 +38,8 @@ BEAT = struct.Struct("<QII")
 """The start of a frame: number of the heartbeat, epoch, number of rows that follow."""
 
 MOST_PLACES = 262_144
-"""How many places of a unit are shown to other machines: 11 MiB of rows. A reader does not keep more pages than this of
-all its peers together.
+"""How many places of a unit are shown to other machines: 11 MiB of rows. A reader keeps at most this many pages of all
+its peers together.
 """
 MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
@@ -49,17 +49,17 @@ APPENDED_BYTES = 4 << 20
 MOST_FILE_BYTES = 64 << 20
 """No unit writes a longer file. An edition begins with up to 11 MiB of rows, and one heartbeat adds up to 11 MiB."""
 MOST_READ_BYTES = 16 << 20
-"""The most bytes that one look reads from a file. The next look reads on."""
+"""The most bytes that one `LiveReader.look` reads from a file. The next one continues there."""
 MOST_FRAMES = 1024
-"""The most frames that one look reads from a file."""
+"""The most frames that one `LiveReader.look` reads from a file."""
 MOST_BEATS = 512
 """A new edition replaces the file after this many heartbeats, so that one look can read all frames of an idle unit."""
 
 MOST_NAME = 255
 MOST_FOLDERS = 64
 FOLDER_PARTS = 3
-"""How many names a unit folder's path has below the folder that all machines see: that of one of `disk.folders`, of the
-model and of the unit.
+"""How many names a unit folder's path has below the folder that all machines see: one of `disk.folders`, the model's
+folder and the unit's folder.
 """
 
 LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
@@ -74,7 +74,7 @@ class LiveHead:
         machine: id of the unit's machine: the random number that its kernel drew at boot.
         host: name of the machine, for users.
         beat_s: seconds between the unit's heartbeats.
-        places: number of places; each row's place is below it.
+        places: number of the unit's places; a row's place is lower than this.
     """
 
     card: UnitCard
@@ -277,9 +277,9 @@ class LiveNews:
 
     Attributes:
         is_new: whether a new session has begun since the last look.
-        is_alive: whether a heartbeat was added since the last look. False for a new session, and if the last look did
-            not reach the file's end, because what follows may be from a unit that ended long ago.
-        is_all: whether places that are not in `frames` have no page; else they are unchanged.
+        is_alive: whether a heartbeat was added since the last look. False for a new session. Also False if the last
+            look did not reach the file's end: the unit may have written the rest long ago and then ended.
+        is_all: whether places that are not in `frames` have no page; if False, they are unchanged.
         frames: epoch and rows of each frame, in the file's order.
         fault: what is wrong with the next frame, so that the rest of the file was not read; empty if nothing is.
     """
@@ -295,7 +295,7 @@ class LiveReader:
     """Follows another unit's file. If a look raises an error, the reader stays as it was.
 
     Args:
-        skip_machine: id of a machine, rows of whose units are not read; empty to read those of all machines.
+        skip_machine: id of a machine; the rows of its units are not read. Empty to read the rows of all units.
 
     Attributes:
         head: the unit, as the current session's file describes it; None before the first look.

@@ -56,7 +56,7 @@ MOST_FILES = 1024
 """The most files that are looked at. This includes files that ended units have not removed."""
 
 MOST_FOLDERS = 256
-"""The most folders that one search looks into, of those in the folder that all machines see."""
+"""One search looks into at most this many of the folders in the folder that all machines see."""
 
 STOP_S = 2.0
 """How many seconds a close waits for the thread, which a file server that does not answer may block."""
@@ -194,7 +194,8 @@ class MachineWatch:
         self._said: dict[str, str] = {}
         """The last fault of this unit's own heartbeat and of the search, which is not logged again."""
         self._beaten_s = 0.0
-        # Not the module's generator: engines may seed it, and then it would be the same on all machines.
+        # The generator of the module `random` is not used: engines may seed it, and then all machines would draw the
+        # same numbers.
         self._random = random.Random()
         self._thread = NamedThread("flexkv-machines", self._run)
 

@@ -29,7 +29,7 @@ class OtherFormat:
     Attributes:
         group: the peer's KV group.
         codec: codec of the peer's pages.
-        rewrites: conversions of the stripes.
+        rewrites: for each rank, the conversion of its stripe to this unit's encoding; None if the encodings are equal.
         digests: whether the peer's slots contain run digests.
     """
 
@@ -73,7 +73,7 @@ class UnitPages:
             GeometryError, ConfigError: the peer's groups are impossible, or see `rewrites_of`.
             DiskError: the peer's pages have another format, and `rewrites` is false.
         """
-        # `codec_of` comes first, because it refuses runs that no page has.
+        # `codec_of` comes first, because it refuses runs that no page can have.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]
         rewrites = rewrites_of(theirs, self.groups, self.heads)
         if same_format(theirs, self.groups):

@@ -1,4 +1,4 @@
-"""Shares a unit's pages with other units of its user, on this machine and on others, and finds theirs."""
+"""Shares a unit's pages with other units of its user, on this machine and on others, and finds those units' pages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class OnceCounts:
 
 
 class PeerShare:
-    """Shares this unit's pages with other units, and follows theirs. Call `show_host` and `show_disk`, then `start`.
+    """Shares this unit's pages with other units, and follows the pages of those units. Call `show_host` and
+    `show_disk`, then `start`.
 
     Args:
         folder: the setting `peers.folder`.
@@ -382,7 +383,7 @@ class PeerShare:
         """Returns how a unit's pages become this unit's pages.
 
         Raises:
-            GeometryError, ConfigError, DiskError: this unit cannot use them; the reason is recorded.
+            GeometryError, ConfigError, DiskError: this unit cannot use the pages; the reason is recorded in `refused`.
         """
         try:
             return self._pages.formats_of(card.disk_groups)
