@@ -21,7 +21,7 @@ using IdArray = py::array_t<int32_t, py::array::c_style>;
 template <typename T>
 std::vector<T> copy_of(const py::array_t<T, py::array::c_style>& array) {
   std::vector<T> copy(static_cast<size_t>(array.size()));
-  // By memcpy, because the array may be unaligned.
+  // Uses memcpy because the array may be unaligned.
   if (!copy.empty()) std::memcpy(copy.data(), array.data(), copy.size() * sizeof(T));
   return copy;
 }

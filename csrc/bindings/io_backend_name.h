@@ -1,4 +1,4 @@
-// Converts the name that an I/O backend has in the settings.
+// Converts the name of an I/O backend in the settings to an IoBackend.
 #pragma once
 #include <string>
 

@@ -1,4 +1,4 @@
-// Converts the value of the setting `register_pool`.
+// Converts the value of the setting `register_pool` to a RegisterPool.
 #pragma once
 #include <string>
 

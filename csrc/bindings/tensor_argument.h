@@ -24,8 +24,8 @@ class TensorArgument {
   // Throws GeometryError unless the address is a multiple of `bytes`.
   void require_aligned(size_t bytes) const;
 
-  // Return the elements of a tensor in host memory. Throw GeometryError if the tensor has a different dtype,
-  // is in device memory or is not aligned.
+  // These functions return the elements of a tensor in host memory. They throw GeometryError if the tensor
+  // has a different dtype, is in device memory or is not aligned.
   std::span<const int32_t> int32s() const { return elements<int32_t>("int32"); }
   std::span<const int64_t> int64s() const { return elements<int64_t>("int64"); }
 

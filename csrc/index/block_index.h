@@ -4,8 +4,9 @@
 //
 // The keys of all KV groups share one map. Each group has its own slots and eviction order, or shares both
 // with groups whose pages have the same size. A block may be present although the blocks before it are not.
-// An EntryId identifies an entry and stays valid while the entry is pinned. The class is not thread-safe.
-// A call costs O(blocks given) unless its comment says otherwise; evicting one block costs O(1).
+// An EntryId identifies an entry and stays valid while the entry is pinned. The class is not thread-safe. A
+// call takes time proportional to the number of blocks given, unless its comment says otherwise. Evicting one
+// block takes O(1).
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -83,7 +84,8 @@ class BlockIndex {
   PinnedRun pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
                     EntryId* entries, int32_t* slots);
 
-  // Returns the state of a block, given its key or the entry that `find` has just returned for it.
+  // Returns the state of a block. The block is given by its key, or by the entry that `find` has just
+  // returned for its key.
   Presence presence(uint32_t group, const BlockKey& key, uint64_t now_s) const;
   Presence presence(EntryId entry, uint64_t now_s) const {
     if (!is_known(entry)) return Presence::kAbsent;
@@ -114,8 +116,8 @@ class BlockIndex {
     for (const EntryId id : entries) end_pin(id);
   }
 
-  // Writes the entry of each key whose block is ready, or pending if `ready_only` is false, and kNoEntry for
-  // each other key. Returns how many entries were found.
+  // Writes one entry per key: the entry of the key's block if the block is ready (if `ready_only` is false,
+  // also if it is pending), otherwise kNoEntry. Returns how many entries were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
   // Returns the entries of a group, ready or pending, whose keys end with `mark`. O(entries).
@@ -125,12 +127,12 @@ class BlockIndex {
   // entry is not ready, has too many leases, or is not in the group of the first entry.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
-  // `pin` for entries that an earlier lookup found for `keys`. Throws ContractError, and adds no lease, if an
-  // entry no longer holds the ready block of its key, for example because that block was evicted.
+  // Like `pin`, for entries that an earlier lookup found for `keys`. Throws ContractError, and adds no lease,
+  // if an entry no longer holds the ready block of its key, for example because that block was evicted.
   void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
 
-  // `pin` for entries that are ready, or pending and leased by the op that fills them. Requests that wait for
-  // a pending block lease it with this call. No other request can hit the block until it is ready.
+  // Like `pin`, for entries that are ready, or pending and leased by the op that fills them. Requests that
+  // wait for a pending block lease it with this call. No other request can hit the block until it is ready.
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each entry. Entries that then have no lease become the most recently used ones, in the
@@ -138,10 +140,10 @@ class BlockIndex {
   // whether a request hit the blocks. A spare block stays spare unless it was hit.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
-  // Ends every lease except those in `leased`, which has an entry once per lease to keep. A caller uses this
-  // after an exception that interrupted it before it had recorded its leases. Pending entries that are left
-  // without a lease are removed. Returns how many leases ended. O(entries). Throws ContractError, and changes
-  // nothing, if an entry occurs in `leased` more often than it is leased.
+  // Ends every lease except those in `leased`, which lists an entry once for each of its leases to keep. A
+  // caller uses this after an exception that interrupted it before it had recorded its leases. Pending
+  // entries that are left without a lease are removed. Returns how many leases ended. O(entries). Throws
+  // ContractError, and changes nothing, if an entry occurs in `leased` more often than it is leased.
   size_t keep_leases(std::span<const EntryId> leased);
 
   // Marks entries as just used, in the order given; a request hit the first `hits` of them. Skips entries
@@ -152,16 +154,16 @@ class BlockIndex {
   // blocks if too few slots are free, but never a pinned block or one of `keys`. Known keys count as just
   // used.
   //
-  // `filler`: the op that fills the new entries; 0 if other requests must not wait for that op. `leases`:
-  // pins added to each new entry beside the one that `finish` drops. `spare`: whether the new blocks are
-  // spare. While spare blocks have more than their share of the slots, they are evicted before all others, in
-  // the order in which they were stored; otherwise they are evicted only if nothing else can be. A block
-  // stops being spare when a request hits it, or when it is inserted again without `spare`. Inserting with
-  // `spare` does not change known blocks.
+  // `filler` is the id of the op that fills the new entries; 0 if other requests must not wait for that op.
+  // `leases` is the number of pins that each new entry gets in addition to the one that `finish` drops.
+  // `spare` says whether the new blocks are spare. While spare blocks have more than their share of the
+  // slots, they are evicted before all others, in the order in which they were stored; otherwise they are
+  // evicted only if nothing else can be. A block stops being spare when a request hits it, or when it is
+  // inserted again without `spare`. Inserting with `spare` does not change known blocks.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
                   uint32_t leases = 0, bool spare = false);
 
-  // Writes for each entry the op that fills it; 0 if none is recorded or the entry is not pending.
+  // Writes for each entry the id of the op that fills it; 0 if no op is recorded or the entry is not pending.
   void copy_fillers(std::span<const EntryId> entries, int64_t* out) const;
 
   // Sets when each block expires, in Unix seconds; 0 means never. From then on, calls that take `now_s` treat
@@ -187,13 +189,13 @@ class BlockIndex {
   // them. Throws ContractError, and changes nothing, if an entry has no lease to drop or would get too many.
   void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published, uint32_t leases = 0);
 
-  // Removes entries from the map, so that lookups no longer find them. An entry's slot is freed when its last
-  // lease ends. Writes to `removed` which entries were in the map, and returns their number.
+  // Removes entries from the map, so that lookups no longer find them. An entry's slot is freed when the
+  // entry's last lease ends. Writes to `removed` which entries were in the map, and returns their number.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
   // Adds blocks that the tier held before this process started, as ready entries in the given slots. `keys`
-  // start with the least recently used block. `groups`: the group of each block, if several groups share the
-  // slots; one call then adds the blocks of all these groups. Skips blocks whose slot is not up or is
+  // start with the least recently used block. If several groups share the slots, one call adds the blocks of
+  // all these groups, and `groups` has the group of each block. Skips blocks whose slot is not up or is
   // retired. If two blocks have the same slot or the same key, only the more recently used one is added.
   // Marks the added blocks in `taken` and returns their number. Throws ContractError if one of the group's
   // slots was taken before.
@@ -205,8 +207,8 @@ class BlockIndex {
   std::vector<EntryId> take_coldest(uint32_t group, size_t count);
 
   // Permanently takes the slots marked in `gone` out of use, and removes the blocks in them. `gone` has one
-  // flag for each slot that the group will ever have. Returns the keys of the removed blocks that were ready.
-  // O(entries).
+  // flag for each slot that the group has or will get. Returns the keys of the removed blocks that were
+  // ready. O(entries).
   std::vector<BlockKey> retire(uint32_t group, std::span<const uint8_t> gone);
 
   void copy_slots(std::span<const EntryId> entries, int32_t* out) const;
@@ -290,7 +292,8 @@ class BlockIndex {
   void check_pinned(EntryId id) const {
     if (!is_leased(id)) throw ContractError("entry " + std::to_string(id) + " is not leased");
   }
-  // Throws the errors of `finish` before `finish` has changed anything. Leaves the index unchanged.
+  // Throws the errors that `finish` has to throw, before `finish` changes anything. Does not change the index
+  // itself.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
   // `add_pin` adds a pin to an entry, and `end_pin` removes one.
@@ -307,7 +310,7 @@ class BlockIndex {
   EntryId take_victim(SizeClass& owner, size_t spares);
   // Makes an unlinked chain first..last evictable. Precondition: all blocks of the chain are spare, or none.
   void admit(EntryId first, EntryId last, const Use& use);
-  // Records for `gone_groups` the group of an entry that is being evicted or retired.
+  // Records the group of an entry that is being evicted or retired, for `gone_groups`.
   void note_gone(EntryId id) {
     if (shares_) gone_groups_.push_back(table_[id].group());
   }
@@ -361,7 +364,7 @@ class BlockIndex {
   uint64_t evictions_ = 0;
   // The following arrays are indexed by entry. Each is made when it is first needed, so that an index that
   // does not use it needs no memory for it.
-  std::unique_ptr<HugeArray<int64_t>> fillers_;    // the op that fills a pending entry; 0: none recorded
+  std::unique_ptr<HugeArray<int64_t>> fillers_;    // id of the op that fills the entry; 0: none recorded
   std::unique_ptr<HugeArray<uint64_t>> expiries_;  // when the block expires, in Unix seconds; 0: never
   std::unique_ptr<HugeArray<uint8_t>> spare_;      // whether the block is spare
 };

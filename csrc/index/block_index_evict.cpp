@@ -1,5 +1,5 @@
-// The calls by which blocks leave BlockIndex: `evict` frees slots, `remove` takes given entries, and `clear`
-// takes all.
+// The calls that take blocks out of BlockIndex: `evict` to free slots, `remove` for given entries, and
+// `clear` for all.
 #include <algorithm>
 #include <array>
 
@@ -10,11 +10,11 @@
 namespace flexkv {
 namespace {
 
-// Spare blocks have a share of one in this many slots. Source: Mooncake's conversation trace, with five
+// The share of spare blocks is one in this many slots. Source: Mooncake's conversation trace, with five
 // windows of 1,024 tokens beside full attention, and caches of 1 to 5 M tokens. With this share the hit ratio
-// is 1.03 to 1.12 times that without spare blocks. With no share it is 1.02 to 1.17 times that; a share of a
-// fifth is no better. With no share, however, a prefix that many requests have in common is served only if
-// everything fits in the cache.
+// is 1.03 to 1.12 times the ratio without spare blocks. A share of a fifth is no better. With a share of zero
+// the hit ratio is 1.02 to 1.17 times the ratio without spare blocks, but then a prefix that many requests
+// have in common is served only if everything fits in the cache.
 constexpr size_t kSpareShare = 16;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The calls by which blocks enter BlockIndex: `insert` gives a block an entry and a slot, and `finish` makes
-// the block visible after its write has finished.
+// The calls that add blocks to BlockIndex: `insert` gives a block an entry and a slot, and `finish` makes the
+// block visible after its write has finished.
 #include <algorithm>
 #include <array>
 #include <optional>

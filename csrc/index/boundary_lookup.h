@@ -31,8 +31,9 @@ class BoundaryLookup {
   // returns the lengths found so far.
   static constexpr size_t kMaxProbes = 16384;
 
-  // `rules`: one for each group of `tiers`. `alignment`: every hit length is a multiple of this many tokens;
-  // it must be a multiple of every group's block. Throws ConfigError if rules or alignment are invalid.
+  // `rules` has one rule for each group of `tiers`. `alignment`: every hit length is a multiple of this many
+  // tokens. It must itself be a multiple of every group's block length. Throws ConfigError if rules or
+  // alignment are invalid.
   BoundaryLookup(std::shared_ptr<TierLookup> tiers, std::vector<GroupRule> rules, uint64_t alignment);
 
   size_t groups() const { return rules_.size(); }
@@ -42,8 +43,8 @@ class BoundaryLookup {
   // Finds the longest hits of more than `start` tokens, at most `most` of them, and leases the pages that
   // they need. Writes the result to `found`.
   //
-  // `keys`: for each group, the keys of its pages after `start`. `terms.room_pages` limits the pages of the
-  // longest hit. A host page that is being stored is a miss. Throws ContractError, and leases nothing, if
+  // `keys` has, for each group, the keys of its pages after `start`. `terms.room_pages` limits the pages of
+  // the longest hit. A host page that is being stored is a miss. Throws ContractError, and leases nothing, if
   // `start` is not a multiple of every group's block.
   void look(std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
             size_t most, FoundLengths& found);

@@ -32,8 +32,8 @@ struct ProbedPages {
 
 class BoundarySearch {
  public:
-  // The arguments are those of BoundaryLookup and its `look`; they must outlive the search. `pages`: one
-  // element for each group.
+  // The arguments are those of BoundaryLookup's constructor and of `look`; they must outlive the search.
+  // `pages` has one element for each group.
   BoundarySearch(TierLookup& tiers, std::span<const GroupRule> rules, uint64_t alignment,
                  std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
                  std::span<ProbedPages> pages);
@@ -49,8 +49,8 @@ class BoundarySearch {
   }
   uint64_t aligned(uint64_t tokens) const { return tokens / alignment_ * alignment_; }
 
-  // Leases the leading pages of each group with full attention. Returns the tokens up to which all these
-  // groups have their pages, at most `allowed`.
+  // Leases the leading pages of each group with full attention. Returns how many tokens all these groups have
+  // pages for, at most `allowed`.
   uint64_t walk_full(uint64_t allowed);
   // Returns the longest hit of at most `limit` tokens; `start_` if there is none.
   uint64_t longest(uint64_t limit);
@@ -65,7 +65,7 @@ class BoundarySearch {
   // Probes pages `last`, `last - step` and so on down to `first`, skips pages already probed, and stops after
   // `most` probes.
   void probe(size_t group, size_t first, size_t last, size_t step, size_t most);
-  // Leases the group's pages that any of the lengths in `found` needs, and records them there.
+  // Leases those of the group's pages that any length in `found` needs, and records the pages in `found`.
   void lease(size_t group, FoundLengths& found);
 
   TierLookup& tiers_;

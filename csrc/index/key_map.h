@@ -116,7 +116,7 @@ class KeyMap {
   static constexpr size_t kMaxEntries = size_t{1} << 30;
   static constexpr size_t kMinPlaces = 16;
   // The least number of places per entry; the number of places is rounded up to a power of two. Source:
-  // inserts and evictions were timed with 2 and with 4 places per entry, and 1M blocks cached.
+  // inserts and evictions were timed with 2 and with 4 places per entry, with 1M blocks in the cache.
   static constexpr size_t kPlacesPerEntry = 4;
 
   static size_t capacity_for(size_t max_entries) {

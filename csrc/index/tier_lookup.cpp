@@ -27,7 +27,8 @@ void shorten(FoundGroup& group, size_t pages) {
   group.first = std::min(group.first, pages);
 }
 
-// Calls visit(run) for each run, cut to its pages from `from` on; starts with the last run.
+// Calls visit(run) for each run that has pages from page `from` on, from the last run to the first. Earlier
+// pages are cut off the run.
 template <class Visit>
 void visit_backwards(const FoundGroup& group, size_t from, Visit visit) {
   for (size_t i = group.runs.size(); i > 0; --i) {

@@ -99,7 +99,7 @@ class TierLookup {
   // Probes the next kWindow keys in all tiers and leases the pages up to the first miss. Returns their
   // number.
   size_t take_window(Search& search);
-  // Whether every group has, in some tier, the page of its key number `at`.
+  // Whether every group has, in some tier, the page of key number `at`.
   bool has_next(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, size_t at) const;
   // Ends the leases on the pages of `group` from page `from` on. Returns the message of one error if any
   // leases could not be ended; otherwise an empty string.

@@ -14,8 +14,9 @@ namespace flexkv {
 
 class TokenChain {
  public:
-  // `seed`: a SHA-256 digest to use as the digest before the first block, or empty for none. Throws
-  // ConfigError if `block_tokens` is 0, and KeySchemeError if the seed's length is neither 0 nor 32 bytes.
+  // `seed` is a SHA-256 digest that takes the place of the digest before the first block. If it is empty,
+  // there is none. Throws ConfigError if `block_tokens` is 0, and KeySchemeError if the seed's length is
+  // neither 0 nor 32 bytes.
   TokenChain(size_t block_tokens, std::span<const uint8_t> seed, bool bigram);
 
   size_t blocks() const { return digests_.rows(); }

@@ -78,9 +78,9 @@ FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
 }
-// Rounding never makes a number of a NaN, although it does not test for NaN: a NaN that results from a
-// rotation has either no payload or that of a bfloat16 key. In both cases its lower half is zero, so rounding
-// does not change it. This relies on check_rotation_rows(), which rejects sines and cosines that are NaN.
+// Rounding does not test for NaN, but never turns a NaN into a number: a NaN that results from a rotation has
+// either no payload or that of a bfloat16 key. In both cases its lower half is zero, so rounding does not
+// change it. This relies on check_rotation_rows(), which rejects sines and cosines that are NaN.
 FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
   return {round_to_upper(pairs.x), round_to_upper(pairs.y)};
 }

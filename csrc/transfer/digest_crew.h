@@ -9,8 +9,7 @@
 
 namespace flexkv {
 
-// Unit: threads. A job usually has at most 32 shares, so that more threads would get fewer than two shares
-// each.
+// Unit: threads. A job usually has at most 32 shares, so each of more threads would get fewer than two.
 inline constexpr int32_t kMostDigestThreads = 16;
 inline constexpr int32_t kUsualDigestThreads = 4;
 
@@ -30,8 +29,8 @@ class DigestCrew {
   DigestCrew& operator=(const DigestCrew&) = delete;
 
   // check() and write() process layers [lo, hi) of the page in each of `slots`. Several threads may call them
-  // at once. The crew helps one caller of check() and one of write() at a time, and prefers the one of
-  // check(). Further callers work alone. Precondition: view.has_digests().
+  // at once. At any time the crew helps one caller of check() and one caller of write(), and prefers the
+  // former. Further callers work alone. Precondition: view.has_digests().
   //
   // Does what check_digests() does, and writes one result per slot. Throws std::bad_alloc.
   void check(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi,

@@ -86,8 +86,8 @@ class HostPool {
   // Waits until `slots` slots are up. Returns false if the deadline passes first; returns false at once if
   // bring-up has finished with fewer slots or the pool is closed.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why no more slots will come up: bring-up has failed, or the process that made the pool has exited or
-  // closed it. Empty while more slots may come up, and when all are up.
+  // Why no more slots will come up: bring-up has failed, or the process that made the pool has exited or has
+  // closed the pool. Empty while more slots may come up, and when all are up.
   std::string stopped_reason() const;
   // Whether bring-up has finished, with or without success.
   bool settled() const;
@@ -132,14 +132,14 @@ class HostPool {
 
  private:
   HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attached, const PoolOptions& options);
-  // The next six are in pool_bring_up.cpp.
+  // The next six functions are in pool_bring_up.cpp.
   void bring_up();
   void bring_up_extent(int64_t index, int64_t& huge_so_far);
   void require_headroom(int64_t index) const;
   void describe_extent(int64_t index, int64_t huge_bytes, double bring_up_s);
   void publish(int64_t ready);
   static void lower_own_priority();
-  // The next six are in pool_pinning.cpp.
+  // The next six functions are in pool_pinning.cpp.
   void rest(double seconds) const;
   bool await_slots(int64_t end) const;
   void register_all(PinRetries retries);

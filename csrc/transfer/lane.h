@@ -40,9 +40,9 @@ class WorkSource {
   // unfinished.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
   // The lane calls this when the copies of the item's stages up to `stage` are enqueued on a stream for all
-  // unfinished pages. `events`: points after each of the last stages, in order; the last one is after
-  // `stage`, and the first one also stands for all earlier stages. For a cancelled store, `stage` may include
-  // stages that will never be enqueued. The call is optional, and must come before finish().
+  // unfinished pages. `events` are points after consecutive stages, in order. The last event is after
+  // `stage`. The first event also stands for all stages before its own. For a cancelled store, `stage` may
+  // include stages that will never be enqueued. The call is optional, and must come before finish().
   virtual void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                       std::span<const std::shared_ptr<StreamEvent>> events) = 0;
   // The lane calls this when the copies of the item's stages up to `stage` have finished for all unfinished

@@ -62,7 +62,8 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   // Records that an op without pages failed, because it was cancelled or skipped or its lane is down.
   void fail_empty(PageState end, const std::string& reason);
 
-  // Marks the op: all of it must be enqueued at once, because the inference engine's stream will wait for it.
+  // Marks the op as expedited: all of it must be enqueued at once, because the inference engine's stream will
+  // wait for it.
   void expedite() { expedited_ = true; }
   bool expedited() const { return expedited_; }
 
@@ -83,7 +84,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   // For each stage, a point after the last of its copies that were enqueued; null before the first.
   std::vector<std::shared_ptr<StreamEvent>> stage_events;
   std::shared_ptr<StreamEvent> last_event;  // a point after the op's last copy that was enqueued; null: none
-  // Lanes read the next two without the scheduler's lock.
+  // Lanes read the next two members without the scheduler's lock.
   std::atomic<bool> cancelled{false};  // whether no more of the op need be enqueued
   // Whether a caller cancelled the op, so that even copies in flight may end early. Not set at close, where
   // pages in flight still arrive.

@@ -1,7 +1,7 @@
-// The header of a host pool: the first page of a shared pool's memfd. Another process that maps the pool
-// checks it to see that this is the right pool, and reads the progress of bring-up from it. The slots'
-// arrivals follow it in the file (slot_arrivals.h). A private pool has a header and arrivals on the heap, so
-// that both kinds of pool use the same code.
+// The header of a host pool: the first page of a shared pool's memfd. A process that maps the pool checks in
+// the header that this is the right pool, and reads the progress of bring-up from it. The slots' arrivals
+// follow it in the file (slot_arrivals.h). A private pool has a header and arrivals on the heap, so that both
+// kinds of pool use the same code.
 #pragma once
 #include <array>
 #include <atomic>

@@ -44,8 +44,8 @@ void HostPool::rest(double seconds) const {
 bool HostPool::await_slots(int64_t end) const {
   for (;;) {
     const uint32_t seen = header_->generation.load(std::memory_order_acquire);
-    // settled() is called before the number of slots is read: bring-up might bring up these slots and finish
-    // between the two, and they must not be missed.
+    // settled() must be called before the number of slots is read. In the opposite order, bring-up could
+    // bring up these slots and finish in between, and this function would miss them.
     const bool over = settled();
     if (stopping_) return false;
     if (header_->ready_slots.load(std::memory_order_acquire) >= end) return true;

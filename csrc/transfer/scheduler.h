@@ -82,11 +82,12 @@ class Scheduler : public WorkSource {
   // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const { return has_results_; }
   // Waits until all ops of the graph have finished. Returns false if the deadline passes first. Throws
-  // ContractError if the ticket was never returned.
+  // ContractError if submit() never returned this ticket.
   bool wait(int64_t ticket, double deadline_s);
-  // Waits until a layer of all pages that the graph loads is in place. `issued`: waits only until the layer's
-  // copies are enqueued, and returns the events behind them. Throws ContractError if the ticket was never
-  // returned or its graph is no longer remembered, and BlockRangeError if there is no such layer.
+  // Waits until a layer of all pages that the graph loads is in place. With `issued`, waits only until the
+  // layer's copies are enqueued, and returns events that are reached after the copies. Throws ContractError
+  // if the ticket was never returned or its graph is no longer remembered, and BlockRangeError if there is no
+  // such layer.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
     bool in_time = false;  // false: the deadline passed; the ops continue

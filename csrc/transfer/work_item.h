@@ -50,12 +50,12 @@ class WorkItem {
   int32_t first_stage_ = 0;
   int32_t last_stage_ = 0;
   std::vector<int32_t> positions_;
-  // The scheduler's lock guards the next three.
+  // The scheduler's lock guards the next three members.
   size_t unfinished_ = 0;                  // number of pages that have not finished
   int32_t issued_stages_ = 0;              // number of stages whose copies are enqueued
   bool advanced_ = false;                  // whether a page has passed its stages and may be in another item
   std::atomic<Clock::rep> last_moved_{0};  // time of the last touch()
-  // The watchdog uses the rest, under the scheduler's lock.
+  // The watchdog uses the members below, under the scheduler's lock.
   Clock::rep seen_moved_ = 0;  // `last_moved_` at the last check
   int32_t quiet_looks_ = 0;    // number of checks since `last_moved_` last changed
   bool stuck_ = false;

@@ -1,4 +1,4 @@
-// Stands in for a forward pass of the engine on the fake device. It runs until the test lets it go.
+// A stand-in for a forward pass of the engine on the fake device. It runs until the test calls let_go().
 #pragma once
 #include <condition_variable>
 #include <functional>

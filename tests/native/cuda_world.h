@@ -43,7 +43,8 @@ struct CudaShape {
   bool exact_slots = false;  // no gap between the pages of two slots; needs pages of a multiple of 4 KiB
 };
 
-// Switches of a lane that may copy by every path, and of a lane that has neither batches nor the kernel.
+// Switches for a lane that may use every copy path (kAll), and for a lane that uses neither batches nor the
+// kernel (kSingle).
 inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
 inline constexpr cuda::CopySwitches kSingle{.batch = false, .kernel = false};
 

@@ -30,7 +30,7 @@ struct Settings {
 struct Calls {
   int64_t single = 0, batch = 0, kernel = 0;
   int64_t largest_batch = 0;
-  int64_t bytes = 0;       // of all enqueued copies
+  int64_t bytes = 0;       // total size of all enqueued copies
   int64_t queries = 0;     // calls that query a stream or an event
   int64_t words = 0;       // number of words that streams have written
   int64_t word_waits = 0;  // number of enqueued kernels that wait for a word
@@ -40,7 +40,7 @@ struct Calls {
   // The most stores of more than kLongStoreCopy bytes that the copy engine had in flight at once. Behind two
   // such stores, a small copy on another stream was seen to wait for 10 to 370 ms, and once for 2 s.
   int64_t peak_long_stores = 0;
-  std::vector<int> priorities;      // of the streams that were created; 0 is the lowest
+  std::vector<int> priorities;      // priority of each stream that was created; 0 is the lowest
   std::vector<int32_t> stage_ends;  // CopyJob::stage_ends of the last kernel with stages, in chunks
   int64_t records = 0;
   int64_t waits = 0;
@@ -51,8 +51,8 @@ struct Calls {
   int64_t unregistered = 0;
 };
 
-// Resets all state but streams. Records a broken rule if a test left streams, registrations, contexts or
-// captures.
+// Resets all state except streams. Records a broken rule if a test left streams, registrations, contexts or
+// captures behind.
 void reset(const Settings& settings = {});
 cuda::FindFunction finder();
 cuda::CopyKernels copy_kernels();
@@ -69,8 +69,8 @@ std::map<void*, size_t> registered();
 // The current device of this thread; -1 if it has none.
 int current_device();
 // Does what the runtime's cudaSetDevice does since CUDA 12: creates the device's primary context if there is
-// none, which the fake records as a broken rule, and makes it current. For the engine's threads, and as a
-// control.
+// none, which the fake records as a broken rule, and makes it current. Tests use it for the engine's threads,
+// and as a control.
 void set_device(int device);
 // The number of references to each primary context, by device.
 std::map<int, int64_t> primary_contexts();
@@ -106,7 +106,7 @@ void break_stream(bool breaks);
 // Holds or releases all streams that exist.
 void hold_all(bool held);
 
-// Limits that the fake enforces; the product names the sources of these numbers.
+// Limits that the fake enforces. The product's code gives the sources of these numbers.
 inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kMostMultiprocessors = 2;
 inline constexpr int64_t kLongStoreCopy = 64 << 10;

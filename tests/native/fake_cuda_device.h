@@ -71,14 +71,15 @@ std::vector<int>& contexts();
 int& own_capture_mode();
 
 // Returns the result of a potentially unsafe call: kSuccess if no capture forbids it. Otherwise invalidates
-// the captures that do, and returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. Precondition of this and the next
-// five functions: the lock is held.
+// the captures that forbid it, and returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. Precondition of this and
+// the next five functions: the lock is held.
 cuda::Code unsafe_call();
-// The result that a call of `function` must return: the error that a test has ordered, else kSuccess.
+// The result that a call of `function` must return: the error that a test has requested with refuse(),
+// otherwise kSuccess.
 cuda::Code refusal_of(const std::string& function);
-// The capture that this stream is part of, or null.
+// The capture that this stream is part of; null if there is none.
 FakeCapture* capture_of(const FakeStream* stream);
-// Records that `rule` was broken, unless `good`.
+// Records that `rule` was broken if `good` is false.
 void require(bool good, const char* rule);
 FakeStream* new_stream(bool held, int device);
 void push(FakeStream* stream, std::function<void()> work);

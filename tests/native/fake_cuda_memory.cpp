@@ -38,7 +38,8 @@ bool fails_now() {
 
 using Ranges = std::map<void*, size_t>;
 
-// The range in `all` that contains `memory`; the map's end if none does. Precondition: the lock is held.
+// Returns the range in `all` that contains `memory`; the map's end if no range does. Precondition: the lock
+// is held.
 Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   auto next = all.upper_bound(const_cast<void*>(memory));
   if (next == all.begin()) return all.end();
@@ -47,7 +48,7 @@ Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   return static_cast<const std::byte*>(memory) < base + next->second ? next : all.end();
 }
 Ranges::const_iterator registration_of(const void* memory) { return range_of(world().registered, memory); }
-// Whether one copy may span all these bytes: they belong to one registration or to none
+// Whether one copy may span all these bytes. They must belong to one registration or to none
 // (LMCache/LMCache#2413), and to one allocation. Precondition: the lock is held.
 bool of_one_range(const void* memory, size_t bytes) {
   if (bytes == 0) return true;
@@ -57,7 +58,7 @@ bool of_one_range(const void* memory, size_t bytes) {
          range_of(allocations, memory) == range_of(allocations, last);
 }
 
-// Enqueues a copy. It counts as a store if its target is registered host memory, else as a load.
+// Enqueues a copy. The copy counts as a store if its target is registered host memory, otherwise as a load.
 void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
   World& w = world();
   const auto count = static_cast<int64_t>(bytes);

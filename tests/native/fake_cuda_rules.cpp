@@ -22,7 +22,7 @@ FakeCapture* capture_of(const FakeStream* stream) {
   return nullptr;
 }
 
-// The rules are those in the documentation of cudaThreadExchangeStreamCaptureMode. It mentions only
+// The rules are those in the documentation of cudaThreadExchangeStreamCaptureMode. That page mentions only
 // cudaMalloc as a potentially unsafe call. The fake treats all calls that are not enqueued on a stream as
 // unsafe, and also copies (vllm-project/vllm#48053).
 cuda::Code unsafe_call() {

@@ -1,5 +1,5 @@
-// FLEXKV_SOAK: how many times longer the stress tests run; 1 if it is not set. Also which sanitizer the build
-// has, so that tests can do less under it.
+// Reads FLEXKV_SOAK, which says how many times longer the stress tests run; 1 if it is not set. This header
+// also says which sanitizer the build has, so that tests can do less under it.
 #pragma once
 #include <cstdlib>
 #include <stdexcept>

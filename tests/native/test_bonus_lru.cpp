@@ -1,5 +1,5 @@
-// What bonus_lru adds to LRU: a block that was hit is evicted later. Also in which order it evicts a chain of
-// which some blocks were hit.
+// What bonus_lru adds to LRU: a block that was hit is evicted later. Other tests here check the order in
+// which it evicts a chain of which some blocks were hit.
 #include <doctest/doctest.h>
 
 #include <vector>

@@ -1,5 +1,5 @@
 // The copy kernel and the rotation kernel, run on the CPU with all warps at once and compared with the CPU's
-// own code. Also with how many blocks they are launched.
+// own code. Another test checks how many blocks a kernel is launched with.
 #include <doctest/doctest.h>
 
 #include <array>

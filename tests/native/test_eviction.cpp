@@ -1,4 +1,5 @@
-// The contract between the block index and its eviction policies, for every policy and for one defined here.
+// The contract between the block index and its eviction policies, checked for every policy and for one that
+// is defined here.
 #include <doctest/doctest.h>
 
 #include <algorithm>

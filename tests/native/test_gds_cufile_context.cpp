@@ -28,7 +28,7 @@ TEST_CASE("cufile context: what a machine promises is asked with the device curr
   CHECK(fake_cuda::current_device() == -1);  // unchanged
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
   users.emplace();
-  static_cast<void>(open(nullptr));  // control: opened without a device, the driver finds no current context
+  static_cast<void>(open(nullptr));  // control: without a device, no context is current
   CHECK(opened.device == -1);
 
   fake.status_flags = 0;

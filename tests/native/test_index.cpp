@@ -251,7 +251,8 @@ TEST_CASE("all leases but those named end, and what was pending without one leav
   const std::vector<EntryId> never_leased = {kNoEntry};
   CHECK_THROWS_AS(index.keep_leases(never_leased), ContractError);
   const std::vector<EntryId> leased = {named.entries[0], stored.entries[1]};
-  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);  // removed, other two ready (2 + 1), both lost
+  // Leases that end: 2 of the removed entry, 1 and 2 of the other ready ones, and 4 of the two lost ones.
+  CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);
   index.check_integrity(leased);
   CHECK(index.free_slots(0) == 5);
   std::vector<EntryId> found(2);

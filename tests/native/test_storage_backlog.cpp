@@ -46,8 +46,8 @@ class DawdlingQueue final : public IoQueue {
   int64_t calls_ = 0;
 };
 
-// The test with a disk that hangs writes this many ops of this many pages: more than all disks together queue
-// (65,536).
+// The test with a hung disk submits kHeldOps writes of kHeldPages pages each. That is more than the 65,536
+// pages that all disks together queue.
 constexpr int32_t kHeldPages = 512;
 constexpr int32_t kHeldOps = 130;
 // Unit: seconds. How long the test waits for a write to the other disk. If the lane queued all pages of the

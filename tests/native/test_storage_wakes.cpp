@@ -1,5 +1,5 @@
-// A page that is queued just before the disk's thread waits is begun at once. Also when the watchdog reports
-// a disk as hung.
+// A page that is queued just before the disk's thread waits is begun at once. Another test checks when the
+// watchdog reports a disk as hung.
 #include <doctest/doctest.h>
 #include <unistd.h>
 

@@ -16,7 +16,7 @@ using namespace flexkv;
 
 namespace {
 
-constexpr int kManyStores = 5;  // more than one direction has in flight at a time
+constexpr int kManyStores = 5;  // more stores than the lane has in flight at a time
 
 // Stores blocks 0 to 4, which a running forward pass writes. The next forward pass overwrites all of them,
 // after the copies if `ordered`. Returns whether every store has the bytes of the first forward pass.

@@ -21,7 +21,8 @@ using namespace flexkv;
 
 namespace {
 
-// Unit: seconds. A time longer than any test, and how long to wait for something that must not happen.
+// Unit: seconds. kForeverS is longer than any test. kNotYetS is how long a test waits for something that must
+// not happen.
 constexpr double kForeverS = 1e6, kNotYetS = 0.2;
 constexpr int32_t kStages = 4;
 

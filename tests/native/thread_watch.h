@@ -43,7 +43,7 @@ inline bool come_to(int count, const std::string& name, double seconds = 60) {
 }
 
 // Until the destructor runs, this process can start no thread with default attributes, because the default
-// stack is larger than its address space.
+// stack is larger than the process's address space.
 class NoMoreThreads {
  public:
   NoMoreThreads() {
