@@ -23,8 +23,7 @@ logger = get_logger(__name__)
 
 
 class BrokenPlans:
-    """Context manager around each call that plans or ends ops of one manager. If the call raises, it undoes the call.
-    Not reentrant.
+    """Context manager around each call that plans or ends ops of one manager. Undoes a call that raises. Not reentrant.
 
     Args:
         ranks: number of ranks that report each load and store.
@@ -38,8 +37,7 @@ class BrokenPlans:
         self._rank = 0
 
     def ending(self, op: Op, rank: int = 0) -> BrokenPlans:
-        """Prepares the context for a call that ends `op`, or that records the report of `rank` about it. Returns
-        itself."""
+        """Prepares the context for a call that ends `op` or records the report of `rank` about `op`. Returns itself."""
         self._ending, self._rank = op, rank
         return self
 
@@ -102,10 +100,13 @@ class BrokenPlans:
         )
 
     def _failed_op(self) -> Op | None:
-        """If the end or report of a load or store was interrupted, marks all its pages as failed; for a load, also
-        revokes the request's stores in flight. Returns the op if it has ended. A tier's own op always has, a load or
-        store only if no other rank has to report it. Returns None if the op has not ended or the call was ending no
-        op."""
+        """If the interrupted call was recording a rank's report of a load or store, marks all pages of the op as
+        failed; for a load, also revokes the request's stores in flight.
+
+        Returns:
+            The op if it has now ended: always for a tier's own op, for a load or store only if no other rank still has
+            to report it. None if the op has not ended or the call was ending no op.
+        """
         op = self._ending
         if not isinstance(op, RankOp):
             return op

@@ -1,5 +1,5 @@
-"""The tiers' own ops: hands fetches and writes to the code that runs them, records their results, and accepts pages to
-write."""
+"""Handles the tiers' own ops: hands fetches and writes to the code that runs them, records their results, and accepts
+pages to write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class TierWork:
-    """The part of a manager that the code which drives the tiers calls.
+    """The part of a manager that is called by the code that runs the tiers' ops.
 
     Attributes:
         once: manages the pages that the unit leaves to its peers; None unless `peers.store` is `once`.
@@ -169,13 +169,14 @@ class TierWork:
             self.once.begin_close()
 
     def offer_all(self) -> None:
-        """Offers to each tier with writes, in every write mode, the unpinned pages of host memory that it lacks."""
+        """Offers to each tier with `TierFacts.write_at_close`, whatever its write mode, the unpinned pages of host
+        memory that it lacks."""
         with self._broken:
             for queue in self._writes.values():
                 queue.offer_all()
 
     def flush(self) -> None:
-        """Plans the waiting writes in every write mode, up to the limits of writes in flight."""
+        """Plans the waiting writes, whatever the tiers' write modes, up to the limits of writes in flight."""
         with self._broken:
             for queue in self._writes.values():
                 queue.flush()
@@ -202,8 +203,8 @@ class TierWork:
         return sum(queue.give_up_waiting() for queue in self._writes.values())
 
     def unwritten(self) -> int:
-        """Returns the number of pages in host memory that a tier with writes lacks, for the tier that lacks most.
-        Pinned pages count as lacking."""
+        """Returns how many of the pages in host memory a tier with writes lacks; with several such tiers, the largest
+        number. Pinned pages count as lacking."""
         return max((queue.unwritten() for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:

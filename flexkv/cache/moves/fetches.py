@@ -131,7 +131,8 @@ class Promotions:
 
     Contract with both indexes: while a fetch is in flight, its entries in host memory are pending and pinned, so that
     no other page gets their slots. Its entries in the tier are pinned, so that the tier's slots are not rewritten.
-    Verified pages become visible in host memory. Pages that fail verification are forgotten in their tier.
+    Verified pages become visible in host memory. Pages that fail with one of SUSPECT_CAUSES are forgotten in their
+    tier.
 
     Attributes:
         walk: finds and leases pages that do not form a prefix.
@@ -156,13 +157,13 @@ class Promotions:
         return self._tables.ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
 
     def fetch(self, wanted: Sequence[WantedPages], layerwise: bool, aligned: bool = True) -> Fetched:
-        """Plans fetches of the wanted pages that are not in host memory or in flight to it, as many as there are free
-        slots and the tiers' limits allow.
+        """Plans fetches of the wanted pages that are neither in host memory nor in flight to it, as many as free slots
+        and the tiers' limits allow.
 
-        Ends the leases of `wanted` that no fetch takes over.
+        The fetches and the result take over the leases of `wanted`. All other leases of `wanted` end.
 
         Args:
-            layerwise: fetch ranges of layers one after the other, from tiers that can do so.
+            layerwise: whether to fetch ranges of layers one after the other, from tiers that can do so.
             aligned: whether `wanted` has the same blocks of every group. The result is then cut to the group with the
                 fewest pages.
         """
@@ -260,8 +261,8 @@ class Promotions:
         if given.whole:
             plan.add(keys, run, given.entries, given.slots)
             return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
-        # Some of the pages got no slot: there was none, or the page is already in host memory after a gap, or it is
-        # being stored.
+        # Some of the pages got no slot: no slot could be freed, or the page is already in host memory after a gap, or
+        # the page is being stored.
         new = np.zeros(len(keys), np.bool_)
         new[given.positions] = True
         if len(given.positions):

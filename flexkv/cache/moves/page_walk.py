@@ -117,8 +117,8 @@ class PageWalk:
         return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
 
     def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
-        """Finds the leading pages of `keys`, and leases each in its tier. The runs end before the first page that no
-        usable tier has any more, or that a store is filling."""
+        """Finds the leading pages of `keys`, and leases each in its tier. The runs end before the first page that
+        neither host memory nor a usable tier has, or that a store is filling."""
         runs: list[PageRun] = []
         at = 0
         while at < len(keys):

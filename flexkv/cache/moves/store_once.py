@@ -71,7 +71,7 @@ class StoreOnce:
     # --- stores ---
 
     def begin_store(self, offer: StoreOffer, room: int, route: StoreRoute) -> StorePlan:
-        """Plans the store, by `route`, of the offered blocks that no peer keeps. The others count as known.
+        """Plans a store, on `route`, of the offered blocks that no peer keeps. Blocks that a peer keeps count as known.
 
         Args:
             room: maximum number of pages to store.
@@ -99,7 +99,7 @@ class StoreOnce:
         return kept
 
     def kept(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Returns which of the keys peers keep, bool [keys], whenever their pages expire."""
+        """Returns for which of the keys peers keep pages that do not expire, bool [keys]."""
         return self._keeper.kept(group, keys, 0)
 
     def end_store(self, op: RankOp) -> None:

@@ -15,11 +15,11 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NEVER, OpResult, SlotIds
 
 LEAVE_PAGES = 256
-"""Maximum number of pages that one call writes in order to evict them; limits the time that a step spends on this to
-tens of us."""
+"""Maximum number of pages whose writes one call plans while the tier is idle, or in order to evict the pages. This
+limits the time that a step spends on such writes to tens of us."""
 
 LEAVE_SHARE = 16
-"""One host slot in this many is kept free if pages are not written at once, so that a store finds free slots without
+"""In the write modes BACK and EVICT, one host slot in this many is kept free, so that a store finds free slots without
 evicting pages that are not written yet."""
 
 
@@ -44,7 +44,7 @@ class WriteQueue:
         self._waiting: deque[tuple[int, Keys]] = deque()
         self._waiting_pages = 0
         self._left_out = 0
-        """Number of pages for which the queue had no space while the tier was not to be used yet (`Tier.held`)."""
+        """Number of pages for which the queue had no space while the tier could not be used yet (`Tier.held`)."""
 
     @property
     def waiting_pages(self) -> int:
@@ -119,7 +119,8 @@ class WriteQueue:
         return self._tables.ops.count(role, self._tier_id)
 
     def offer_all(self) -> None:
-        """Queues, in every write mode, the pages in host memory that are not pinned and that the tier lacks.
+        """Queues, whatever the write mode, the pages in host memory that are not pinned and that the tier lacks. Does
+        nothing if the tier is not in use or does not have `TierFacts.write_at_close`.
 
         The most recently used pages come first, each chain from its start, and only as many as the tier can hold. The
         other pages count as dropped. Pages in the queue are not queued twice, so that the queue stays bounded however
@@ -169,7 +170,7 @@ class WriteQueue:
         self.reset()
 
     def flush(self) -> None:
-        """Plans the writes of queued pages in every write mode, up to the limits of writes in flight."""
+        """Plans the writes of queued pages, whatever the write mode, up to the limits of writes in flight."""
         if self._tier.held:
             return
         self._drain(self._tier.facts.write_pages)
@@ -185,8 +186,8 @@ class WriteQueue:
             self._tables.hub.index.unpin(op.host)
 
     def recount(self) -> None:
-        """Recounts the queued pages. Called after a call that planned writes was interrupted; pages that it had removed
-        from the queue are not written.
+        """Recounts the queued pages. Called after a call that planned writes was interrupted. Pages that the call had
+        removed from the queue are not written.
         """
         self._waiting_pages = sum(len(keys) for _, keys in self._waiting)
 
@@ -275,7 +276,8 @@ class WriteQueue:
 
     def _make_room(self, owner: int) -> None:
         """Frees host slots of the group, if fewer are free than LEAVE_SHARE asks for. Takes the pages that would be
-        evicted next, evicts those that the tier has, and plans writes of the others, which are evicted afterwards.
+        evicted next. Evicts those that the tier has or must not get, and plans writes of the others, which are evicted
+        when they are written.
         """
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)

@@ -56,8 +56,8 @@ class Looked:
         fetches: number of fetches and answers for which the request now waits.
         awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue, and its
             lease must end.
-        left_out: why a tier's pages behind the lease are left to the engine, if this lookup alone found it; None
-            otherwise.
+        left_out: why tiers' pages behind the lease are left to the engine, if the reason holds for this lookup only;
+            None otherwise. Reasons that last are in `Wait.skipped`.
     """
 
     lease: Lease

@@ -37,7 +37,7 @@ class FetchChoice:
     fetched.
 
     Args:
-        enabled: False to fetch in all cases.
+        enabled: whether to compare times; if False, all pages are fetched.
 
     Attributes:
         last_left: the last decision to compute pages instead of fetching them; None before the first.
@@ -83,8 +83,9 @@ class FetchChoice:
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier) for tier in tiers}
         most = {tier: np.array([blocks * len(rest)]) for tier in tiers}
         if self._tables.cost.worth(most, queued, np.array([True]), tokens[-1:]):
-            # Fetching all pages is faster than computing them, even if host memory had none of them. The wait for the
-            # first page is the same for every prefix, so each further block saves time, and the longest prefix is best.
+            # Fetching all pages would be faster than computing them even if host memory had none of them. The wait for
+            # the first page is the same for every prefix, so each further block saves time, and the longest prefix is
+            # best.
             return rest, False
         missing = {tier: np.zeros(blocks, np.int64) for tier in tiers}
         waiting = np.zeros(blocks, np.bool_)
@@ -114,7 +115,7 @@ class FetchChoice:
 
     def choose_fetch(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
         """Decides whether to fetch pages that are useful only together. Returns True if they arrive sooner than the
-        engine computes their `tokens` tokens. If not, counts them as left to the engine.
+        engine computes their `tokens` tokens, or if that is not known. Otherwise counts them as left to the engine.
         """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
@@ -130,7 +131,8 @@ class FetchChoice:
         return False
 
     def ask_worth(self, tier: TierId, pages: int, tokens: int) -> bool:
-        """Whether `pages` pages would arrive from a tier sooner than the engine computes their `tokens` tokens."""
+        """Whether `pages` pages would arrive from a tier sooner than the engine computes their `tokens` tokens. True if
+        that is not known."""
         if not self._enabled or not self._tables.cost.fetch_is_known((tier,), self._tables.clock()):
             return True
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier)}
@@ -141,9 +143,9 @@ class FetchChoice:
         )
 
     def room_wait_s(self, tier: TierId, tokens: int) -> float:
-        """Returns for how many seconds a request waits at most for host slots for a fetch of `tokens` tokens from a
-        tier. If it is known how long computing the tokens takes, the wait is no longer than that, so that waiting in
-        vain costs at most as much as computing.
+        """Returns the maximum number of seconds for which a request waits for host slots in order to fetch `tokens`
+        tokens from a tier. If it is known how long computing the tokens takes, the wait is no longer than that, so that
+        waiting in vain costs at most as much as computing.
         """
         wait_s = self._tables.tiers[tier].facts.wait_s
         if not self._enabled or not self._tables.cost.compute.reliable(self._tables.clock()):
@@ -163,7 +165,7 @@ class FetchChoice:
 
     def choose_straight_load(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
         """Decides whether to load `pages` pages straight from their tier. Returns True if that takes less time than
-        computing their `tokens` tokens. If not, counts them as left to the engine.
+        computing their `tokens` tokens, or if that is not known. Otherwise counts them as left to the engine.
         """
         if not self._enabled or self._tables.cost.straight_is_worth(
             tier, pages, tokens, route.pages, self._tables.clock()

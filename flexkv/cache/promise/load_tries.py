@@ -2,9 +2,9 @@
 
 `flexkv/cache/moves/op_log.py` logs why a load failed.
 
-After a failed load, some engines look the request up again. If pages are slow rather than bad, the tiers do not forget
-them, and every lookup would find them again as long as they are slow. So a request has two tries: the second does not
-include the pages that the first failed to bring, and after the second the engine computes the request.
+After a failed load, some engines look the request up again. If its pages are slow rather than bad, the tiers do not
+forget them, and every lookup would find them again. So a request has two tries: the second does not include the pages
+that the first failed to bring, and if the second fails too, the engine computes the request.
 
 Other engines cannot compute the pages that a load did not bring. They end the request, and the client sends it again
 with a new id. With such an engine, no request gets a new promise for a while after a failed load, unless the failed
@@ -30,8 +30,8 @@ TRIES = 2
 """Number of failed loads of one request after which nothing more is promised to it."""
 
 MAX_REQUESTS = 4096
-"""Maximum number of recorded requests; beyond it the oldest is dropped. Few live requests have a failed load. The limit
-bounds the memory for requests whose end is never reported."""
+"""Maximum number of recorded requests; if it is exceeded, the oldest is dropped. Few live requests have a failed load.
+The limit bounds the memory for requests whose end is never reported."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class LoadTries:
         """
         if op.abandoned:
             return
-        # If a straight route failed, it pauses by itself, and pages are loaded through host memory meanwhile.
+        # A straight route that failed pauses by itself, and pages are loaded through host memory until it resumes.
         own_rest = op.straight and op.source_failed
         if self._rest_s and not own_rest and (op.failed & ~op.suspect).any():
             self._rest(op)
@@ -122,7 +122,7 @@ class LoadTries:
 
     @property
     def rests(self) -> bool:
-        """Whether requests get no new promises for now, because a load failed within the last `rest_s` seconds whose
+        """Whether requests get no new promises for now, because within the last `rest_s` seconds a load failed whose
         pages are still in their tier.
         """
         return self._rest_s > 0 and self._clock() < self._rests_until_s

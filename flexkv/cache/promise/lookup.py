@@ -64,8 +64,8 @@ class Lookup:
         return [k[: tokens // spec.block_tokens] for k, spec in zip(keys, self._tables.specs, strict=True)]
 
     def engine_keys(self, keys: Sequence[Keys], start_tokens: int) -> list[Keys]:
-        """Returns, per group, the keys of the blocks before the start, which the engine has itself. Only for FULL
-        groups: the engine no longer uses all of the earlier pages of windows, chunks and states.
+        """Returns, per group, the keys of the blocks before the start, which the engine has itself. Returns none for
+        groups of windows, chunks and states, because the engine no longer uses all of their earlier pages.
         """
         had = self.cut(keys, start_tokens)
         return [
@@ -120,13 +120,13 @@ class Lookup:
     # --- whole prefixes ---
 
     def _lease_prefix(self, ask: Ask) -> tuple[Lease, list[list[PageRun]]]:
-        """Leases and returns the prefix in host memory, as far as it may be promised, and the runs that follow it, per
-        group."""
+        """Leases the prefix in host memory, as far as it may be promised, and the pages in other tiers that follow it.
+        Returns the lease of the prefix, and the runs of the following pages, per group."""
         start, room_pages = ask.start_tokens // self._block_tokens, max(0, ask.room_pages)
         if not self._one_group:
             return self._lease_in_groups(ask, start)
-        # The common case is one group: one call finds and pins its pages in host memory, and other tiers are looked up
-        # only for the blocks after these.
+        # The common case is one group: one call finds and pins its pages in host memory, and other tiers are searched
+        # only for the blocks that follow.
         offered = ask.keys[0]
         whole = len(offered) <= start + room_pages
         if start or not whole:
@@ -178,7 +178,7 @@ class Lookup:
         return Lease(tuple(shares), self._tables.clock(), start_tokens)
 
     def _ask_for_blocks(self, ask: Ask, lease: Lease, rest: list[list[PageRun]]) -> int:
-        """Asks tiers about the blocks that follow those found, and returns the number of answers to wait for."""
+        """Asks tiers about the blocks after those that were found, and returns the number of answers to wait for."""
         if lease.cut or not self._questions.any:
             return 0
         end = (lease.start_tokens + lease.tokens) // self._block_tokens
@@ -187,8 +187,8 @@ class Lookup:
     def _fetch_tail(
         self, ask: Ask, tail: Sequence[TailCandidates | None], lease: Lease, end_block: int
     ) -> Looked:
-        """Begins to fetch the longest tail that tiers have, if it is longer than the leased tail. Otherwise asks the
-        tiers that must be asked about a tail."""
+        """Begins to fetch the longest tail that tiers have, if it is longer than the leased tail. Otherwise asks about
+        longer tails the tiers that must be asked which pages they have."""
         walk = self._pages_behind.walk
         found = common_tail(tail, end_block, lambda group, keys: walk.present(group, keys, ask.tiers))
         if found <= lease.tail_tokens:

@@ -104,7 +104,7 @@ class PagesBehind:
         return fetches
 
     def _streams(self, rest: Rest) -> tuple[bool, bool]:
-        """Returns whether all tiers that have the pages stream them, and whether all of these do so by layers."""
+        """Returns whether all tiers that have the pages stream them, and whether all of them also do so by layers."""
         facts = [self._tables.tiers[tier].facts for tier in self._choice.tiers_of(rest)]
         streams = all(fact.streams for fact in facts)
         return streams, streams and all(fact.stream_layers for fact in facts)
@@ -118,8 +118,8 @@ class PagesBehind:
         sooner than the engine computes these tokens.
 
         Args:
-            in_line: whether the request waits in the queue if there are not enough free slots. It would lose its lease
-                meanwhile, which a tail of less than a block is not worth; a tail is fetched only if there are slots.
+            in_line: whether the request waits in the queue if there are not enough free slots. False for a tail: it has
+                fewer tokens than a block, so it is not worth the lease, which a request in the queue loses.
         """
         if not self._choice.choose_fetch([part.runs for part in wanted], tokens):
             for part in wanted:
@@ -144,8 +144,8 @@ class PagesBehind:
     def _take_turn(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], tokens: int
     ) -> tuple[Need, Turn]:
-        """Decides whether the request may fetch `wanted` (`tokens` tokens) now or gets a place in the queue. Returns
-        the slots and fetches that it needs, and the decision.
+        """Decides whether the request may fetch `wanted` (`tokens` tokens) now, waits in the queue, or continues
+        without these pages. Returns the slots and fetches that it needs, and the decision.
         """
         if self._line.fits_at_once(wanted):
             return Need(), Turn.FETCH
@@ -167,8 +167,8 @@ class PagesBehind:
         return Looked(lease)
 
     def _note_without_room(self, ask: Ask, need: Need, fetched: Fetched, last: OpId) -> MissReason | None:
-        """Counts the pages of `need` that the fetches planned after op `last` do not bring. Returns the reason why they
-        are left out; None if there are none.
+        """Counts the pages of `need` that the fetches planned after op `last` do not bring. Returns the reason why
+        these pages are left out; None if the fetches bring all pages.
         """
         pages = dict(need.pages)
         for op_id, tier in fetched.ops.items():

@@ -39,7 +39,7 @@ PREFETCH_SLOTS = 0.25
 """Maximum share of the host slots that pages of prefetched requests occupy; the others are for running requests."""
 
 PREFETCH_BUDGET = 0.5
-"""No prefetch begins beyond this share of a tier's limits of fetches; the rest is for lookups."""
+"""No prefetch begins while fetches use this share of a tier's fetch limits; the rest is for lookups."""
 
 
 class Promises:
@@ -119,7 +119,7 @@ class Promises:
             requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
         miss = None
-        # A lookup with a tail asks only for a hit that is known and its tail, so the recorded miss must stay.
+        # A lookup with a tail asks only for an earlier hit and the tail after it, so the recorded miss must stay.
         if lease.tokens < asked_tokens or (requests.misses and tail is None):
             miss = self._note_miss(request_id, keys, lease, looked, bound, asked_tokens)
         result = self._answer(request_id, lease, looked, miss)
@@ -171,7 +171,7 @@ class Promises:
             return ask
         more = most - self.lookup.asked_tokens(ask.keys, ask.start_tokens)
         if more >= 0:
-            # A tail is shorter than a block.
+            # If at least one more block is allowed, so is any tail, because a tail is shorter than a block.
             return ask if more >= self._block_tokens else ask._replace(tail=None)
         keys = self.lookup.cut(ask.keys, ask.start_tokens + most)
         return ask._replace(keys=keys, tail=None, bound=ask.bound or MissReason.ASKED)
@@ -209,8 +209,8 @@ class Promises:
         looked.lease = self.lookup.lease_of_nothing(lease.start_tokens)
 
     def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
-        """Joins the request's lease and the pages held for it into one new lease, if they are all pages that it asks
-        for. Returns None and changes nothing if a lookup is needed.
+        """Joins the request's lease and the pages held for it into one new lease, if together they are all pages that
+        it asks for. Returns None and changes nothing if a lookup is needed.
 
         The pages are pinned, so only their keys are checked. A page whose fetch failed, or that was cached before a
         reset, no longer belongs to its key.
@@ -263,8 +263,8 @@ class Promises:
         bound: MissReason | None,
         asked_tokens: int,
     ) -> MissReason | None:
-        """Records why no more than the lease is promised; `_count_miss` counts it when the engine acts on the lookup.
-        Returns the reason; None if everything is promised or more may come."""
+        """Records why no more than the lease is promised, for `_count_miss`. Returns the reason; None if everything is
+        promised or more may come."""
         requests = self._tables.requests
         missing = (asked_tokens - lease.tokens) // self._block_tokens
         if missing <= 0:
@@ -311,7 +311,7 @@ class Promises:
             return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tables.tiers)
         if not self.lookup.same_blocks:
-            # Pages of different groups have different numbers of tokens: tiers get tokens in proportion to their pages.
+            # Pages of different groups have different numbers of tokens, so tokens are counted in proportion to pages.
             for tier, pages in self._tables.requests.fetched_pages(request_id, lease.pages).items():
                 counts[tier] += lease.tokens * pages // lease.pages
             counts[HUB] = lease.tokens - sum(counts)
@@ -483,7 +483,7 @@ class Promises:
         if not self._limits.asks_again:
             self.line.forget(request_id)
         for order in self._tables.access_orders.pop_orders(request_id):
-            # Counted here, not by each lookup or load, so that a request counts as one hit per block.
+            # Hits are counted here, not by each lookup or load, so that a request counts as one hit per block.
             self._tables.hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:

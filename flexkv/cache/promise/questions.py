@@ -42,7 +42,7 @@ class Questions:
         self.any = bool(self._probers)
 
     def for_blocks(self, ask: Ask, end_block: int) -> int:
-        """Asks about the blocks from `end_block` on; for units whose groups all restore the same blocks. Returns the
+        """Asks about the blocks from `end_block` on. For units whose groups all restore the same blocks. Returns the
         number of answers to wait for."""
         blocks = min(map(len, ask.keys))
         if blocks <= end_block:
@@ -51,9 +51,9 @@ class Questions:
         return self._ask(ask, asked, (blocks - end_block) * self._tables.specs[0].block_tokens)
 
     def for_boundary(self, ask: Ask, end_tokens: int, found: FoundLengths) -> int:
-        """Asks about pages before `end_tokens`; for units whose groups need different pages. For a FULL group these are
-        the pages after those found. For the other groups these are all pages, because a hit may end at each of them.
-        Returns the number of answers to wait for."""
+        """Asks about pages before `end_tokens`. For units whose groups need different pages. A question about a FULL
+        group has only the pages after those that were found. A question about another group has all its pages, because
+        a hit may end at each of them. Returns the number of answers to wait for."""
         if not self._probers or found.cut:
             return 0
         end = end_tokens - end_tokens % self._alignment_tokens
@@ -87,13 +87,13 @@ class Questions:
         saved_tokens: int,
         tail_tokens: NDArray[np.int32] | None = None,
     ) -> int:
-        """Asks about the keys `asked` each tier that was not asked before for this request. Returns the number of
-        answers to wait for, including those to earlier questions.
+        """Asks each tier that has not been asked yet for this request about the keys `asked`. Returns the number of
+        answers to wait for, including answers to earlier questions of this request.
 
         Args:
             ask: the lookup that needs the answers.
             asked: per group, the keys.
-            saved_tokens: number of tokens that the engine need not compute if the tier has all these pages.
+            saved_tokens: number of tokens that the engine need not compute if a tier has all these pages.
             tail_tokens: number of valid tokens of each key if the keys are candidates of a tail; None for whole blocks.
         """
         waiting, is_tail = 0, tail_tokens is not None
@@ -120,7 +120,7 @@ class Questions:
         return waiting
 
     def _enter(self, ask: Ask, tier: TierId, op_id: OpId) -> ProbeOp:
-        """Records as in flight a question that a tier was asked."""
+        """Records that a question to a tier is in flight."""
         probe = ProbeOp(
             plan=TransferOp(op_id, OpKind.DISK_READ, 0, Priority.LOAD, NO_BLOCKS, NO_PLACES),
             role=OpRole.PROBE,

@@ -19,8 +19,8 @@ MAX_IN_LINE = 4096
 """Maximum number of requests in the queue; further requests continue without the missing pages."""
 
 MAX_TURN_S = 1.0
-"""Maximum number of seconds between two of the engine's questions about a request that count as waiting. An engine that
-could run the request asks at every step. A longer pause means that it could not."""
+"""The time between two of the engine's questions about a request counts as waiting only up to this many seconds. An
+engine that could run the request asks at every step. A longer pause means that it could not run the request."""
 
 
 class Turn(Enum):
@@ -62,8 +62,8 @@ class PlaceInLine:
         need: the slots, pages and ops that the request needs. The slots include those of its pages in host memory that
             it no longer leases.
         wait_s: maximum number of seconds that the request waits.
-        before: number of the engine's second-to-last question about the request, 0 for none. All questions about all
-            requests are numbered together.
+        before: number of the engine's second-to-last question about the request; 0 if there was none. The questions
+            about all requests are numbered in one sequence.
         asked: number of the engine's last question about the request.
         asked_s: clock time of that question.
         waited_s: number of seconds that the request has waited so far.
@@ -78,11 +78,12 @@ class PlaceInLine:
 
 
 class RoomLine:
-    """Gives host slots to requests in the order in which they first asked, to each for all pages that it lacks.
+    """Gives host slots to requests in the order in which they first asked. Each request gets the slots for all pages
+    that it lacks at once.
 
     A request that waits for slots holds none: it has no lease and no fetched pages. So all slots that are not free
-    belong to ops, or to requests that have all they need, and become free without any other request. Two requests never
-    wait for each other.
+    belong to ops, or to requests that have all they need, and become free however long other requests wait. Two
+    requests never wait for each other.
 
     A request does not overtake an earlier one even if there are enough slots for it, because small prompts would then
     keep a large one waiting. It overtakes only requests about which the engine has not asked since its second-to-last
@@ -99,8 +100,8 @@ class RoomLine:
         self._asks_again = asks_again
         self._places: dict[str, PlaceInLine] = {}
         self._without: set[str] = set()
-        """Requests that continued without some of their pages. They are counted once, and never wait in the queue
-        again."""
+        """Requests that continued without some of their pages. Each is counted once, and does not wait in the queue
+        again until `forget`."""
         self._questions = 0
 
     def __len__(self) -> int:
@@ -180,11 +181,11 @@ class RoomLine:
     # --- the queue ---
 
     def take_turn(self, request_id: str, need: Need, wait_s: float) -> Turn:
-        """Decides what a request does now whose lookup needs slots for a fetch. If it must wait, it gets a place in the
+        """Decides what a request whose lookup needs slots for a fetch does now. If it must wait, it gets a place in the
         queue; otherwise it is removed from the queue.
 
         Args:
-            wait_s: maximum number of seconds that it waits.
+            wait_s: maximum number of seconds that the request waits.
         """
         if not self._asks_again:
             return Turn.FETCH if self._has_room(need) else Turn.FETCH_SOME
@@ -196,7 +197,7 @@ class RoomLine:
         if fits and request_id not in self._without and self._note_question(request_id, place, need, wait_s):
             return Turn.WAIT
         self.leave(request_id)
-        # If all missing pages of a prompt can never fit, it fetches some of them only if no other request waits.
+        # A request whose missing pages can never all fit fetches some of them only if no other request waits.
         return Turn.GO_ON if fits or self._places else Turn.FETCH_SOME
 
     def _note_question(self, request_id: str, place: PlaceInLine | None, need: Need, wait_s: float) -> bool:
@@ -219,8 +220,8 @@ class RoomLine:
         place.before, place.asked, place.asked_s = place.asked, self._questions, now_s
 
     def _is_first(self, place: PlaceInLine | None) -> bool:
-        """Whether the request may take slots before all others in the queue: there are none ahead of it, or the engine
-        has not asked about those since its second-to-last question about this request.
+        """Whether the request may take slots before all others in the queue: no request is ahead of it, or the engine
+        has not asked about those ahead since its second-to-last question about this request.
         """
         if place is None:
             return not self._places
@@ -255,8 +256,8 @@ class RoomLine:
     def note_released(
         self, request_id: str, leased: Sequence[GroupLease], wanted: Sequence[WantedPages]
     ) -> None:
-        """Updates the need of a request that has just ended its leases in order to wait. Its pages that nothing else
-        has pinned may be evicted meanwhile, so they need slots too.
+        """Updates the need of a request whose leases have just ended because it waits. Those of its pages that nothing
+        else has pinned may be evicted during the wait, so they need slots too.
         """
         index, slots = self._tables.hub.index, dict.fromkeys(self._tables.hub.owners, 0)
         for group, share in enumerate(leased):

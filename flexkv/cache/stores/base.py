@@ -205,7 +205,7 @@ class HeldBlocks:
 
     Attributes:
         block_ids: the engine's numbers of the blocks.
-        lost: the blocks among them that the engine has reused, or dropped in a reset, since the request ended.
+        lost: those of `block_ids` that the engine has reused, or dropped in a reset, since the request ended.
         was_reset: whether the engine has reset its pool since the request ended.
     """
 
@@ -218,10 +218,11 @@ class HeldBlocks:
 
 
 class StoreWatch:
-    """Watches engine blocks that are being stored, or that wait for it, for reuse by the engine.
+    """Watches whether the engine reuses blocks that are being stored or wait to be stored.
 
     Adapters of engines that report which blocks they reuse override this class. The class itself is for engines that do
-    not report it. Their stores end within the step that computed the blocks, so no block is reused meanwhile.
+    not report reuse. Their stores end within the step that computed the blocks, so no block is reused before its store
+    ends.
 
     Attributes:
         ops: by op number, the engine blocks of each store in flight.
@@ -251,12 +252,12 @@ class StoreWatch:
         self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches the blocks of a store in flight that are among held blocks and `still_held`."""
+        """Watches the blocks of a store in flight. They belong to a hold and are `still_held`."""
         self.ops[op_id] = blocks
 
     def release(self, holder: str) -> None:
-        """Called when a request no longer holds its blocks or is about to lose them. From then on they count against
-        `room`."""
+        """Called when a request no longer holds its blocks or is about to lose them. From then on, those of them that
+        are in stores in flight count against `room`."""
 
     def end(self, op_id: OpId) -> None:
         """Stops watching the blocks of a store that has ended on every rank."""
@@ -277,7 +278,7 @@ class StoreWatch:
         """Stops watching held blocks."""
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """Returns how many of the leading blocks are still watched."""
+        """Returns the number of leading blocks of `block_ids` that a hold still watches."""
         return 0
 
     # --- the pool ---
@@ -296,8 +297,8 @@ class StoreWatch:
 
     @property
     def free_head(self) -> tuple[int, int]:
-        """The block that the engine will reuse next (-1 if none), and the number of free blocks. If neither has
-        changed, the free queue is taken to be unchanged.
+        """The block that the engine will reuse next (-1 if none), and the number of free blocks. If neither of the two
+        has changed, callers take the free queue to be unchanged.
         """
         raise ContractError("this connector is not given the engine's block pool")
 
@@ -336,7 +337,7 @@ class StoreParts:
         queue_ops: number of entries in a rank's queue (`transfer.queue_ops`).
         slots: number of host slots.
         has_tiers: whether there are tiers behind host memory.
-        is_busy: returns whether these tiers have work.
+        is_busy: returns whether tiers behind host memory have work.
         step_tokens: maximum number of tokens that the engine computes in one step.
         ends_in_step: whether stores end in the step that computed their blocks.
     """

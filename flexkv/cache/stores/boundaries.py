@@ -5,8 +5,9 @@ Such a page is useful only near the end of a hit, so it is stored only where a h
 the end of a request, every `store.checkpoint_tokens` before that, and where earlier prompts have diverged.
 
 With recurrent states, a hit can end only where a step of the engine has ended. After a step that ends with block `p`,
-entry `p` of the request's table is the block with the state, until vLLM frees it. In some modes vLLM puts states of
-other lengths in the table. Boundaries are then only those that vLLM hands over (`boundary_state_offloads`).
+entry `p` of the request's table is the block with the state, until vLLM frees it. In some modes of vLLM, the table also
+has states that cover other numbers of tokens. Then the only boundaries are those that vLLM hands over
+(`boundary_state_offloads`).
 """
 
 from __future__ import annotations

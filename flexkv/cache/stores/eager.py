@@ -1,5 +1,6 @@
 """Eager stores: each block of a prompt is offered as soon as the step that completes it is planned. Generated blocks
-are offered several at a time, windows, chunks and states at the boundaries of a step (`boundary_stores.py`).
+are offered several at a time. Windows, chunks and states are offered at the boundaries that a step reaches
+(`boundary_stores.py`).
 
 If there is no slot or queue entry for a block of full attention, the block is pending. It is offered again at every
 step while its request lives, and then while it is held (`holds.py`). The pending blocks of each table are a range.

@@ -11,7 +11,7 @@ NO_END = sys.maxsize
 @dataclass(slots=True)
 class KeptOut:
     """The tokens of a request that its caller keeps out of the cache. A page with such a token is not stored. In a
-    streaming session, the caller decides this anew for each input.
+    streaming session, the caller decides for each input whether its tokens are kept out.
 
     Attributes:
         spans: ranges [first, end) of tokens, ascending; the end of the last range may be NO_END.
@@ -20,7 +20,7 @@ class KeptOut:
     spans: list[list[int]] = field(default_factory=list)
 
     def ask(self, skip: bool, first: int, end: int) -> None:
-        """Begins an input of a streaming session.
+        """Records, when an input of a streaming session begins, whether the caller keeps its tokens out.
 
         Args:
             skip: whether the input's tokens are kept out.

@@ -1,5 +1,5 @@
-"""Lazy stores: blocks are stored when the engine is about to reuse them, which the engine's free queue shows. At a
-request's end, blocks are stored that the next step may reuse before the queue is read again."""
+"""Lazy stores: blocks are stored when the engine is about to reuse them, which the engine's free queue shows. When a
+request ends, its blocks that the next step may reuse before the queue is read again are stored too."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class LazyStores(RequestStores, CacheListener):
     published or the cache no longer has it.
 
     Attributes:
-        suspects: by block number, the hash under which the block must not be stored. The caller may keep the block out
-            of the cache. Or its KV may not be computed: the engine gives a block its hash when it plans to compute it.
+        suspects: by block number, the hash under which the block must not be stored: the caller keeps the block out of
+            the cache, or it is not certain that the block's KV was computed. The engine gives a block its hash when it
+            plans to compute the block.
     """
 
     def __init__(self, parts: StoreParts) -> None:
         super().__init__(parts)
-        # At most half of the host slots: with more blocks, the blocks would evict each other and be stored over and
-        # over again.
+        # At most half of the host slots are used: more blocks would evict each other and be stored over and over again.
         step_blocks = -(-parts.step_tokens // self._block_tokens)
         self._most = max(1, parts.slots // 2)
         self._ahead = min(STEPS_AHEAD * step_blocks, self._most)
@@ -96,7 +96,7 @@ class LazyStores(RequestStores, CacheListener):
         self._suspect(blocks)
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """Makes these blocks be offered again."""
+        """Lets these blocks be offered again."""
         for block in blocks.tolist():
             self._withdraw(block)
         if len(blocks):
@@ -137,7 +137,7 @@ class LazyStores(RequestStores, CacheListener):
         # own cache and belong to other requests too, so this request's settings do not apply to them.
         first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
         if request.settings.ttl_s is not None:
-            # The time to live would begin only when the block is stored, at any time later. So none is stored.
+            # A block's time to live would begin when the block is stored, which may be much later. So none is stored.
             first = min(first, request.own_from)
         if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
             first = min(first, max(request.own_from, kept[0] // self._block_tokens))
@@ -214,8 +214,8 @@ class LazyStores(RequestStores, CacheListener):
             del candidates[room:]
         if not candidates:
             return None
-        # In the free queue, the last block of a conversation comes first. The cache evicts the last of the blocks that
-        # were stored together first. So the order is reversed.
+        # In the free queue, the last block of a conversation comes first. Among blocks that were stored together, the
+        # cache evicts the last one first. So the order is reversed.
         candidates.reverse()
         graph = self._offer(candidates)
         for op in graph.ops if graph is not None else ():
@@ -280,8 +280,8 @@ class LazyStores(RequestStores, CacheListener):
 
     def _count_missed(self) -> None:
         """Counts recorded blocks that no longer have their hash and that the cache does not have: the engine has reused
-        or dropped them before they were stored. Blocks that requests have left are checked from the oldest one on, up
-        to the first that still has its hash; later blocks are checked in later calls.
+        or dropped them before they were stored. Blocks that requests have left are checked from the oldest one up to
+        the first one that still has its hash. Later calls check the others.
         """
         gone: list[PoolBlock] = []
         for number, block_hash in self._passed_over.items():

@@ -54,9 +54,9 @@ class StorePlanner:
         return None
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Called with engine blocks that have no valid KV: blocks that a load failed to fill, and blocks that requests
-        have computed from these and no longer hold. For blocks of live requests, the caller sets `cursor` and
-        `suspect_from` instead."""
+        """Called with engine blocks that have no valid KV: blocks that a load failed to fill, and blocks that were
+        computed from them by requests that no longer hold them. For blocks of live requests, the caller sets `cursor`
+        and `suspect_from` instead."""
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
         """Called when a load has failed and the engine does not compute its blocks again, so that the request has wrong
@@ -64,7 +64,7 @@ class StorePlanner:
         """
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """Called when a store has ended and these engine blocks of it were not published."""
+        """Called when a store has ended and the pages of these engine blocks were not published."""
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         """Called when the cache was reset because the weights have changed.
