@@ -1,7 +1,8 @@
 """Position-independent reuse ("blending"): rotates the cached keys of a text to the text's position in a different
 prompt.
 
-`prefill`, `precompute` and `segment_cache` work on models of Hugging Face transformers; their use imports transformers.
+`prefill`, `precompute` and `segment_cache` work on models of Hugging Face transformers; using them imports
+transformers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The keys and values of a segment are computed from the segment alone, and cached as if it began at position 0. So what
 is cached for a segment depends only on its tokens and the namespace. When a prompt contains the segment, the cached
 keys are rotated to the segment's position in the prompt. The cached rows do not reflect the text before the segment, so
-some of them are computed again (`BlendPlan`). If a promised page does not arrive, the load reports the segment, and the
-prompt is computed without the cached rows of that segment.
+some of them are computed again (`BlendPlan`). If a promised page does not arrive, the load reports the page's segment
+as lost, and the prompt is computed without the cached rows of that segment.
 """
 
 from __future__ import annotations

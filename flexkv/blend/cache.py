@@ -250,8 +250,8 @@ class SegmentCache:
         return min(pages, whole) * self.block_tokens + tail_tokens
 
     def forget(self) -> None:
-        """Permanently forgets everything that is cached. For a caller that is about to change the model's weights.
-        Waits until this would survive a crash; disks that do not confirm it in time are taken out of use.
+        """Permanently forgets everything that is cached, because the caller is about to change the model's weights.
+        Waits until this would survive a crash. Disks that do not confirm this in time are taken out of use.
         """
         self._moves.free_late()
         self.manager.reset()
@@ -300,7 +300,8 @@ class SegmentCache:
         close_s = self.unit.close_s if close_s is None else close_s
         ends_s = time.monotonic() + close_s
         if not self.engine.close((1 - DISK_SHARE) * close_s):
-            # The host pool is kept, because copies may still write to it. Its pages that can be written become durable.
+            # The host pool is kept, because copies may still write to it. As many of its pages as possible are made
+            # durable.
             self.unit.flush(max(0.0, ends_s - time.monotonic()))
             raise TransferError(f"pages of segments still move after {close_s:g} s")
         self._moves.take_results()

@@ -19,14 +19,15 @@ class BlendPlan:
     """How many of the reused rows are computed again.
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
-    freshly computed key, and selects the rows whose keys differ most. It and the later layers compute only the selected
-    rows, besides the rows that the cache does not cover, which are computed in every layer.
+    freshly computed key, and selects the rows whose keys differ most. From the check layer on, only the selected rows
+    and the rows that the cache does not cover are computed. The latter are computed in every layer.
 
     Attributes:
         check_layers: numbers of the check layers, ascending. Layer 0 cannot be one, because its keys do not depend on
             the text before.
-        ratios: for each check layer, the share of all reused rows that is computed from it on; never increasing. If the
-            first ratio is 0, nothing is checked, and reused rows are used unchanged in every layer.
+        ratios: for each check layer, the share of all reused rows that is computed from that layer on; the shares must
+            not increase. If the first ratio is 0, nothing is checked, and reused rows are used unchanged in every
+            layer.
 
     Raises:
         ConfigError: a value is not allowed. The message names the value and what is allowed.

@@ -41,7 +41,8 @@ class RopeSpec:
         original_positions: context length before it was extended, in tokens; only "yarn" and "llama3" use it.
         beta_fast, beta_slow: bounds of YaRN's interpolated range, in rotations over the original context.
         truncate: whether to round YaRN's interpolated range to integer dimensions.
-        low_freq_factor, high_freq_factor: bounds of the interpolated range of "llama3", in the same unit.
+        low_freq_factor, high_freq_factor: bounds of the interpolated range of "llama3", in rotations over the original
+            context.
     """
 
     head_dim: int

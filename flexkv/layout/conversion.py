@@ -1,5 +1,5 @@
-"""Finds the conversion of one engine's pages to a different engine's order of elements, or raises an error that says
-why there is none.
+"""Finds the conversion of one engine's pages to the order of elements of a different engine. If there is none, raises
+an error that says why.
 
 Every conversion is exact: it moves K and V of every token and head unchanged.
 """
@@ -55,7 +55,7 @@ class RowOrder:
 
 @dataclass(frozen=True, slots=True)
 class PageEncoding:
-    """The content of one rank's stripes, and its order.
+    """What one rank's stripes contain, and in which order.
 
     Attributes:
         format_id: the format of the pages.
@@ -123,7 +123,8 @@ class PageEncoding:
 
 
 def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | None:
-    """The conversion that rewrites a stripe of `source` as one of `target`; None if their stripes hold the same bytes.
+    """The conversion that rewrites a stripe of `source` as a stripe of `target`; None if both stripes hold the same
+    bytes.
 
     Raises:
         GeometryError: there is no exact conversion; the message says why.

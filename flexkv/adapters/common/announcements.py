@@ -1,4 +1,4 @@
-"""Tracks which of a unit's pages routers know to be in host memory and on the unit's own disks.
+"""Tracks which of a unit's pages have been announced to routers as present in host memory or on the unit's own disks.
 
 Routers count announcements, so a page is announced only once per medium until its removal from that medium is
 announced. An adapter turns the announcements that `take` returns into its engine's events.
@@ -21,8 +21,8 @@ from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
 
 MOST_STORED = 512
-"""Most announcements of pages that are not new, per medium, that one call of `take` returns. They take about a
-millisecond of the engine's step."""
+"""One call of `take` returns at most this many announcements per medium of pages that are not new. To announce them
+takes about a millisecond of the engine's step."""
 
 
 class Medium(enum.IntEnum):
@@ -37,7 +37,7 @@ MEDIA = (Medium.HOST, Medium.DISK)
 
 
 class Tier(Protocol):
-    """The part of a tier that announcements need."""
+    """The methods of a tier that announcements use."""
 
     @property
     def in_use(self) -> bool:
@@ -48,7 +48,7 @@ class Tier(Protocol):
 
 
 class OwnDisks(Tier, Protocol):
-    """The part of the unit's own disks that announcements need."""
+    """The methods of the unit's own disks that announcements use."""
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
         """The generation of each key's visible page, uint64 [keys]; 0 for a key without a visible page."""
@@ -58,7 +58,7 @@ class OwnDisks(Tier, Protocol):
 
 
 class Record(Protocol):
-    """What events say about a page, in the adapter's form. A record is immutable, and compact because one is kept for
+    """What an adapter's events say about a page. Records are immutable. They must be compact, because one is kept for
     each announced page."""
 
     def packed(self) -> bytes:
@@ -67,7 +67,7 @@ class Record(Protocol):
 
 
 class Named(NamedTuple):
-    """A page that a store writes, with its description for events.
+    """What an adapter says about a page that a store writes.
 
     Attributes:
         record: what events say about the page.
@@ -80,7 +80,7 @@ class Named(NamedTuple):
 
 @dataclass(slots=True)
 class _Page:
-    """One page, and what routers know about it.
+    """One page: which media hold it, and for which media it has been announced.
 
     Attributes:
         group: number of the KV group.
@@ -89,7 +89,7 @@ class _Page:
         there: set of the media that hold the page.
         told: set of the media for which the page is announced to routers.
         stores: number of unfinished stores that write the page.
-        waits: set of the media whose queues of pages to be announced contain the page.
+        waits: set of the media in whose queues the page waits to be announced.
     """
 
     group: int
@@ -118,7 +118,7 @@ class News:
     """The next announcements, to be published in the order of the fields.
 
     Attributes:
-        cleared: whether all pages are gone.
+        cleared: whether all pages announced so far are gone, because the unit was reset.
         removed: pages that left a medium for which they had been announced.
         stored: pages that are in a medium for which they had not been announced.
     """
@@ -148,8 +148,8 @@ class Announcements(CacheListener):
         """The media whose tiers were in use when `take` last looked."""
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
-        """Keys of pages to be announced, parents before their children. Some of the pages may have left the medium
-        since they were queued."""
+        """Keys of pages to be announced, parents before their children. A page may have left the medium since it was
+        queued."""
         self._new = dict.fromkeys(MEDIA, 0)
         """Number of pages that this process's own stores and disk writes have added to each queue since the last
         `take`."""
@@ -157,22 +157,22 @@ class Announcements(CacheListener):
         self._book: EventBook | None = None
 
     def open_book(self, path: Path, identity: bytes) -> None:
-        """Opens the book, the file that lists the pages on the disks with their records. A thread begins to read the
-        entries of an earlier process from it, and to write entries for the next process. Must be called before any
-        page leaves the disks.
+        """Opens the book, the file that lists the pages on the disks with their records. Starts a thread that reads an
+        earlier process's entries from the book and writes entries for the next process. Must be called before any page
+        leaves the disks.
 
         Args:
             path: path of the file, beside the slabs on disk.
             identity: identifies the meaning of packed records; see `EventBook`.
         """
-        # The number of all recorded pages serves as an upper bound, because to count only the pages on disk, the book's
-        # thread would have to iterate over `_pages`.
+        # The number of all recorded pages serves as the upper bound of the pages on disk. To count exactly, the book's
+        # thread would have to iterate over `_pages`, which the engine's thread changes.
         self._book = EventBook(path, identity, self._is_current, self._pages.__len__)
 
     def _is_current(self, entry: Entry) -> bool:
-        """Whether the page of an entry is on disk in the entry's generation. The book's thread calls this. The `words`
-        are not compared, because they may differ: a store that knows only a page's hash describes it differently from
-        an entry that has the page's tokens.
+        """Whether an entry's page is still on disk in the entry's generation. The book's thread calls this. The `words`
+        are not compared, because one page may have two descriptions: one with its tokens, and one from a store that had
+        only its hash.
         """
         page = self._pages.get(entry.key)
         return (
@@ -242,7 +242,8 @@ class Announcements(CacheListener):
                 page.generation = generation
                 if page.lasts:
                     entries.append(page.entry(key))
-        # This precedes `put`: when the book's thread rewrites the file, it leaves out pages that are not on disk.
+        # The pages must be recorded as on disk before `put`, because the book's thread leaves out all other pages when
+        # it rewrites the file.
         self._appeared(rows, Medium.DISK)
         if entries and self._book is not None:
             self._book.put(entries)
@@ -298,8 +299,8 @@ class Announcements(CacheListener):
     # --- what is announced to routers ---
 
     def forget_told(self) -> None:
-        """Announces all pages again, some with each `take`. Must be called when the engine has published that all its
-        blocks are gone, because routers then forget flexkv's pages too."""
+        """Queues all pages to be announced again. Must be called when the engine has published that all its blocks are
+        gone, because routers then forget flexkv's pages too."""
         for key, page in self._pages.items():
             page.told = 0
             for medium in MEDIA:
@@ -324,7 +325,7 @@ class Announcements(CacheListener):
         return any(self._waiting.values()) or not (is_read or self._disk is None or not self._disk.in_use)
 
     def _find(self, unpacked: Callable[[bytes], Record]) -> None:
-        """Records the next pages from the book that an earlier process left and that are still in a tier."""
+        """Records the next pages that an earlier process listed in the book and that are still in a tier."""
         if self._book is None or self._disk is None or not self._disk.in_use:
             return
         by_group: dict[int, list[Entry]] = {}
@@ -340,7 +341,7 @@ class Announcements(CacheListener):
 
         If a page left the disk and was stored again before a crash, the disk index may still list the older page. That
         page's slot may hold a different page by now. Even if it does not, the page would be served without being
-        announced. So this makes the disks forget the older page.
+        announced. Therefore this method makes the disks forget the older page.
         """
         keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
         generations = disk.generations(group, keys)

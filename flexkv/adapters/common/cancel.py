@@ -13,8 +13,8 @@ from flexkv.transfer.base import DataPlane, Ticket
 
 
 def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bool:
-    """Waits up to `wait_s` seconds; returns whether every op of these graphs has finished. Leaves the ops' results for
-    a later `poll`."""
+    """Waits up to `wait_s` seconds for the graphs of `tickets`; returns whether all their ops have finished. A later
+    `poll` returns the ops' results."""
     ends_s = time.monotonic() + wait_s
     return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 

@@ -1,7 +1,7 @@
 """The common key scheme: its namespace contains everything that determines the KV except the engine, so that different
 engines share pages.
 
-Its block hashes are the token chain of `flexkv.cache.keys.TokenChain`, which is the chain that SGLang computes.
+Blocks are hashed with the token chain of `flexkv.cache.keys.TokenChain`, which SGLang computes too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SharedModel:
         block_tokens: tokens per block.
         overrides: entries of the model's configuration that the user overrode in the engine's arguments.
         config: the model's configuration as the engine read it.
-        apart: anything else that the KV depends on, and which share of the KV the unit holds; None if the KV depends on
-            nothing else and the unit holds all of it.
+        apart: plain value that keeps units apart: anything else on which the KV depends, and the unit's share of the
+            KV. None if the KV depends on nothing else and the unit holds all of it.
     """
 
     path: str
@@ -97,7 +97,7 @@ def draft_refusal(method: str) -> ConfigError:
 
 
 def other_config_refusal(option: str, path: str) -> ConfigError:
-    """The error to raise for an engine that reads the model's configuration from elsewhere than beside the weights."""
+    """The error to raise for an engine that reads a configuration other than the one beside the model's weights."""
     return _refusal(
         f"{option}={path} is another configuration than the model's own, by which engines are compared"
     )

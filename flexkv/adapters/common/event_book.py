@@ -6,7 +6,7 @@ exists; for that the caller asks the disk index. So if an entry is lost, its pag
 
 After a crash, the index may still list a page whose slot was being overwritten. Therefore the file also records which
 pages left the disks, and each entry has its page's generation, so that the caller can make the disks forget an older
-page. If the record of a page that left is lost too, the page stays announced until a request reads it.
+page. If the record that a page left the disks is lost too, the page stays announced until a request tries to read it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ STORED, GONE = b"\x01", b"\x02"
 """First byte of a frame. After STORED, packed entries follow; after GONE, the keys of pages that left the disks."""
 
 FRAME_PAGES = 1024
-"""Most pages in a frame, and in a batch of found pages. To process a batch takes some 0.4 ms of the engine's step."""
+"""Most pages in a frame, and in a batch of found pages. Processing a batch takes about 0.4 ms of the engine's step."""
 
 MAX_WAITING = 65_536
-"""Most records that may wait to be written; further records are dropped. They take some 13 MB at 16 tokens per
-block."""
+"""Most records that may wait to be written; further records are dropped. A full queue takes about 13 MB at 16 tokens
+per block."""
 
 MAX_FOUND = 4
 """Most batches of found pages that may wait for the engine's thread to take them."""
 
 SLACK_RECORDS = 16_384
-"""The file is rewritten when it has more records than RECORDS_PER_PAGE times the pages on disk, plus this number (some
-2 MB)."""
+"""Records (about 2 MB) that the file may have in addition to RECORDS_PER_PAGE for each page on disk. A file with more
+records is rewritten."""
 
 RECORDS_PER_PAGE = 4
-"""The file is rewritten when it has this many records per page on disk; see SLACK_RECORDS. While pages come and go,
-half of the records are of pages that left."""
+"""Records that the file may have for each page on disk; see SLACK_RECORDS. While pages come and go, half of the records
+say that a page left."""
 
 MOST_GROWTH = 8
-"""A file that cannot be rewritten is emptied when it has this many times the records at which rewriting was due."""
+"""If the file cannot be rewritten, it is emptied when it has this many times as many records as when the rewrite was
+due."""
 
 PIECE_BYTES = 256 << 10
 PAUSE_S = 0.001
@@ -94,8 +95,8 @@ class _Closing(Exception):
 
 
 class EventBook:
-    """The file and the thread that reads and writes it. The engine's thread calls the public methods; only `close`
-    waits.
+    """The file and the thread that reads and writes it. The engine's thread calls the public methods. Only `close`
+    waits for the file.
 
     Args:
         path: path of the file.
@@ -119,7 +120,7 @@ class EventBook:
         self._lock = threading.Condition()
         self._found: deque[list[Entry]] = deque()
         self._waiting: list[tuple[bytes, bytes]] = []
-        """Records that wait to be written: (STORED, packed entry) or (GONE, key) of each."""
+        """Records that wait to be written. Each is (STORED, packed entry) or (GONE, key)."""
         self._is_read = False
         self._closing = False
         self._dropped = 0
@@ -250,7 +251,7 @@ class EventBook:
             if frame.startswith(GONE):
                 gone |= dict.fromkeys(_keys_of(frame), frames)
             frames += 1
-        # Reads no more frames than the first pass did, because this process's own frames follow.
+        # The second pass stops where the first one did, because the frames after that are this process's own.
         for number, frame in itertools.islice(enumerate(self._paced(log.frames())), frames):
             if self._closing:
                 return

@@ -28,7 +28,7 @@ class FieldTable:
         path: dotted path from the engine's top-level configuration to the object; empty for the top level itself.
         taken: fields whose values enter the key unchanged.
         elsewhere: fields whose values enter the key through separate code: field -> description of how.
-        read: fields only a part of which enters the key: field -> (description of the part, function that extracts it).
+        read: fields of which only a part enters the key: field -> (description of the part, function that extracts it).
     """
 
     config: str

@@ -26,7 +26,7 @@ class LayerLoads:
     layer, `finish` fails all of the step's loads, because a layer may have been read too early.
 
     Attributes:
-        busy: whether loads have begun whose forward pass has not finished.
+        busy: whether loads of a step have begun and the step's forward pass has not finished.
     """
 
     def __init__(self, ops: RankOps, deadline_s: float) -> None:
@@ -94,12 +94,11 @@ class LayerLoads:
 class LayerStores:
     """The gated stores of one step: stores whose layers are copied only after the forward pass has written them.
 
-    A layer is copied as soon as the forward pass has reported it and all layers before it; the remaining layers are
-    copied after the forward pass. So if a forward pass reports no layer (a CUDA graph is replayed), all layers are
-    copied after it.
+    A layer is copied as soon as the forward pass has reported it and all layers before it. The remaining layers are
+    copied after the forward pass: all layers, if the forward pass reports none because it replays a CUDA graph.
 
     Attributes:
-        busy: whether stores have begun whose forward pass has not finished.
+        busy: whether stores of a step have begun and the step's forward pass has not finished.
     """
 
     def __init__(self, ops: RankOps) -> None:

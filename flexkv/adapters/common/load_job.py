@@ -1,4 +1,4 @@
-"""The message with which an adapter's scheduler side orders a load from a rank.
+"""The message by which the scheduler side of an adapter tells a rank what to load.
 
 A rank and its unit first exchange the records of `flexkv.facts.ranks`. Then the scheduler's side sends each load as a
 `LoadJob`, and the rank reports every op once (`RankReports`). All these records are plain and picklable, because
@@ -18,7 +18,7 @@ class LoadJob:
 
     Attributes:
         request_id: the engine's id of the request.
-        graph: the ops of the load; none if the promise could not be kept.
+        graph: the load's ops; a graph without ops if the promise could not be kept.
         sync: whether the step's forward pass reads the loaded blocks. It then waits for the complete load before it
             starts or, with layerwise ops, for each layer before it reads the layer.
         lost: engine blocks to report as failed if `graph` has no ops; empty otherwise.

@@ -1,5 +1,5 @@
-"""Extracts from the settings of an engine's weight loader those that determine which files it reads, without those that
-only affect speed.
+"""Extracts the settings of an engine's weight loader that determine which files it reads, and leaves out those that
+affect only speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPEED_ENTRIES = frozenset(
         "verify_on_load",
     }
 )
-"""Entries of `model_loader_extra_config` that determine how files are read or checked, not which files."""
+"""Entries of `model_loader_extra_config` that determine how files are read or checked, not which files are read."""
 
 FORMAT_RULE = (
     f"by the files that are read: {', '.join(sorted(SAME_FILES))} count as one, each other by its name"

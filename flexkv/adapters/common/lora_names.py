@@ -32,7 +32,7 @@ READ_BYTES = 1 << 20
 """Bytes that are read at a time from a file."""
 
 NO_TIME = 1 << 63
-"""A time in unix ns that no file has."""
+"""A time (unix, ns) later than that of any file."""
 
 RUN_PREFIX = "run:"
 """First characters of a name that is valid only in this process."""
@@ -50,8 +50,9 @@ class Stamp:
         files: (name, bytes, time of content change in ns, time of inode change in ns, inode) of each file; empty if
             the adapter's folder does not exist.
         route: (device, inode, time of inode change in ns) of each folder and symbolic link on the path to the adapter's
-            folder, and on the path from each file in it that is a link to the link's target. The time is 0 for all
-            but links and the adapter's own folder, because a folder also changes with unrelated files in it.
+            folder. If a file in that folder is a link, also of each folder and link on the path to its target. The time
+            is 0 except for links and the adapter's own folder, because other folders also change when unrelated files
+            in them do.
     """
 
     files: tuple[tuple[str, int, int, int, int], ...] = ()
@@ -119,19 +120,20 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 class LoraNames:
     """Names of the contents of adapters, one per path; each name is made when the path is first asked for.
 
-    To make a name, the adapter's weights and configuration are read completely while a request waits; the engine reads
-    the same bytes to load the adapter. After the files have changed, it is unknown which content the engine computes
-    with: it keeps the former content until it loads the adapter again, and it does not report when it does so.
+    To make a name, this class reads all of the adapter's weights and configuration while a request waits; the engine
+    reads the same bytes to load the adapter. After the files have changed, it is unknown which content the engine
+    computes with. The engine keeps the former content until it loads the adapter again, and it does not report when it
+    does so.
 
     The name is valid only in this process in these cases:
       - An error occurs while the files are read. The caller is the engine's scheduler, which must go on.
       - The adapter's weights have more than `MOST_NAMED_BYTES`.
-      - It is not a folder on this machine.
+      - The adapter is not a folder on this machine.
 
-    Unless `sees_loads`, no name is valid if the adapter's files changed after `since_ns` and before they were named:
-    the adapter then counts as changed from the beginning. An engine may have read it before the change, and may read it
-    again at any time, for example after it has evicted the adapter. KV computed with one content must not be found with
-    a different one.
+    If an adapter's files changed after `since_ns` and before they were named, and `sees_loads` is false, then no name
+    is valid: the adapter counts as changed from the beginning. The engine may have read it before the change, and may
+    read it again at any time, for example after it has evicted the adapter. KV computed with one content must not be
+    found with a different one.
 
     Args:
         since_ns: a time (unix, ns) before the engine reads any adapter; None for the time of this call.
@@ -204,9 +206,9 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
         most_bytes: largest size of the adapter's weights that is accepted; None for any size.
 
     Raises:
-        ConfigError: a file, the folder or a link on the path changed after `since_ns` (unix time, ns), so that an
-            engine may have read different content; there is no folder with weights of a known format; or the weights
-            are larger than `most_bytes`.
+        ConfigError: a file, the folder or a link on the path changed after `since_ns`, so that the engine may have read
+            different content; there is no folder with weights of a known format; or the weights are larger than
+            `most_bytes`.
     """
     before = Stamp.of(folder)
     if not before.files:

@@ -1,5 +1,5 @@
-"""Reports flexkv's counters in engines that have no hook for a connector's metrics. They are logged periodically if a
-count has changed, and shown on the engine's Prometheus page if the engine collects metrics from files.
+"""Reports flexkv's counters in engines that have no hook for a connector's metrics. The counters are logged
+periodically if any has changed. If the engine collects metrics from files, its Prometheus page shows them too.
 
 SGLang (with `--enable-metrics`) sets PROMETHEUS_MULTIPROC_DIR to a folder before it starts its processes. The metrics
 that a process registers with prometheus_client go to files in that folder, and the server's page shows the files of all
@@ -32,7 +32,7 @@ class MetricReport:
     Args:
         counters: the counters to report. The observations of histograms are removed after each report, because they
             would accumulate; everything else is left unchanged.
-        gauges: sets the gauges in the counters.
+        gauges: function that sets the gauges in the counters. Called before each report.
         logger: the logger for the periodic lines.
         prefix: see `register_metrics`.
         labels: labels that distinguish this process from the engine's other processes.

@@ -1,10 +1,10 @@
 """Reads the files beside a model's weights that also determine its KV: the settings of image processors and of the
 quantisation, and the model's Python code.
 
-The files are read only if the model is a folder or file on this machine. For a hub name they are not read, because
-which of the hub's files are in a machine's cache depends on what was loaded before, and that must not enter a key. The
-commit that identifies the weights identifies these files too. If the user names the weights instead (`identity.model`),
-the commit enters the key in place of the files; if no commit is known, nothing enters it.
+The files are read only if the model is a folder or file on this machine. If the model is a hub name, they are not read:
+which of the hub's files a machine has in its cache depends on what it loaded before, and that must not affect a key.
+The commit that identifies the weights identifies these files too. If the user names the weights instead
+(`identity.model`), the commit enters the key in place of the files; if no commit is known, nothing enters it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def file_digest(path: str) -> str:
 
 
 def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Name and content of each of these files that exists beside the model's weights; empty for a hub name."""
+    """Name and content of each file in `names` that exists beside the model's weights; empty for a hub name."""
     place = Path(model)
     if not place.exists():
         return []

@@ -18,7 +18,7 @@ def register_metrics(
         prefix: the engine's own prefix, put before each metric's name so that flexkv's metrics are listed with the
             engine's.
         labels: names of labels that every metric gets, before its own labels.
-        make: the class for each kind of metric, with the keyword arguments of prometheus_client's class.
+        make: for each kind of metric, a class that takes the keyword arguments of prometheus_client's class.
     """
     registered = {}
     for metric in METRICS.values():
@@ -35,12 +35,12 @@ def register_metrics(
 
 
 class PrometheusSeries:
-    """All series of `METRICS` for one set of values of the labels that every metric has. Each series exists from the
-    start, with the value zero.
+    """All series of `METRICS` with one set of values for the common labels, which every metric has. Each series exists
+    from the start, with the value zero.
 
     Args:
         registered: the result of `register_metrics`.
-        values: the values of those labels, in the order of `labels` in `register_metrics`.
+        values: the values of the common labels, in the order of `labels` in `register_metrics`.
     """
 
     def __init__(self, registered: Mapping[str, Any], values: Sequence[object]) -> None:

@@ -47,8 +47,8 @@ class TokenKeys:
 
 
 def without_salt(salt: str) -> bytes:
-    """The seed of the token chain in an engine that replaces salts by its own numbers: empty, for a prompt without
-    salt.
+    """The token chain's seed for a prompt without a salt (empty), in an engine that replaces salts by numbers of its
+    own.
 
     Raises:
         PluginCallError: the prompt has a salt. Its keys cannot be computed here, because the engine's number for the

@@ -72,8 +72,8 @@ def open_lanes(
             alive while copies may touch them.
         pool: the unit's host pool.
         places: for each KV group, the position of this rank's blocks in a slot.
-        stream_of: takes a CUDA device; returns the stream after whose work copies start if `submit` names no other
-            point.
+        stream_of: returns a stream for a CUDA device. Copies start after the work enqueued on that stream, unless
+            `submit` is given a different point.
         mover: the mover of the host lanes; None for the transfer engine's own.
         gds_lane: the lane that `open_gds_lane` returned. The transfer engine takes ownership; if this function raises,
             it closes the lane.

@@ -52,13 +52,13 @@ class RankOps:
         engine: the rank's `TransferEngine`; None before the host pool is attached and after `close`. While it is None,
             every op is refused.
         refusal: why this rank will never have a transfer engine, or may no longer use it; empty otherwise.
-        released: why no op may touch the inference engine's pool now; empty while ops may.
+        released: why no op may touch the inference engine's pool at present; empty while ops may touch it.
         gds_refusal: why the transfer engine has no lane between the disks and the pool, although loads may have ops for
             it; empty otherwise.
-        stripe_bytes: bytes per page that this rank moves, for each KV group.
+        stripe_bytes: bytes per page that this rank moves, for each KV group; empty before the pool is registered.
         stores: whether this rank stores. If False, another rank stores the same bytes, and stores end here at once with
             status OK.
-        step: number of the last forward pass that was ordered.
+        step: number of the last forward pass that the scheduler's side ordered.
         reports: collects the results of finished ops until they are reported.
     """
 
@@ -94,7 +94,8 @@ class RankOps:
 
         Args:
             job: the load. If its graph has no ops, its lost blocks are reported as failed.
-            after: the point in a device's stream after which the load starts; None for all work enqueued so far.
+            after: the point in a device's stream after which the load starts; None to start after all work enqueued so
+                far.
         """
         if not job.graph.ops:
             self.reports.add_failed(job, job.lost)
@@ -280,8 +281,8 @@ class RankOps:
         return True
 
     def finish_stores(self, graphs: list[TransferGraph]) -> None:
-        """Waits up to `transfer.stuck_s` for stores to finish. All pages of an op that has not finished by then count
-        as torn."""
+        """Waits up to `transfer.stuck_s` for stores to finish. If an op has not finished by then, all its pages count
+        as torn, because the engine may write their blocks while the copy reads them."""
         ends_s = time.monotonic() + self._config.transfer.stuck_s
         for graph in graphs:
             for op in graph.ops:
@@ -291,7 +292,7 @@ class RankOps:
     def keep_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
         """Protects stores whose blocks a forward pass is about to write. If the pool is plain memory, waits until their
         copies have finished; on a device, makes the engine's stream wait for the copies. Pages for which this does not
-        succeed within `wait_s` seconds count as torn.
+        succeed within `wait_s` seconds count as torn: the copy may have read what the forward pass wrote.
 
         Args:
             reused: op -> positions in the op of the blocks that will be written.

@@ -1,5 +1,5 @@
-"""What one rank reports: its messages to the scheduler's side, and the results of its ops, the requests whose loads
-have finished, and the blocks that hold no valid KV.
+"""What one rank reports to the scheduler's side: the results of its ops, the requests whose loads have finished, and
+the blocks that hold no valid KV.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RankReport:
 
     Attributes:
         rank: number of the rank.
-        unit: the unit whose orders the rank reports on; NO_UNIT if the rank serves no unit yet.
+        unit: the unit whose ops the report is about; NO_UNIT if the rank serves no unit yet.
         results: terminal results of ops on this rank, in order of arrival.
         ready: number of host slots that the rank can use; None if it has not changed since the last report.
         error: why the rank cannot use the host pool at all; empty if it can or has reported this before.
@@ -46,11 +46,11 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A finished op's terminal result, with the facts that determine when the result may be taken.
+    """A finished op's terminal result, with what determines when the result may be taken.
 
     Attributes:
         result: the terminal result.
-        step: number of the last forward pass that was ordered when the op was submitted.
+        step: number of the last forward pass that had been ordered when the op was submitted.
         failed_load: whether the op belongs to a load and some of its blocks hold no valid KV.
     """
 
@@ -60,14 +60,13 @@ class Ended:
 
 
 class RankReports:
-    """Collects what one rank has to report, until it is taken for a report.
+    """Collects what one rank has to report until the next report.
 
     Attributes:
-        ended: results that were not taken yet, in order of arrival.
-        finished: ids of requests whose async load has finished and that were not taken yet.
-        failed: ids of requests whose async load lacks pages and that were not taken yet. The load may still be in
-            flight.
-        failed_blocks: engine blocks that a load should have filled but did not, and that were not taken yet.
+        ended: terminal results that have not been taken yet, in order of arrival.
+        finished: ids, not yet taken, of requests whose async load has finished.
+        failed: ids, not yet taken, of requests whose async load lacks pages. The load may still be in flight.
+        failed_blocks: engine blocks, not yet taken, that a load should have filled but did not.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class RankReports:
 
         Args:
             result: the op's terminal result.
-            step: number of the last forward pass that was ordered when the op was submitted.
+            step: number of the last forward pass that had been ordered when the op was submitted.
             load: the job that the op belongs to; None for a store.
         """
         self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
@@ -96,7 +95,6 @@ class RankReports:
             self.failed.add(load.request_id)
 
     def add_finished(self, request_id: str) -> None:
-        """Adds the id of a request whose async load has finished."""
         self.finished.add(request_id)
 
     def invalidate(self, load: LoadJob, op: TransferOp, reason: str) -> None:

@@ -53,8 +53,8 @@ class RankWorker:
         views: a `KvView` of the engine's pool for each KV group; empty before `take_pool`.
         pool_id: random id of the engine's pool; NO_POOL before `take_pool`.
         slots: number of slots of the host pool; -1 before `attach`.
-        plugin_rank: the rank that appears in the names of this rank's plugins. It differs from `rank` if each rank has
-            its own unit: it is then the engine's number of the rank.
+        plugin_rank: number of the rank in the names of its plugins. Equal to `rank`, except if each rank has its own
+            unit: then it is the engine's number of the rank.
         unit: the unit that this rank serves; NO_UNIT before `attach` or `take_grant`. Once set, it never changes.
         layer_loads: the layerwise loads of the current step.
 
@@ -128,8 +128,8 @@ class RankWorker:
     def attach(
         self, unit: UnitId, pool: HostPool, places: tuple[RankPlace, ...], slabs: SlabMap | None = None
     ) -> None:
-        """Starts the lanes between the engine's pool and the unit's host pool, and, if `slabs` is given, the lane
-        between the slabs on disk and the engine's pool. Starts the rank's plugins too.
+        """Starts the lanes between the engine's pool and the unit's host pool, and the rank's plugins. If `slabs` is
+        given, also starts the lane between the slabs on disk and the engine's pool.
 
         Args:
             unit: the unit to serve.

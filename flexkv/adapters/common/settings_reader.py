@@ -1,9 +1,9 @@
-"""Reads the settings that callers give in requests (`RequestSettings`). It accepts only exact values, but never fails a
-request.
+"""Reads the settings that callers give in requests (`RequestSettings`). Only exact values are accepted, but no value
+fails a request.
 
-No engine checks the fields for its connector while it can still refuse a request, and an exception in vLLM's scheduler
-ends the engine with all requests. So an unreadable setting is logged as a warning and counted. If the setting would
-restrict storing or sharing, the request is kept out of the cache, because a store cannot be undone.
+No engine lets its connector check the fields while the request can still be refused, and an exception in vLLM's
+scheduler ends the engine with all its requests. So an unreadable setting is logged as a warning and counted. If the
+setting would restrict storing or sharing, the request is kept out of the cache, because a store cannot be undone.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class SettingsReader:
         value: object,
         known: Sequence[str] = OWN_NAMES,
     ) -> None:
-        """Logs and counts a field that is meant for flexkv, but that flexkv does not know or does not support in this
-        engine."""
+        """Logs and counts a field that is meant for flexkv but is unknown or has no effect in this engine."""
         self.warn(request_id, f"{place}.{shown(name)}", value, "name", ", ".join(known))
 
     def warn(self, request_id: str, place: str, value: object, what: str, allowed: str) -> None:

@@ -1,4 +1,4 @@
-"""Lookups that wait for pages behind host memory, for engines that cannot be asked to repeat a lookup later."""
+"""Lookups that wait for the tiers behind host memory, for engines that cannot be asked to repeat a lookup later."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def match_and_wait(
     poll: Callable[[], None],
     pause: Pause | None = None,
 ) -> MatchResult:
-    """Repeats a lookup until the tiers behind host memory have answered, or the time to wait is over.
+    """Repeats a lookup until the tiers behind host memory have answered, or until `ends_s`.
 
     Args:
         match: looks up the request (`CacheManager.match`).
         waits: whether the request with this id still waits for a tier (`CacheManager.waits`).
         ends_s: when to stop waiting (`time.monotonic`).
         poll: polls the tiers.
-        pause: called between two polls to wait; None for `time.sleep`.
+        pause: waits between two polls; None for `time.sleep`.
 
     Returns:
         The result of the last lookup.

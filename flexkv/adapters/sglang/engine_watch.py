@@ -1,9 +1,9 @@
-"""Hooks into SGLang's scheduler for actions of which SGLang does not inform its caches: it changes weights, releases KV
-memory, queues requests and publishes events. One of the hooks also gives separate keys to requests whose tokens do not
-determine everything that they compute.
+"""Hooks into SGLang's scheduler for actions that SGLang does not report to its caches: changing weights, releasing KV
+memory, queueing requests and publishing events. One of the hooks also gives separate keys to requests whose KV does not
+depend on their tokens alone.
 
-SGLang informs its caches of a flush, but it does not say whether the weights change, and it does so after the pool's
-memory was released. Therefore flexkv uses SGLang's registry of hooks.
+SGLang reports a flush to its caches, but not whether the weights change, and it does so only after releasing the pool's
+memory. Therefore flexkv uses SGLang's registry of hooks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from flexkv.errors import ConfigError
 
 RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
-"""Text that is put into the extra key of this run's requests with images or other non-text inputs."""
+"""Text that is added, in this run, to the extra key of each request with images or other non-text inputs."""
 
 OWN_EMBEDDINGS = f"flexkv-embeddings-{os.urandom(16).hex()}-"
-"""Text that is put into the extra key of a request with embeddings, before random digits for that request. No client
-can know this text, so no client can send an extra key that already contains it."""
+"""Text that is added to the extra key of each request with embeddings, followed by random digits for that request. No
+client can know this text, so no client can send an extra key that already contains it."""
 
 
 class EngineListener:
@@ -73,7 +73,7 @@ _hooked: set[str] = set()
 
 
 def watch(listener: EngineListener, *calls: str) -> None:
-    """Registers a listener: from now on, this process's scheduler calls the listener's methods that `calls` names.
+    """Registers a listener: from now on, this process's scheduler calls the listener's methods that `calls` lists.
 
     Raises:
         ConfigError: see `put_hook`.
@@ -108,7 +108,7 @@ def put_hook(call: str) -> None:
 
 
 def name_inputs(request: Any) -> None:
-    """Changes a request's extra key if the request's tokens do not determine everything that it computes. Idempotent.
+    """Changes a request's extra key if the request's KV does not depend on its tokens alone. Idempotent.
 
     Among the tokens, SGLang represents an image by numbers made from 64 bits of the image's digest, or from a value
     that the client chose. That is not enough to distinguish one image reliably from all others. So every request with

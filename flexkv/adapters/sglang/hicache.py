@@ -2,7 +2,8 @@
 disks.
 
 To use it, start SGLang with `--hicache-storage-backend dynamic`, and name this class and `"interface_v1": 1` in the
-extra config. flexkv's lanes copy pages directly between SGLang's host pool and flexkv's slots, each byte once.
+extra config. flexkv's lanes copy pages directly between SGLang's host pool and flexkv's slots, so each byte is copied
+once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             ContractError: a different pool is registered already. The second pool's pages would be read from and
                 written to the first pool's memory.
             ConfigError: nothing identifies the weights, or this version of SGLang has no hook for changes of weights.
-                The hook is needed because HiCache keeps its storage over a flush.
+                The hook is needed because HiCache keeps its storage across a flush.
         """
         if self._batches is not None:
             registered = self.mem_pool_host
@@ -71,8 +72,8 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
                 f"a second host pool, {type(mem_pool_host).__name__} of {mem_pool_host.size} tokens, beside "
                 f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
             )
-        # The hook is installed before memory and folders are acquired, because this fails if the hook is missing, and a
-        # storage that failed must hold neither.
+        # The hook is installed first. If it is missing, this method fails, and then the storage must not hold any
+        # memory or folders.
         watch(self, "new_weights")
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)

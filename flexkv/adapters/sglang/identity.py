@@ -1,4 +1,5 @@
-"""Identifies the owner of a rank's pages: makes the namespace of the rank's keys, and names its folder on disk."""
+"""Identifies the owner of a rank's pages: makes the namespace of the rank's keys and the name of the rank's folder on
+disk."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from flexkv.unit.capacity import PromptLimit
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 
 NO_COMMIT = "default"
-"""Revision that is used for weights besides the model's if they are given by a hub name. No argument says which commit
-of the hub is meant, so they have no permanent name."""
+"""Stands for the unknown commit of weights other than the model's that are given by a hub name. No argument of SGLang
+says which commit is meant, so nothing identifies these weights permanently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _architecture(model: ModelConfig) -> Any:
 
 
 def _files(server_args: Any, model: ModelConfig, named: bool) -> dict[str, Any]:
-    """The content of the files beside the weights that determines KV, by purpose; empty if there are no such files.
+    """The content, by purpose, of those files beside the weights that determine KV; empty if there are none.
 
     Args:
         named: whether the user names the weights, so that the key does not contain their commit.
@@ -200,8 +201,8 @@ def _shared_model(
 
 
 def _kernels(server_args: Any) -> str:
-    """The mode whose kernels give different bits than the usual kernels, and which no other engine has; empty if the
-    engine uses the usual kernels.
+    """The engine's mode, if its kernels compute different bits from the usual kernels; empty if it uses the usual
+    kernels. No other engine has such a mode.
     """
     if target := server_args.rl_on_policy_target:
         return f"sglang, as {target}"

@@ -35,7 +35,7 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
 
     SGLang needs the same answers from all ranks. Therefore `load` never refuses, `offload` refuses only pages that a
     request's settings exclude, and offloads complete in the order in which they began. If a rank has no free slots,
-    only the result of the completion shows it, and SGLang reduces these results over its ranks.
+    only the result of the completion shows this. SGLang reduces the results over its ranks.
 
     Args:
         server_args: SGLang's arguments.
@@ -219,7 +219,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
             ClosedError: a copy did not finish.
         """
         self._wait_for_copies("a copy has not ended: the memory that it reads or writes must not be released")
-        # cuFile pins registered memory; the next copy between disk and pool registers the pool again.
+        # The registrations with cuFile must end too, because they pin the memory. The next copy between disk and pool
+        # registers the pool again.
         self._cache.end_registrations()
 
     def close(self) -> None:

@@ -117,8 +117,8 @@ class LoadBatches:
         self, batch: LoadBatch, request_id: str, load: QueuedLoad, wait_s: float, stream: int | None
     ) -> None:
         manager = self._cache.manager
-        # The pages are looked up again, because their lease may have expired, or may be of a later lookup that the
-        # engine did not follow up with a load.
+        # The pages are looked up again, because their lease may have expired, or a later lookup that led to no load may
+        # have replaced it.
         if self._cache.match(request_id, load.keys, wait_s, settings=load.settings) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"

@@ -1,4 +1,4 @@
-"""Counts the ranks of an engine on one node. Each rank has its own cache, and they share the node's memory and
+"""Counts the ranks of an engine on one node. Each rank has its own cache, and all caches on a node share its memory and
 disks."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Offloads: stores of the engine's tree nodes, whose completions are reported in the order in which they began."""
+"""Offloads: stores of the engine's tree nodes. They are reported as completed in the order in which they began."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Offload:
     """The store of one tree node.
 
     Attributes:
-        request_id: id under which the manager knows the offload.
+        request_id: the offload's id in the manager.
         stored: whether every page of the node is stored, as far as is known.
         under_way: number of ops that have not finished.
     """
@@ -33,8 +33,8 @@ class Offload:
 
 class Offloads:
     """A first-in, first-out queue of offloads. The order matters because the ranks agree only on the number of
-    completed
-    offloads: if one rank completed its offloads in a different order, the engine would publish the wrong node."""
+    completed offloads: if one rank completed its offloads in a different order, the engine would publish the wrong
+    node."""
 
     def __init__(self, cache: RankCache) -> None:
         self._cache = cache
@@ -47,13 +47,15 @@ class Offloads:
         Args:
             keys: index keys of the pages.
             blocks: the engine's pages.
-            stream: the copies start after all work enqueued on this stream so far; None for the engine's stream.
+            stream: the copies start after the work that is enqueued on this stream so far; None for the engine's
+                stream.
             ttl_s: seconds after which the pages expire; None if they do not.
         """
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream, ttl_s)
-        # `ended` is called only in later polls, even for ops that were refused because a queue was full.
+        # The number is set only now, because `ended` is called only in later polls, even for ops that were refused
+        # because a queue was full.
         offload.under_way = 0 if plan.graph is None else len(plan.graph.ops)
         offload.stored = not plan.dropped
 

@@ -2,8 +2,8 @@
 the unit's own disks (`DISK`), and the pages that left them.
 
 SGLang passes only the hashes of pages to a linker, but events also contain the pages' tokens, and hashes of a different
-kind. flexkv gets both from the key that SGLang's tree is inserting when it offloads the pages: SGLang's own recorder of
-events makes them.
+kind. flexkv takes both from the key that SGLang's tree is inserting when it offloads the pages. SGLang's own event
+recorder computes the hashes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from flexkv.facts.keys import Keys
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
 CALLERS = 1024
-"""Most callers for whose pages one shared event with the common fields is kept."""
+"""Most callers for which an event with the fields common to all the caller's pages is kept, so that the pages can share
+it."""
 
 _encode = Encoder().encode
 _decode = Decoder().decode
@@ -57,8 +58,8 @@ class StoredPage:
         of_caller: an event without hashes, tokens and medium, which all pages of a caller share.
         block_hash: the page's hash in events.
         parent: the hash of the page before it in events; None for the first page of a prompt.
-        tokens: the page's tokens. With EAGLE, which has pairs of tokens, the pairs follow each other. They are in an
-            array, because a list would keep an object for each token.
+        tokens: the page's tokens, in an array because a list would keep an object for each token. With EAGLE, the key
+            consists of pairs of tokens, and the array holds one pair after the other.
     """
 
     of_caller: BlockStored
@@ -157,7 +158,8 @@ class PageEvents(EngineListener):
         if first:
             parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
         self._recorder.record_store(_Node(key[slice(*tokens)], parent, hashes), session_id=session_id)
-        # An adapter may have different content under the same name in the next process.
+        # A page computed with an adapter has a record that does not last, because in the next process the adapter may
+        # have different content under the same name.
         return [
             Named(page, page.of_caller.lora_name is None)
             for event in self._recorder.take()

@@ -3,7 +3,7 @@ linker.
 
 SGLang calls `activate` in each of its processes before it resolves its arguments. If flexkv is installed, the arguments
 `--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic` are enough to select flexkv.
-Its settings then come only from FLEXKV_CONFIG and FLEXKV_*.
+flexkv's settings then come only from FLEXKV_CONFIG and FLEXKV_*.
 """
 
 from __future__ import annotations

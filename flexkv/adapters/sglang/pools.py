@@ -60,8 +60,8 @@ def view_of(pool: Any, page_size: int) -> RankPool:
 
 
 def view_of_host_pool(pool: Any) -> RankPool:
-    """Describes a host pool of HiCache. The pool's `get_page_buffer_meta` gives the pieces of a page; from page to
-    page, each piece must be at a constant stride.
+    """Describes a host pool of HiCache. The pool's `get_page_buffer_meta` returns the pieces of a page. Each piece must
+    be at a constant distance from the same piece of the next page.
 
     Raises:
         GeometryError: the pool has an unknown layout, has fewer than 2 pages, or its pages are not at equal distances.

@@ -132,9 +132,9 @@ class RankCache(RankWorker):
         """Leases for `request_id` the leading pages that can be loaded, and returns their number. These are pages in
         host memory and, if `loads_from_disk`, pages on disk.
 
-        Other pages on disk are first read into host memory, which this awaits for up to `wait_s` seconds, because
-        SGLang cannot be asked to repeat the lookup later. Between two polls it calls `pause`, which may let other
-        threads use this cache. If `pause` raises, the lookup ends.
+        Other pages on disk are first read into host memory. This method waits for these reads, for up to `wait_s`
+        seconds, because SGLang cannot be asked to repeat the lookup later. Between two polls it calls `pause`, which
+        may let other threads use this cache. If `pause` raises, the lookup ends.
         """
         ends_s = time.monotonic() + wait_s
         self.poll()
@@ -174,7 +174,8 @@ class RankCache(RankWorker):
             request_id: id of the request.
             graph: the load's ops.
             watcher: called once for each of the ops, when it has finished.
-            stream: the copies start after all work enqueued on this stream so far; None for the engine's stream.
+            stream: the copies start after the work that is enqueued on this stream so far; None for the engine's
+                stream.
         """
         job = LoadJob(request_id, graph, sync=True)
         self._watchers.update((op.op_id, watcher) for op in graph.ops)
@@ -190,8 +191,8 @@ class RankCache(RankWorker):
         stream: int | None,
         ttl_s: int | None = None,
     ) -> StorePlan:
-        """Starts to store those of these pages that are not stored yet, as far as there are slots. Returns the plan; if
-        the plan has a graph, it was submitted.
+        """Starts to store the pages that are not stored yet, as far as there are free slots. Returns the plan, whose
+        graph, if it has one, has been submitted.
 
         Args:
             request_id: id of the request.

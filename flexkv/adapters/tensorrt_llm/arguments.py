@@ -140,16 +140,16 @@ class EngineArguments:
 
 
 def _draft_model(speculative: Any) -> str:
-    """The draft model's folder or hub name. The name of its field differs between versions of the engine. Empty if
-    there is no draft model, as with n-grams.
+    """The draft model's folder or hub name. The name of the field that contains it differs between versions of the
+    engine. Empty if there is no draft model, as in n-gram speculation.
     """
     names = ("speculative_model", "speculative_model_dir")
     return str(next((found for name in names if (found := getattr(speculative, name, None))), ""))
 
 
 def _without_hooks(llm_args: Any) -> str:
-    """See `EngineArguments.without_hooks`. An engine that lacks the argument `cuda_graph_config` may replay CUDA graphs
-    too, so it counts as such an argument."""
+    """See `EngineArguments.without_hooks`. An engine that has no argument `cuda_graph_config` may replay CUDA graphs
+    too, so this argument is returned if it is missing."""
     if not hasattr(llm_args, "cuda_graph_config"):
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")

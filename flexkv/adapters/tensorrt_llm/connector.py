@@ -143,7 +143,7 @@ class FlexKVScheduler(SchedulerBase):
         return self.side.finished(request, only_group(cache_block_ids_by_layer_group))
 
     def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
-        """Called when the engine declines prompt tokens [start, end) of those it was promised: all of them, or some at
+        """Called when the engine declines the promised prompt tokens [start, end): all that were promised, or some at
         either end."""
         self.side.cancel_load(_id_of(request), start, end)
 

@@ -1,5 +1,5 @@
 """Makes the namespaces, which determine which requests may share a block: one for the engine, and within it one for
-each salt and adapter of requests.
+each salt and adapter that requests use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ RUN = os.urandom(16)
 """Random bytes that distinguish this run of the engine from all others."""
 
 DEFAULT_REVISION = "default"
-"""Revision that is used for a draft model given by its hub name. The arguments do not say which commit is meant, so
-such a draft model's weights have no permanent name."""
+"""Stands for the unknown commit of a draft model that is given by its hub name. No argument says which commit is meant,
+so nothing identifies such weights permanently."""
 
 NOT_IN_TOKENS = (
     "multimodal_hashes",
@@ -67,8 +67,8 @@ def engine_namespace(
             config=arguments.architecture,
         )
         return common_namespace(shared, settings)
-    # The last item: if the user names the weights, the key does not contain the commit that identifies the files beside
-    # the weights.
+    # The last item is whether the user names the weights. If so, the key does not contain the commit, which would also
+    # identify the files beside the weights.
     place = (arguments.model, arguments.revision, bool(settings.identity.model))
     fields: dict[str, Any] = {
         "engine": "tensorrt-llm",

@@ -29,8 +29,8 @@ MAX_STRANGERS = 64
 """Most connections that may be open without being admitted. If there are more, the oldest are closed."""
 
 MAX_WAITING_BYTES = 64 << 20
-"""Most unsent bytes of one connection, about the orders for a million pages. If there are more, the peer is assumed not
-to read any more, and the connection is closed. Also the largest message that is accepted."""
+"""Most unsent bytes of one connection, about the orders for a million pages. If there are more, the peer has probably
+stopped reading, and the connection is closed. Also the largest message that is accepted."""
 
 
 class Wire:
@@ -113,8 +113,8 @@ class Wire:
 class Listener:
     """The scheduler's end of all connections. Only processes of the same user on this machine may connect.
 
-    Before a connection is admitted with `admit`, its messages are received, but no messages are sent to it, and nobody
-    is informed if it closes.
+    Before a connection is admitted with `admit`, its messages are received, but `broadcast` sends nothing to it, and
+    `broken` does not report its closing.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,8 @@ class Listener:
         return received
 
     def admit(self, wire: Wire) -> None:
-        """Admits a connection as that of a rank. If it has closed since its message arrived, `broken` reports that."""
+        """Admits a connection as a rank's. If the connection has closed since its message arrived, `broken` reports
+        that."""
         if wire in self._strangers:
             self._strangers.remove(wire)
         self._wires.append(wire)

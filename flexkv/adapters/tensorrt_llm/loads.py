@@ -176,11 +176,11 @@ class Loads:
     # --- declined by the engine ---
 
     def cancel(self, tracker: RequestTracker, start: int, end: int | None) -> None:
-        """Called when the engine declines prompt tokens [start, end) of those it was promised. If `end` is None, it
-        declines all tokens from `start` on.
+        """Called when the engine declines the promised prompt tokens [start, end). If `end` is None, it declines all
+        tokens from `start` on.
 
         A load in flight is cancelled only when all its tokens have been declined. Its blocks stay in use until the
-        ranks return its id.
+        ranks return the request's id.
         """
         end = sys.maxsize if end is None else end
         if tracker.offer:

@@ -34,7 +34,8 @@ class SaveOrder:
 
     Attributes:
         request_id: the engine's id of the request.
-        graph: the stores; None if there are none, and the request's blocks are only kept until its load has finished.
+        graph: the stores; None if nothing is stored, and the request's blocks are kept only until its load has
+            finished.
         first_step: number of the first step that computed the request; 0 if none did. A rank on which this step or a
             later one was interrupted by an error does not store the request.
     """

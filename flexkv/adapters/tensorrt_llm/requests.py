@@ -57,12 +57,12 @@ class RequestTracker:
 
     @property
     def name(self) -> str:
-        """The id under which the manager knows the request."""
+        """The request's id in the manager."""
         return str(self.request_id)
 
     def restarted(self) -> RequestTracker:
-        """A new record for this request after it has lost its blocks. Only whether its id is spent or unsettled is
-        kept."""
+        """A new record for this request after it has lost its blocks. It keeps from the former record only whether the
+        id is spent or unsettled."""
         keys = None if self.keys is None else self.keys.begun_again()
         return RequestTracker(self.request_id, keys, spent=self.ordered, unsettled=self.unsettled)
 

@@ -82,8 +82,9 @@ class SchedulerSide:
         for said in named:
             tracker = self.ranks.requests.get(int(said.request_id))
             if tracker is not None and tracker.told is not None:
-                # The first time that the engine schedules the request, its numbers do not include the promised tokens.
-                # It does not say how many of those it accepted, so the larger of the two numbers is used, not the sum.
+                # When the engine schedules the request for the first time, the numbers here do not include the promised
+                # tokens. The engine does not say how many of those it accepted, so the larger of the two numbers is
+                # used, not the sum.
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracker.computed = max(computed, tracker.step_loaded)
                 tracker.step_loaded = 0
@@ -105,7 +106,8 @@ class SchedulerSide:
         if not tracker.load and self.ranks.usable:
             self.ranks.unit.grow()
             graph = self._plan_stores(tracker, request, block_ids)
-        # This follows the planning of the stores, because it marks all blocks of the request as used together.
+        # `end_request` must follow the planning of the stores, because it marks all blocks of the request as used
+        # together.
         self.ranks.unit.manager.end_request(tracker.name)
         if graph is None and not tracker.may_be_named:
             return False
@@ -134,8 +136,8 @@ class SchedulerSide:
         return TransferGraph(tuple(ops)) if ops else None
 
     def cancel_load(self, request_id: int, start: int = 0, end: int | None = None) -> None:
-        """Called when the engine declines prompt tokens [start, end) of those it was promised. If `end` is None, it
-        declines all tokens from `start` on."""
+        """Called when the engine declines the promised prompt tokens [start, end). If `end` is None, it declines all
+        tokens from `start` on."""
         if (tracker := self.ranks.requests.get(request_id)) is not None:
             self._loads.cancel(tracker, start, end)
 

@@ -1,5 +1,5 @@
 """The worker's side: runs one rank's copies. A store, or a load between steps, starts only after the engine has passed
-the id of its request to `finished`, which later returns the id to the engine once."""
+the request's id to `finished`. A later call of `finished` returns the id to the engine, once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Awaited:
-    """The load or store of a request whose id the engine has passed to `finished`, and which was not returned yet.
+    """The load or store of a request whose id the engine has passed to `finished`, and `finished` has not yet returned.
 
     Attributes:
         started: whether the order has arrived and its ops were submitted, or it is certain that no order will arrive.
@@ -58,8 +58,8 @@ class WorkerSide(RankWorker):
         self._wire: Wire | None = None
         self._load_orders: dict[int, LoadJob] = {}
         self._save_orders: dict[int, SaveOrder] = {}
-        """Orders that have arrived, by request id, until the engine passes the id to `finished`. The same holds for
-        `_load_orders`."""
+        """`_load_orders` and `_save_orders` hold the orders that have arrived, by request id, until the engine passes
+        the id to `finished`."""
         self._loads: dict[int, Awaited] = {}
         self._saves: dict[int, Awaited] = {}
         self._cancelled: set[int] = set()
@@ -80,7 +80,6 @@ class WorkerSide(RankWorker):
         )
 
     def register(self, pool: RankPool) -> None:
-        """Registers the engine's pool."""
         self._block_tokens = pool.block_tokens
         self.take_group(pool)
 
@@ -343,7 +342,7 @@ class WorkerSide(RankWorker):
 
 def _current_stream(device: int) -> int:
     """Returns `torch_stream` of the device. Imports torch only now, because the connector's modules are also imported
-    where no torch is needed.
+    where torch is not needed.
     """
     from flexkv.adapters.torch_tensors.device import torch_stream
 

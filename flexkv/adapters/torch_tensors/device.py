@@ -80,7 +80,7 @@ class TorchStream(Stream):
 
 
 class TorchDevice(LayerDevice):
-    """A CUDA device, or torch's CPU device, on which all work is done synchronously.
+    """A CUDA device, or torch's CPU device. On the CPU, all work is synchronous.
 
     The memory of a pipeline's sources must stay valid until all work of the pipeline has finished. Copies overlap with
     other work only if that memory is pinned.
@@ -116,7 +116,7 @@ class TorchDevice(LayerDevice):
 
 
 class TensorRows:
-    """Rows in one tensor [planes, tokens, heads, head_width]. Copies from and to it are enqueued without waiting for
+    """Rows in one tensor [planes, tokens, heads, head_width]. Copies from and to it are enqueued; no method waits for
     them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ class Room:
 
 
 class PinnedMemory:
-    """Allocates the staging buffers for all loads to a device. After memory could not be pinned once, all further
+    """Allocates the staging buffers for all loads to a device. After the first failure to pin memory, all further
     buffers are in pageable memory.
 
     Args:
@@ -64,13 +64,13 @@ class PinnedRooms:
     """One load's staging buffers ("rooms"). Each chunk has `layers` rooms, which the layers use in turn.
 
     If memory cannot be pinned, or a room's last copy has not finished after `deadline_s`, rows are copied from pageable
-    memory. After one such timeout, this load waits for rooms no more.
+    memory. After one such timeout, this load no longer waits for rooms.
 
     Args:
         memory: allocates the rooms.
         layers: number of layers that have separate rooms.
         deadline_s: most seconds that a layer waits for a room. The copy from the room may have to wait for the caller's
-            own work on the device, so a timeout is no error and only leads to the fallback.
+            own work on the device, so a timeout is not an error: the rows are then copied from pageable memory.
     """
 
     def __init__(self, memory: PinnedMemory, layers: int, deadline_s: float) -> None:
@@ -81,7 +81,8 @@ class PinnedRooms:
         """Whether a wait for a room has timed out."""
 
     def __call__(self, layer: int, sources: Sequence[RowSource]) -> list[RowSource]:
-        """Converts a layer's row sources that fill host memory, one per chunk, to row sources for the device."""
+        """Wraps a layer's row sources, one per chunk, which fill host memory. The returned row sources fill the
+        device's memory."""
         slot = layer % self._layers
         return [PinnedRows(self, (slot, number), source) for number, source in enumerate(sources)]
 
@@ -97,8 +98,8 @@ class PinnedRooms:
         room = self._free_room(key, rows)
         memory = pageable(rows) if room is None else room.memory
         source.copy_to(memory)
-        # Each plane is copied separately, because it is contiguous on both sides; torch would copy other tensors
-        # through memory that is not pinned.
+        # Each plane is copied separately, because a plane is contiguous on both sides. torch would copy tensors that
+        # are not contiguous through memory that is not pinned.
         for to, plane in zip(rows, memory, strict=True):
             to.copy_(plane, non_blocking=True)
         if room is not None:

@@ -13,16 +13,16 @@ from weakref import WeakSet
 from flexkv.adapters.common.lora_names import LoraNames
 
 ENGINE = "vllm.v1.engine.core"
-"""The module of vLLM's engine core, in whose process the scheduler's side runs. Its `add_lora` loads an adapter before
-any request has it; other loads are for a request, which the scheduler's side sees first."""
+"""The module of vLLM's engine core, in whose process the scheduler's side runs. `EngineCore.add_lora` loads an adapter
+before any request uses it. All other loads are made for a request, which the scheduler's side sees first."""
 
 _IS_WATCHED = "flexkv_names_adapters"
 _names: WeakSet[LoraNames] = WeakSet()
 
 
 def adapter_names() -> LoraNames:
-    """Makes the names of this process's engine. If vLLM's loads can be seen, an adapter is named before each load. If
-    not, adapters that changed after this call are not cached (see `LoraNames`)."""
+    """Makes the `LoraNames` of this process's engine. If vLLM's loads can be watched, an adapter is named before each
+    load. If not, adapters that changed after this call are not cached (see `LoraNames`)."""
     core = sys.modules.get(ENGINE)
     names = LoraNames(sees_loads=core is not None and _watch_loads(core))
     _names.add(names)

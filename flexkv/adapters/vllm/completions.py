@@ -1,4 +1,4 @@
-"""Handles the reported ends of ops and steps: publishes stores, and revokes stores of bad blocks."""
+"""Handles the reports that ops and steps have ended: publishes stores, and revokes stores of bad blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A block table that its request lost before the last step that may have used the table was reported.
+    """A block table that its request has lost, although the last step that may have used the table is not reported yet.
 
     Attributes:
         step: number of the last step that may have used the table.

@@ -244,7 +244,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose async loads have ended. For a hybrid engine, also returns which of these loads
-        failed: in such an engine a block's number does not determine its group, so vLLM takes failed requests, not
+        failed: in such an engine a block's number does not determine its group, so vLLM expects failed requests, not
         failed blocks."""
         orders = cast("ConnectorMetadata", self._get_connector_metadata())
         self.worker.poll(orders.idle, orders.disk_busy)
@@ -318,8 +318,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        """False: stores hold no reference to engine blocks, so waiting for them would free none, and the engine has to
-        preempt."""
+        """False: stores hold no reference to engine blocks, so the engine would gain no block by waiting for stores. It
+        has to preempt instead."""
         return False
 
     def reset_cache(self) -> bool:

@@ -176,7 +176,7 @@ def warn_of_version() -> None:
 
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:
-    """Warns that a failed load ends its request, unless vLLM is configured to recompute its tokens."""
+    """Warns that a failed load ends its request, unless vLLM is configured to recompute the request's tokens."""
     policy = transfer.kv_load_failure_policy
     if policy != "recompute":
         logger.warning(

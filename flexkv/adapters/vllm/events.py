@@ -46,7 +46,7 @@ class EventLog(Announcements):
         namespace: the namespace of the engine's keys.
         host: the host tier.
         disk: the tier of the unit's own disks; None if the unit has none.
-        book: the file that tells the engine's next process which pages on disk were announced; None for no file.
+        book: the file in which the engine's next process finds what to announce of the pages on disk; None for no file.
         identity: returns the `hash_identity` of the engine; called by `begin_book`.
     """
 
@@ -104,7 +104,8 @@ class EventLog(Announcements):
         of_run, named = block_keys.first_of_run(), []
         for number in numbers.tolist():
             block = _block_of(request.request, self._groups[group], number)
-            # A block of an adapter is not announced by the next process, in which the adapter may have other content.
+            # A block of an adapter is not announced by the next process, in which the adapter may have different
+            # content.
             named.append(Named(block, block.lora_name is None and (of_run is None or number < of_run)))
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 
@@ -125,7 +126,8 @@ class EventLog(Announcements):
         self._begin_ops(plan.graph, GROUP, stored, named)
 
     def _begin_ops(self, graph: TransferGraph, group: int, keys: Keys, named: Sequence[Named]) -> None:
-        """Registers the store of each op of a plan. `keys` and `named` have the pages of all ops, in their order."""
+        """Registers the store of each op of a plan. `keys` and `named` list the pages of all ops, in the order of the
+        ops."""
         first = 0
         for op in graph.ops:
             end = first + op.pages

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
 BLOCK_FIRST_ORDERS = ("BLHNC", "BLNHC", "BHLNC")
-"""vLLM's names of the physical orders in which a block is one contiguous run over all layers, by preference."""
+"""vLLM's names of the physical orders in which a block is one contiguous run over all layers, in order of
+preference."""
 
 KV_HEADS = re.compile("(key_value|kv).*head|head.*kv|query_group|multi_query")
 """Matches the names of entries in a model's configuration that hold a number of KV heads."""

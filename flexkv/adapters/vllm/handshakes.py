@@ -59,7 +59,7 @@ class Handshakes:
         another engine's rank. Counts such reports, and logs the first one."""
         reason = self._foreign_pool({report.rank: report.handshake} if report.handshake else {})
         if not reason and report.unit != NO_UNIT:
-            # The other unit's ops may have the same numbers as ours.
+            # The other unit's ops may have the same numbers as ours, so its results must not be taken for ours.
             of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
             reason = f"a report of unit {report.unit.hex()} reached the scheduler's side of {of}"
         if reason:

@@ -217,8 +217,9 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _place_of(model: ModelConfig) -> tuple[str, str | None, str]:
-    """Returns the model, its revision and its commit. If no commit is known, returns the revision's name in its place,
-    because no setting can name a draft's weights. `weights_content` then treats the weights as changeable."""
+    """Returns the model, its revision and its commit. If no commit is known, returns the revision's name in place of
+    the commit, because no setting can name a draft's weights. `weights_content` then treats the weights as
+    changeable."""
     return model.model, model.revision, resolved_commit(model) or model.revision or "default"
 
 

@@ -154,8 +154,9 @@ COMMON_TOO = {
     ATTENTION: ("disable_flashinfer_q_quantization", "use_prefill_query_quantization", "use_non_causal"),
     KERNEL: ("moe_backend", "linear_backend", "linear_backend_per_quant", "monokernel"),
 }
-"""The fields in keys for which `keys.scheme: common` has no equivalent. For each other field, the common scheme has its
-own, or refuses its values, or makes no keys for the pages that it concerns (images, recurrent states)."""
+"""The fields in keys for which `keys.scheme: common` has no equivalent. For each other field, the common scheme either
+has a field of its own, or refuses the field's values, or makes no keys for the pages that the field concerns (those
+with images or recurrent states)."""
 
 
 def object_at(config: Any, path: str) -> Any:

@@ -62,7 +62,7 @@ class InputNames:
     """Tells which names of an engine's inputs are valid only in this run.
 
     Attributes:
-        of_run: whether no name is valid beyond this run. If False, digests are.
+        of_run: whether no name is valid beyond this run. If False, names that are digests are valid in every run.
         run: random bytes that identify this run.
     """
 

@@ -211,8 +211,9 @@ class Loads:
         if graph is None:
             return None
         tracker.supplied = self._supplied(promise.match, external_tokens)
-        # The page of a tail is copied complete. vLLM writes the tokens behind the tail into the same block before it
-        # waits for the layer, so a load by layer might overwrite them. The forward waits for all of such a load.
+        # A tail's page is copied as a complete block. vLLM writes the tokens behind the tail into that block before it
+        # waits for the layer, so a load by layer might overwrite them. Therefore such a load must be complete before
+        # the forward pass starts.
         if self._by_layer and not self._takes_tail(promise.match, external_tokens):
             graph = graph.layerwise()
         job = LoadJob(tracker.request_id, graph, self._sync)
@@ -307,7 +308,8 @@ class Loads:
         return [op_id for op_id, job in self.jobs.items() if job.request_id == request_id]
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
-        """Removes a load's op that has ended on every rank. `tracker` is the request's; None if the request ended."""
+        """Removes a load's op that has ended on every rank. `tracker` is the request's record; None if the request has
+        ended."""
         job = self.jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
             # A load from two tiers has two ops. If the request ends, cancelling either op cancels the complete load.

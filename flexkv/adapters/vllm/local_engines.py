@@ -69,14 +69,15 @@ class OwnPools:
     """Refuses the KV cache of any engine other than the one that made the worker's connector."""
 
     def __init__(self) -> None:
-        # vLLM sets the current configuration while a worker makes its connector and while it registers its KV cache,
-        # so the two can be compared. The connector's argument cannot: within a MultiConnector it is a copy.
+        # vLLM sets the current configuration both while a worker makes its connector and while the worker registers its
+        # KV cache, so the two configurations can be compared. The connector's argument does not serve for this, because
+        # within a MultiConnector it is a copy.
         self._engine = get_current_vllm_config_or_none()
         self._pid = os.getpid()
         self._registered = False
 
     def check(self) -> None:
-        """Checks that the engine which registers its KV cache now has made the connector.
+        """Checks that the engine that is registering its KV cache is the engine that made the connector.
 
         Raises:
             ConfigError: another engine has made the connector, or this process was forked from the process that made
@@ -99,8 +100,8 @@ class OwnPools:
 
 
 def check_agent(vllm_config: VllmConfig) -> None:
-    """Refuses an engine whose worker runs in this process, if vLLM already keeps another engine's worker's connector
-    there. Called when the engine's scheduler makes its connector.
+    """Refuses an engine whose worker runs in this process, if vLLM already keeps the worker's connector of another
+    engine in this process. Called when the engine's scheduler makes its connector.
 
     Raises:
         ConfigError: the worker's connector in this process belongs to another engine.

@@ -1,5 +1,5 @@
-"""Reads from the engine's KV cache configuration its KV groups, and which pages of each group a hit needs. Refuses
-configurations that flexkv cannot serve."""
+"""Reads the KV groups from the engine's KV cache configuration, and determines which pages of each group a hit needs.
+Refuses configurations that flexkv cannot serve."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class BlockGeometry:
         rule: which pages of the group a hit needs.
         reach: the reach of a window in pages, or of a chunk in tokens; 0 for other rules.
         states: the shapes of the recurrent states that a block holds, as text; empty for attention.
-        states_handed_over: whether the engine tells in `boundary_state_offloads` which block holds which state. It has
-            to if a state in a request's block table may end within a block.
+        states_handed_over: whether the engine reports in `boundary_state_offloads` which block holds which state. It
+            has to do so if a state in a request's block table may end within a block.
     """
 
     block_tokens: int
@@ -103,7 +103,7 @@ class PoolGeometry:
 
     @property
     def states_handed_over(self) -> bool:
-        """Whether the engine tells the boundaries of its steps, and which blocks hold the states there."""
+        """Whether the engine reports the boundaries of its steps, and which blocks hold the states there."""
         return any(group.states_handed_over for group in self.groups)
 
     def kv_groups(self) -> list[KvGroup]:
@@ -177,8 +177,9 @@ def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
         rule,
         reach,
         "; ".join(str(one.shapes) for one in recurrent),
-        # A state may end within a block if a block hash covers less than a block. It may also if a kernel writes
-        # checkpoints during prefill: it writes them just before the last state, wherever that ends.
+        # A state may end within a block if a block hash covers less than a block. It may also do so if a kernel writes
+        # checkpoints during prefill, because the kernel writes them just before the last state, wherever that state
+        # ends.
         any(hash_tokens < one.block_size or one.num_prefill_checkpoint_blocks for one in recurrent),
     )
 

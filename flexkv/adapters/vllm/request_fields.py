@@ -27,9 +27,9 @@ OF_OTHER_CONNECTORS = frozenset(
     )
 )
 STEMS_OF_OTHERS = ("do_remote_", "remote_")
-"""`OF_OTHER_CONNECTORS` has names, and `STEMS_OF_OTHERS` prefixes, of the fields in `kv_transfer_params` that the other
-connectors of vLLM 0.32 and 0.33 read. Such a field is not a mistake: it may be meant for another connector of a
-MultiConnector, or come from a proxy."""
+"""`OF_OTHER_CONNECTORS` lists names, and `STEMS_OF_OTHERS` lists prefixes, of the fields in `kv_transfer_params` that
+the other connectors of vLLM 0.32 and 0.33 read. Such a field is not a mistake: it may be meant for another connector of
+a MultiConnector, or come from a proxy."""
 
 
 class RequestFields:

@@ -1,5 +1,5 @@
-"""The scheduler's side's records of live requests, each kept from the request's first lookup to its end. They contain
-the requests' block tables, which are updated by the engine's schedule of each step."""
+"""The records of live requests on the scheduler's side. Each record is kept from the request's first lookup to its end.
+It contains the request's block tables, which are updated from the engine's schedule of each step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RequestTracker(StoreRequest):
         reached: how many tokens the request's steps have computed so far, including tokens that were not accepted.
         promise: the last promise, if the engine has not loaded it yet; otherwise None.
         loading: the op of the async load in flight; None if there is none.
-        shared_tokens: how many leading tokens other requests had too, as far as the last lookup knows.
+        shared_tokens: how many leading tokens other requests had too, as far as the last lookup could tell.
         counted: whether the metrics already include the lookup for this admission of the request.
         preemptions: how many preemptions of the request its block tables reflect.
         supplied: for each tier, by its number, how many tokens of the last load it supplied.
@@ -140,7 +140,8 @@ class RequestTracker(StoreRequest):
         return self.namespace, engine_key
 
     def restart(self) -> None:
-        """Resets the tracker after the engine has taken all the request's blocks. It will start again with others."""
+        """Resets the tracker after the engine has taken all the request's blocks. The request will start again with
+        different blocks."""
         for table in self.tables:
             # Replaces the list and does not clear it, because stores in flight may still need the old one (`Retired`).
             table.ids = []

@@ -148,7 +148,7 @@ class SchedulerSide:
 
     def _make_events(self, unit: LiveUnit) -> EventLog:
         """Makes the log of events. It records, in the folder of the unit's first disk, which pages on disk were
-        announced, so that the engine's next process knows them."""
+        announced, so that the engine's next process can announce them."""
         geometry, algorithm = self._spec.geometry, self._spec.block_hash
         folder = None if unit.own_disks is None else unit.own_disks.volumes.folder
         return EventLog(
@@ -368,7 +368,7 @@ class SchedulerSide:
                 if report.blend_disk is not None:
                     self.blend.take_disk_busy(report.rank, report.blend_disk)
             if report.unit == own != NO_UNIT:
-                # Also if the rank's engine has registered another pool since: the rank itself reports that.
+                # This holds even if the rank's engine has registered another pool since. The rank itself reports that.
                 ours.append(report)
             elif not self.handshakes.refuses(report, own) and report.handshake is not None and own == NO_UNIT:
                 self.take_handshake({report.rank: report.handshake})

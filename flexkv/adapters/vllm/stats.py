@@ -28,7 +28,6 @@ class FlexKVStats(KVConnectorStats):
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Removes all counts."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> FlexKVStats:
@@ -41,7 +40,6 @@ class FlexKVStats(KVConnectorStats):
         return dict(Counters(self.data).summary())
 
     def is_empty(self) -> bool:
-        """Whether nothing was reported."""
         return not self.data
 
 

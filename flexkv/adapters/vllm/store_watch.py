@@ -160,7 +160,8 @@ class BlockWatch(StoreWatch):
                 self._held.pop(block, None)
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """Returns how many leading blocks still have our watcher. A watcher that replaced ours does not call it."""
+        """Returns how many leading blocks still have our watcher. This must be checked, because a watcher that has
+        replaced ours does not call ours."""
         watchers = self._pool._reuse_watchers
         for number, block in enumerate(block_ids):
             if watchers.get(block) is not self._callback:

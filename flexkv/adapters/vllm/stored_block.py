@@ -1,5 +1,5 @@
-"""The facts about one stored block that KV events report. They have a form in memory, one in a file, and the engine's
-own."""
+"""The facts about one stored block that KV events report. The facts have one form in memory, one in files, and one in
+the engine's events."""
 
 from __future__ import annotations
 

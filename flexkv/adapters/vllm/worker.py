@@ -34,9 +34,9 @@ logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
 """How long the worker's thread waits for a copy from a block before a forward pass that writes to the block. In plain
-memory it waits until the copy has ended; on a GPU until the copy is enqueued, for which no forward pass has to end.
-After that, the page counts as failed. A lost page costs a recompute later, but a waiting thread delays every running
-request now."""
+memory it waits until the copy has ended; on a GPU until the copy is enqueued, for which no forward pass has to end. If
+the time runs out, the page counts as failed. A lost page costs a recompute later, but a waiting thread delays every
+running request now."""
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
@@ -54,8 +54,8 @@ class WorkerSide(RankWorker):
         kv_config: the engine's KV cache configuration; None before the engine has registered its tensors.
         is_hybrid: whether the engine's pool is hybrid; see `PoolGeometry.is_hybrid`.
         layer_stores: the layerwise stores of the current step; `busy` while there are any.
-        settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows; 0 if the
-            scheduler runs in another process.
+        settled_step: number of the last step whose outcome, with all its failures, was reported to a scheduler in this
+            process; 0 if the scheduler runs in another process.
         reports: the reports to the unit that ordered the current step, which the engine's hooks carry.
         blend: this rank's part in blending; None if blending is off.
     """
@@ -188,7 +188,7 @@ class WorkerSide(RankWorker):
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job, self._before if orders.spares_loads else None)
-            # A load is void already if vLLM has reset its cache after it planned the load, and before this step.
+            # A load is void already if vLLM has reset its cache between the planning of the load and this step.
             if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
         self.begin_step_loads(orders.loads)
@@ -261,8 +261,8 @@ class WorkerSide(RankWorker):
         return self._foreign.unit is None
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
-        """Collects ops that have ended. With `idle`, waits up to `IDLE_WAIT_S` for one if any is in flight, on this
-        rank or, with `disk_busy`, on the disks."""
+        """Collects ops that have ended. If `idle`, waits up to `IDLE_WAIT_S` for an op in flight on this rank to end.
+        If there is none and `disk_busy`, waits that long for the disks."""
         if idle and disk_busy and not self._ops.busy:
             time.sleep(IDLE_WAIT_S)
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)
@@ -291,7 +291,7 @@ class WorkerSide(RankWorker):
         if self._reported_foreign == unit:
             return StepReport(self.rank, unit)
         self._reported_foreign = unit
-        # Says that the disks are idle, because the other unit need not step for this rank's disks.
+        # The report says that the disks are idle, because the other unit need not step for this rank's disks.
         return StepReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:

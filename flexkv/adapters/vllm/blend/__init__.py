@@ -15,7 +15,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "FlexKVQwen2ForCausalLM",
     "Qwen3ForCausalLM": "FlexKVQwen3ForCausalLM",
 }
-"""For each architecture by vLLM's name, the name of its model class that can blend, under which vLLM registers it."""
+"""Name of an architecture in vLLM -> name under which vLLM registers flexkv's model class for it, which can blend."""
 
 PLAIN = {blending: plain for plain, blending in ARCHITECTURES.items()}
 

@@ -34,7 +34,8 @@ def refusal(request: Request) -> BlendResult | None:
         return BlendResult.INPUTS
     if request.lora_request is not None:
         return BlendResult.LORA
-    # A row that is not computed has no logprobs. vLLM 0.33 can also return those of given tokens at each position.
+    # A row that is not computed has no logprobs. vLLM 0.33 can also return the logprobs of given tokens at each
+    # position.
     if (
         sampling.prompt_logprobs is not None
         or getattr(sampling, "prompt_logprob_token_ids", None) is not None
@@ -52,7 +53,7 @@ def spans_of(
 
     Args:
         separators: the separators at which the prompt is divided if the request does not give its segments.
-        min_tokens: how many tokens the segments must have together.
+        min_tokens: number of tokens that all segments together must have.
     """
     if ask.segments is not None:
         spans = sorted(ask.segments)

@@ -1,4 +1,5 @@
-"""Runs a forward pass of one of vLLM's decoder models in which the later layers compute fewer rows."""
+"""Runs a forward pass of one of vLLM's decoder models in which the later layers compute fewer rows (tokens of the
+batch) than the first layers."""
 
 from __future__ import annotations
 
@@ -181,8 +182,8 @@ class BlendForward:
             CachedRowsError: some rank's cached rows failed, and are still being copied at the deadline.
             RowsLost: some rank's cached rows are lost, and nothing else has failed.
         """
-        # The last three elements are flags: is_lost, failed otherwise, still moves. A rank that fails must take part
-        # in the reduction, because the others wait for it.
+        # The last three elements are flags: rows are lost, something else has failed, copies are still in flight. A
+        # rank that fails must take part in the reduction too, because the others wait for it.
         difference = torch.zeros(batch.rows + 3, dtype=torch.float32, device=fresh.device)
         cached.compare(self.check_layer, fresh, difference)
         failure = cached.failure
@@ -253,7 +254,8 @@ class BlendForward:
         )
 
     def _put(self, layer: int, cached: RowLayers, slots: Any) -> None:
-        """Writes a layer's cached rows to the pool, through the attention backend, which knows the pool's layout."""
+        """Writes a layer's cached rows to the pool, through the attention backend, which determines the pool's
+        layout."""
         attention = self.attentions[layer]
         keys, values = cached.take(layer)
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)

@@ -21,8 +21,8 @@ class RowLayers(Protocol):
     caller computes.
 
     Call order:
-        `take` for consecutive layers, ascending, until the caller needs no more; then `close`. `choose` may come in
-        between.
+        `take` for consecutive layers, ascending, until the caller needs no more; then `close`. `choose` may be called
+        in between.
     """
 
     def choose(self, chosen: Numbers) -> None:

@@ -22,7 +22,7 @@ class Step(Protocol):
 
 
 class BlendingModel:
-    """A mixin for a model class of vLLM, before which it must come in the list of base classes.
+    """A mixin for a model class of vLLM. It must precede that class in the list of base classes.
 
     Attributes:
         blend_step: the blending work of the next forward pass; None if there is none. The forward pass sets it to None,

@@ -37,7 +37,7 @@ class Arrival:
     Attributes:
         load: number of the load, from its `SegmentOrder`.
         tokens: for each segment, how many of its leading tokens were loaded.
-        missing: why tokens that are cached were not loaded; MISS if there are none.
+        missing: why some cached tokens were not loaded; MISS if all cached tokens were loaded.
     """
 
     load: int
@@ -87,7 +87,7 @@ class ChunkOrder:
         first: the position of the first row's token in the prompt.
         slots: the slot of each row in the engine's pool, int64 [rows]. A rank finds the rows by their slots, because
             the batch's order differs from the schedule's.
-        asks: whether the rows reuse cached segments or become a new segment.
+        asks: the purpose of the rows: `Reuse` if they reuse cached segments, `NewSegment` if they become a new segment.
     """
 
     request: RequestId

@@ -31,7 +31,7 @@ RESULTS_OF = {
     PageLoss.SEGMENT_NO_ROOM: BlendResult.LATE,
     PageLoss.SEGMENT_UNREADABLE: BlendResult.LOST,
 }
-"""The result that is counted for a request if none of its segments arrived, by the reason why pages are missing."""
+"""Reason why pages are missing -> the result that is counted for a request if none of its segments arrived."""
 
 
 @dataclass(slots=True)
@@ -95,9 +95,10 @@ class BlendPages:
         self._stored: dict[int, BlendResult] = {}
         """The results of stores since the last `take_stored`, by the segment's number."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
-        """For requests whose segments are being stored, these stores. A request's fetch begins after they end."""
+        """For each request whose segments are still being stored, the stores. The request's fetch begins after they
+        have ended."""
         self._room_after: dict[RequestId, list[SegmentStore]] = {}
-        """For requests without enough free staging blocks, the stores that were in flight at that time. The request's
+        """For each request that lacked free staging blocks, the stores that were in flight at that time. The request's
         load begins after they have ended, even if blocks are still missing."""
 
     # --- loads ---
@@ -133,7 +134,7 @@ class BlendPages:
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
         """Continues stores, loads and the disks' reads and writes. Returns, by request, the loads that have ended since
-        the last call or of which enough has arrived."""
+        the last call, or that now have enough layers for a forward pass to begin."""
         self.cache.poll()
         self._advance_stores()
         arrived = {}
@@ -251,7 +252,7 @@ class BlendPages:
 
     def drop_lost(self, request: RequestId, wait: bool = False) -> set[int]:
         """Drops those of the request's segments that were lost after their arrival was reported. Returns the numbers of
-        the others.
+        the segments that are left.
 
         Args:
             wait: whether to wait until each segment has arrived completely or is lost.

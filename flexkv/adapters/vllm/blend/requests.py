@@ -1,5 +1,5 @@
 """The scheduler's side of blending: decides which requests are blended, waits until their segments are loaded, and
-tells the ranks which rows they have in each step.
+tells the ranks which rows these requests have in each step.
 
 The calls for a blended request are, in this order: `enter` when it enters the engine's queue; `match` when the engine
 looks it up, repeatedly until every rank has loaded its segments; `chunk` in each step that computes tokens of its
@@ -42,11 +42,12 @@ logger = get_logger(__name__)
 
 MOST_SALTS = 1 << 16
 """How many salts are remembered at most, in 16 bytes each. If a request uses a forgotten salt again, a hit in the
-engine's own prefix cache reveals it."""
+engine's own prefix cache reveals this."""
 
 
 MOST_STORES = 1 << 12
-"""How many segments may wait for all ranks' reports at the same time. A rank reports within `load.deadline_s`."""
+"""How many new segments may wait at the same time until all ranks have reported their stores. A rank reports within
+`load.deadline_s`."""
 
 
 class Phase(Enum):
@@ -103,7 +104,7 @@ class BlendedRequest:
 
 
 class BlendRequests(CacheListener):
-    """Decides on the scheduler's side which of an engine's requests are blended, and tracks these.
+    """Decides on the scheduler's side which of an engine's requests are blended, and tracks the blended requests.
 
     Args:
         spec: facts about the engine, and the settings of blending.
@@ -149,7 +150,8 @@ class BlendRequests(CacheListener):
     # --- a request's life ---
 
     def enter(self, tracker: RequestTracker) -> None:
-        """Accepts a request that enters the engine's queue for blending, or counts why it is not accepted.
+        """Called when a request enters the engine's queue. Accepts the request for blending, or counts why it is not
+        accepted.
 
         If a request that is not blended has a blended request's salt, it does not read the engine's prefix cache,
         because a blended request with that salt may have left inexact blocks there.
@@ -165,8 +167,8 @@ class BlendRequests(CacheListener):
             if is_salted(request):
                 request.skip_reading_prefix_cache = True
             return
-        # A caller may demand that a request skips the prefix cache, but vLLM does not let such a request wait for its
-        # segments. A request with its own salt finds nothing in the prefix cache anyway.
+        # A caller's demand to skip the prefix cache is dropped, because vLLM does not let a request with this demand
+        # wait for its segments. A request with its own salt finds nothing in the prefix cache anyway.
         request.skip_reading_prefix_cache = False
         # The request's KV is not exact, so other requests must not use it.
         tracker.settings = replace(tracker.settings, skip_save=True, skip_load=True)
@@ -236,7 +238,8 @@ class BlendRequests(CacheListener):
         return None
 
     def _begin(self, blended: BlendedRequest) -> None:
-        """Reserves staging blocks for the request's pages and orders their load. Does nothing if there are too few."""
+        """Reserves staging blocks for the request's pages and orders their load. Does nothing if there are too few free
+        blocks."""
         if self._held_pages + blended.pages > self._spec.most_pages:
             return
         self._held_pages += blended.pages
@@ -259,7 +262,8 @@ class BlendRequests(CacheListener):
                 self._agree(blended)
 
     def _await_store(self, number: int) -> None:
-        """Begins to wait for all ranks' reports of a new segment's store. The segment is then counted."""
+        """Begins to wait for all ranks' reports of a new segment's store. The segment is counted when all ranks have
+        reported."""
         self._storing[number] = {}
         if len(self._storing) > MOST_STORES:
             del self._storing[next(iter(self._storing))]
@@ -340,7 +344,7 @@ class BlendRequests(CacheListener):
         self.orders.forget = True
 
     def on_erase(self, name: str) -> None:
-        """Drops all segments, because the ranks do not know which of them belong to the erased namespace."""
+        """Drops all segments, because nothing tells the ranks which segments belong to the erased namespace."""
         self.reset()
 
     # --- the step ---

@@ -60,8 +60,8 @@ def kept_rows(
     difference: NDArray[np.float64],
     run_rows: int = 1,
 ) -> NDArray[np.bool_]:
-    """Returns which rows the layers after the check layer compute, bool [rows]. These are all rows without cached rows,
-    those rows with cached rows that differ most from them, and the last row of each sequence.
+    """Returns which rows the layers after the check layer compute, bool [rows]. These are all rows that have no cached
+    row, the rows that differ most from their cached rows, and the last row of each sequence.
 
     Args:
         reused: for each request, the rows that have cached rows, and the share of them that is computed.

@@ -91,7 +91,7 @@ class SelfTest:
     """The test that runs at an engine's start before blending is turned on.
 
     Args:
-        model: a model of one of flexkv's classes, which has its KV cache.
+        model: a model of one of flexkv's classes, whose KV cache is allocated.
         forward: runs blended forward passes of the model.
         num_blocks: number of blocks in the engine's pool, of which none is in use.
     """
@@ -112,8 +112,8 @@ class SelfTest:
         self._positions = torch.from_numpy(at).to(self._device)
 
     def refusal(self) -> str:
-        """Runs the test. Returns why blending must be off; empty if the test passed. Some rank's failure makes it
-        non-empty on every rank."""
+        """Runs the test. Returns why blending must be off; empty if the test passed. If the test fails on any rank,
+        every rank returns a reason."""
         if not self._has_room:
             return f"the engine has no room for a prompt of {ROWS} tokens to test it with"
         raised = ""
@@ -202,7 +202,8 @@ class SelfTest:
         limits: Limits,
     ) -> float:
         """Returns how far the kept rows are off at most, in their keys in any layer after the check layer or in their
-        output, as a multiple of the error that rounding explains there. The other rows are those of a full computation.
+        output, as a multiple of the error that rounding explains there. The rows that are not kept are taken from a
+        full computation.
 
         Args:
             rows: the numbers of the reused rows.

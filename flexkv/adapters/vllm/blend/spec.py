@@ -21,8 +21,8 @@ PAGE_TOKENS = 16
 
 
 def most_pages(vllm_config: VllmConfig) -> int:
-    """Returns how many pages a rank can hold for requests. This is the number for the longest prompt, if it has the
-    largest number of segments.
+    """Returns how many pages a rank can hold for requests: as many as the longest prompt needs if it has the largest
+    number of segments.
     """
     return -(-vllm_config.model_config.max_model_len // PAGE_TOKENS) + MOST_SEGMENTS
 

@@ -44,7 +44,7 @@ has this many. The effect was not measured."""
 
 
 def run_rows_of(blend: BlendConfig, device: Any) -> int:
-    """Returns the length of the runs in which an engine on this torch device recomputes reused rows."""
+    """Returns the length, in rows, of the runs in which an engine on this torch device recomputes reused rows."""
     if blend.run_tokens is not None:
         return blend.run_tokens
     return 1 if device.type == "cpu" else GPU_RUN_ROWS
@@ -337,8 +337,8 @@ class BlendStep:
 
 @dataclass(frozen=True, slots=True)
 class RowsWhenOpened:
-    """A `RowSource` for a chunk's spans, whose rows are looked up when it is opened. A failure of the lookup then is
-    handled like that of a load, on all ranks alike."""
+    """A `RowSource` for a chunk's spans. The rows are looked up only when it is opened, so that a failure of the lookup
+    is handled like a failure of a load, in the same way on all ranks."""
 
     pages: BlendPages
     chunk: ChunkOrder
