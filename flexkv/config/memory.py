@@ -75,7 +75,7 @@ def resolve_host_bytes(
     Args:
         ranks: number of workers of the unit.
         available_bytes: memory that this process may take (`read_memory().usable`).
-        huge_free_bytes: bytes of unused reserved huge pages, which count only if the size is set.
+        huge_free_bytes: bytes of unused reserved huge pages. They count only if a setting gives the size.
 
     Raises:
         ConfigError: `ranks` is less than 1.

@@ -1,8 +1,8 @@
 """Names of settings in systems with which flexkv is often compared, and flexkv's equivalent settings.
 
 Each name's meaning comes from that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's HiCache,
-vLLM's offloading connectors. A name that has a different meaning there is left out, because a wrong hint is worse than
-none.
+vLLM's offloading connectors. A name that means something else there than in flexkv is left out, because a wrong hint is
+worse than none.
 """
 
 from __future__ import annotations

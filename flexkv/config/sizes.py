@@ -39,7 +39,9 @@ def parse_size(value: object) -> object:
 
 
 def format_size(size_bytes: int) -> str:
-    """Returns a size for display, such as "40.0 GiB", in the largest power of 1024 in which it is at least 1."""
+    """Returns a size for display, such as "40.0 GiB", in the largest of the units B to TiB in which the number is at
+    least 1.
+    """
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

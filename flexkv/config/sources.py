@@ -93,7 +93,7 @@ def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawS
 
 def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, str]) -> Iterator[RawSetting]:
     """Yields the FLEXKV_* variables that are settings, under their dotted keys. Warns once of each variable that is not
-    a setting, but was probably meant to be one: its prefix is ours, also in lower case or written FLEX_KV_."""
+    a setting, but was probably meant to be one: it begins with FLEXKV_ or FLEX_KV_, in upper or lower case."""
     for variable, value in sorted(environ.items()):
         if _MISSPELT_PREFIX.match(variable) is None or variable in OTHER_VARIABLES:
             continue
@@ -152,7 +152,8 @@ def _read_file(path: Path) -> bytes:
     # O_NONBLOCK, because opening a pipe that has no writer would otherwise wait for one.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Checked before the file object is made, because for a folder open() would raise an OSError without its path.
+        # Checked before the file object is made, because for a folder open() would raise an OSError that does not show
+        # the folder's path.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
         with open(fd, "rb", closefd=False) as file:
