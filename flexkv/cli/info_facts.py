@@ -170,8 +170,8 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str
 
 
 def _whole_slots(disk: DiskConfig) -> WholeSlots:
-    """Returns a function that rounds bytes down to whole slots. The engine's slot size is not known here, so the
-    function takes the largest slots of all units in the folders."""
+    """Returns a function that rounds a number of bytes down to complete slots. The engine's slot size is not known
+    here, so the function takes the largest slots of all units in the folders."""
     largest = 1
     for unit in (unit for folder in disk.folders for unit in unit_folders(Path(folder))):
         with contextlib.suppress(DiskError):  # `flexkv fsck` reports damaged headers

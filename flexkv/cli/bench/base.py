@@ -17,12 +17,12 @@ class ComparisonRow:
 
     Attributes:
         what: the measured method.
-        run_bytes: length of a run; 0 if the method did not run.
-        gbps: 1e9 bytes per second, median; None if the method did not run or has no rate.
+        run_bytes: length of a run in bytes; 0 if the method did not run.
+        gbps: median rate in 1e9 bytes per second; None if the method did not run or has no rate.
         calls: I/O or driver calls per round; None if they are not counted.
         p99_ms: 99th percentile of single copies in milliseconds; None if the method does not time single copies.
         path: what moved the bytes; empty if nothing ran.
-        multiprocessors: multiprocessors that the method takes from the engine's kernels.
+        multiprocessors: number of multiprocessors that the method takes from the engine's kernels; 0 if it takes none.
         share: ratio of this rate to the rate that `note` describes; None if there is no rate to compare with.
         note: the conditions of the measurement, or why there is none.
     """

@@ -61,17 +61,17 @@ class BesideRow:
     Attributes:
         direction: "H2D", "D2H" or "both" at once.
         layerwise: whether loads were moved layer by layer.
-        run_bytes: length of a run; 0 if nothing was measured.
+        run_bytes: length of a run in bytes; 0 if nothing was measured.
         path: the path that copied most of the bytes. `path_bytes` has the bytes of every path.
-        multiprocessors: multiprocessors that the path takes.
+        multiprocessors: number of multiprocessors that the path takes.
         alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: percentiles of the work's time over all windows, alone
             and during copies, in milliseconds; None if nothing was measured.
         factor: the work's median time during copies divided by its median time alone: the median over all pairs.
             `factor_least` and `factor_most` are the smallest and the largest factor of a pair.
         load_gbps, store_gbps: rate of the copies in 1e9 bytes per second, median over all pairs; None for a direction
             that did not run.
-        pairs: number of pairs.
-        pinned: whether the GPU had registered, or refused to register, all host memory.
+        pairs: number of pairs of measurements.
+        pinned: whether the GPU had registered all host memory; True for plain memory.
         note: why nothing was measured, or that plain memory was measured.
     """
 
@@ -240,4 +240,4 @@ def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[
 
 
 def _nothing() -> None:
-    """Passed to `EngineWork.run` as `between` if a work runs alone, without copies."""
+    """Passed to `EngineWork.run` as `between` for work that runs alone, without copies."""

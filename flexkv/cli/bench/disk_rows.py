@@ -295,8 +295,8 @@ def _io_calls(lane: c_ext.GdsLane) -> int:
 def _path_of(lane: c_ext.GdsLane, multiprocessors: int) -> tuple[str, int]:
     """Returns the path that the pages of all rounds took, which the lane has counted, and its multiprocessors.
 
-    Multiprocessors are taken by the layout transform's kernel. It also checks the digests of pages whose bytes need no
-    transform, so they count if the lane launched any kernel.
+    The layout transform's kernel takes multiprocessors. The same kernel checks the digests of pages whose bytes need no
+    transform, so its multiprocessors count if the lane launched any kernel.
 
     Args:
         multiprocessors: multiprocessors that a transform takes; 0 for plain memory.

@@ -46,13 +46,13 @@ class LatencyRow:
     Attributes:
         what: "load by layer" or "store".
         path: the path that copied most of the bytes.
-        multiprocessors: multiprocessors that the path takes.
+        multiprocessors: number of multiprocessors that the path takes.
         p50_us, p99_us: microseconds until `wait` returned.
         submit_us: microseconds until `submit` returned, median.
         first_layer_us: microseconds until `wait_layer` returned for the first layer, median; None for stores.
-        gbps: 1e9 bytes per second, computed from `p50_us`.
+        gbps: rate in 1e9 bytes per second, computed from `p50_us`.
         times: number of measurements.
-        pinned: whether the GPU had registered, or refused to register, all host memory.
+        pinned: whether the GPU had registered all host memory; True for plain memory.
     """
 
     what: str
@@ -78,7 +78,7 @@ class ProcessorRow:
         path: the path that copied most of the bytes; empty if idle.
         cores: CPU seconds per second, all threads together.
         gbps: rate of the copies in 1e9 bytes per second; 0.0 if idle.
-        pinned: whether the GPU had registered, or refused to register, all host memory.
+        pinned: whether the GPU had registered all host memory; True for plain memory.
     """
 
     what: str

@@ -19,7 +19,7 @@ SMALL_BYTES = 4096
 SMALL_COPIES = 2000
 """Number of small copies, enough for a 99th percentile. The pauses between them take 0.2 s."""
 PAUSE_S = 1e-4
-"""Seconds between small copies, because an engine makes one per step and not one directly after the other."""
+"""Seconds between small copies, because an engine makes one per step instead of one directly after another."""
 
 
 def load_torch() -> Any | None:

@@ -40,9 +40,9 @@ class TransferRow:
         direction: "H2D", "D2H", or "both" at once.
         path: the path that copied most of the bytes.
         path_bytes: bytes that each path copied, over all copies of this row; empty for plain memory.
-        pinned: whether the GPU had registered all slots of the host pool.
-        multiprocessors: multiprocessors that the path takes from the engine's kernels.
-        gbps: 1e9 bytes per second, median; for "both", of the two directions together.
+        pinned: whether the GPU had registered all slots of the host pool; True for plain memory.
+        multiprocessors: number of multiprocessors that the path takes from the engine's kernels.
+        gbps: median rate in 1e9 bytes per second; for "both", of the two directions together.
         share_of_limit: the rate divided by that of one contiguous copy of as many bytes, or for "both", of one copy
             each way at once; None if that was not measured.
         share_of_one_way: for "both", the rate divided by that of the faster direction alone; otherwise None.
@@ -116,8 +116,9 @@ def pooled_engine(
 ) -> Iterator[tuple[TransferEngine, bool]]:
     """Yields a transfer engine between a layer-first pool at `base` and a host pool with as many slots as `blocks`.
 
-    Also yields whether the GPU has registered, or refused to register, all these slots. Before that, copies may not
-    use the intended path, so this function first waits for it, at most `WAIT_S` seconds.
+    Also yields whether the GPU has registered all these slots; True for plain memory. Copies of slots that are not
+    registered may use another path, so this function first waits, at most `WAIT_S` seconds, until the GPU has
+    registered or refused every slot.
 
     Args:
         base: address of the pool's memory on `device`, which has `layers` x `blocks` x `run_bytes` bytes.
@@ -144,7 +145,7 @@ def pooled_engine(
         while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
             time.sleep(0.01)
         engine.attach_view(0, view, pool)
-        # The kernel copies only registered memory. A row that was measured without it has `pinned` False.
+        # The kernel copies only registered memory. If some of it is not registered, rows have `pinned` False.
         registered = device is None or (pool.pinned_slots >= blocks and not pool.native.registration_error)
         yield engine, registered
     finally:
@@ -220,7 +221,7 @@ class TransferBench:
                 / 1e9
             )
         assert self._memory is not None
-        # Filled, because untouched pages all map to one page of zeros, which stays in the CPU's cache.
+        # `other` is filled, because untouched pages all map to one page of zeros, which stays in the CPU's cache.
         other = np.full_like(self._memory, 1)
         source, target = (other, self._memory) if direction == "H2D" else (self._memory, other)
 
@@ -255,8 +256,8 @@ class TransferBench:
         """Measures the rate of each direction alone, "H2D" and "D2H"; None if one block has more bytes than are moved.
 
         Raises:
-            ContractError: the GPU had not tried to register all of the host pool after `WAIT_S` seconds. The kernel
-                cannot copy unregistered memory.
+            ContractError: the GPU refused part of the host pool's memory, or had not registered all of it after
+                `WAIT_S` seconds. The kernel cannot copy unregistered memory.
         """
         blocks = self._total // (run_bytes * LAYERS)
         if blocks < 1:

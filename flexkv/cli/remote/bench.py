@@ -39,8 +39,8 @@ class BenchRow:
         what: "put", "exists" or "get".
         per_call: values or names per call.
         good: number of values that were moved, or of names for which the store answered.
-        unit: unit of `rate`.
-        rate: values or names per time; 0.0 if nothing was moved or answered.
+        unit: unit of `rate`: "GB/s" or "names/s".
+        rate: how much was moved or answered per second of the calls, in `unit`; 0.0 if nothing was.
         call_ms: median time of a call in milliseconds.
         ratio: this rate divided by the rate with one value or name per call. None in the row with one per call, and if
             that row's rate is 0.
