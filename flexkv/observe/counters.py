@@ -10,7 +10,7 @@ from typing import Any
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 
 MAX_SAMPLES = 65_536
-"""Most observations per series of a histogram between two takes (512 KiB). An engine takes them every step."""
+"""Most observations per series of a histogram between two calls of `take` (512 KiB). Engines call it every step."""
 
 LOST_SAMPLES = "flexkv_lost_samples_total"
 

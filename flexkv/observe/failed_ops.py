@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LINES = 10
-"""Most warnings per kind of op within `PERIOD_S`: enough to see whether failures are alike. A storm has thousands."""
+"""Most warnings per kind of op within `PERIOD_S`: enough to see whether failures are alike. A storm of failures has
+thousands.
+"""
 
 PERIOD_S = 60.0
 

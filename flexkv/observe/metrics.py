@@ -27,7 +27,9 @@ class MetricKind(Enum):
     COUNTER = "counter"
     """A number that only grows. Values of ranks and intervals are added up."""
     GAUGE = "gauge"
-    """A level, whose latest value counts. Only the manager's process sets gauges, so two ranks never set the same."""
+    """A level, whose latest value counts. Only the manager's process sets gauges, so that two ranks never set the same
+    gauge.
+    """
     HISTOGRAM = "histogram"
     """Single observations. Those of all ranks and intervals are combined."""
 
