@@ -134,8 +134,8 @@ def _distrusted_above(path: Path) -> str:
 
 
 def _distrusted(status: os.stat_result) -> str:
-    """Returns why a folder or file is not trusted; empty if it is trusted. It is not if another user could change what
-    the engine's user runs, or if the program would run as another user."""
+    """Returns why a folder or file is not trusted; empty if it is trusted. It is not trusted if another user could
+    change what the engine's user runs, or if the program would run as another user."""
     me = os.geteuid()
     if status.st_uid not in (0, me):
         return f"it belongs to user {status.st_uid}; allowed are the engine's user ({me}) and root"

@@ -143,7 +143,8 @@ class UnitServer:
             self._wake()
             self._thread.join(CLOSE_S)
             if not self._thread.is_alive():
-                # Nothing else writes to it: answers come only from this thread and from the server's, which has ended.
+                # Nothing else writes to `_woken`: answers come only from this thread and from the server's, which has
+                # ended.
                 os.close(self._woken)
                 self._woken = -1
         return self._woken < 0

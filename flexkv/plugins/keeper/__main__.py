@@ -1,5 +1,5 @@
-"""The keeper's entry point. Its one thread runs the plugins of its order until the engine's process closes its end of
-the pipe, or is gone."""
+"""The keeper's entry point. Its only thread runs the plugins of an `Order` until the engine's process closes the pipe
+or is gone."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Keeper:
                 run.ended(os.waitstatus_to_exitcode(status), now_s)
 
     def _end(self) -> None:
-        """Sends SIGTERM to all plugins, waits for their grace, then kills the remaining processes."""
+        """Sends SIGTERM to all plugins, gives them `grace_s` seconds to end, then kills the remaining processes."""
         for run in self._runs:
             run.is_ending = True
             run.signal(signal.SIGTERM)

@@ -28,7 +28,7 @@ PRCTL = ctypes.CDLL(None).prctl
 
 
 class PluginRun:
-    """One plugin's process, and when to start it again. Times are on the monotonic clock.
+    """One plugin's process, and when to start it again. Times are in seconds of the monotonic clock.
 
     Attributes:
         pid: id of the process, which leads its own session; 0 while there is none.
