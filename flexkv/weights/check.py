@@ -22,8 +22,8 @@ from flexkv.weights.table import WeightsTable
 logger = get_logger(__name__)
 
 SOON_BYTES = 512 << 20
-"""Largest size of weights for whose digest `WeightsCheck.start` waits; they can be read within the time that it may
-wait."""
+"""Largest size, in bytes, of weights for whose digest `WeightsCheck.start` waits. Weights of this size can be read
+within the time that it may wait."""
 
 TRIES = 2
 """How often reading the files is tried. A try may fail because a network file system has lost its server for a moment,
