@@ -18,7 +18,8 @@ class GeometryError(FlexKVError, ValueError):
 
 
 class CapacityError(FlexKVError, MemoryError):
-    """A pool or buffer is too small for even one block or item."""
+    """There is not enough memory, disk space or another resource, or a pool or buffer is too small for even one item.
+    """
 
 
 class BlockRangeError(FlexKVError, IndexError):
@@ -35,7 +36,9 @@ class KeySchemeError(FlexKVError, ValueError):
 
 
 class NativeCoreError(FlexKVError, ImportError):
-    """The native core was built from another version of the source than this package. The message names both."""
+    """The native core is missing, or was built from another version of the source than this package. The message says
+    which.
+    """
 
 
 class ClosedError(FlexKVError, RuntimeError):
