@@ -27,8 +27,8 @@ struct Capabilities {
   bool kernel = false;
   bool batch = false;
   bool stage_words = false;  // streams can wait for one stage of a kernel that is still running
-  // Unit: bytes. For loads and for stores: the kernel copies runs shorter than this, a length that was
-  // measured on this device. If it is unset, the built-in lengths of copy_ways.h apply.
+  // Unit: bytes. For loads and for stores, a length that was measured on this device: the kernel copies runs
+  // that are shorter. If a length is unset, the built-in lengths of copy_ways.h apply.
   std::array<std::optional<int64_t>, 2> measured_below = {};
 };
 

@@ -16,11 +16,11 @@
 
 namespace flexkv::cuda {
 
-// Only one thread may use it, and the stream's device must be that thread's current device.
+// Only one thread may use a CopyStream, and the stream's device must be that thread's current device.
 class CopyStream {
  public:
-  // `urgent`: its kernels get multiprocessors before those of other streams. The first mark gets the number
-  // after `marks`. Throws CapacityError.
+  // If `urgent`, the stream's kernels get multiprocessors before those of other streams. The first mark gets
+  // the number after `marks`. Throws CapacityError.
   CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t marks = 0);
   ~CopyStream();
   CopyStream(const CopyStream&) = delete;

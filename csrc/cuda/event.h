@@ -1,4 +1,4 @@
-// Owners of a device's streams and events, which they destroy.
+// Classes that own a device's streams and events, and destroy them.
 #pragma once
 #include <memory>
 #include <string>
@@ -11,7 +11,8 @@ namespace flexkv::cuda {
 // A stream that flexkv creates. It does not wait for the legacy null stream, nor the null stream for it.
 class Stream {
  public:
-  // `urgent`: its kernels get multiprocessors before those of other streams. Throws CapacityError.
+  // If `urgent`, the stream's kernels get multiprocessors before those of other streams. Throws
+  // CapacityError.
   explicit Stream(std::shared_ptr<Device> device, bool urgent = false);
   ~Stream();
   Stream(const Stream&) = delete;

@@ -17,7 +17,7 @@ namespace flexkv::cuda {
 // Some pages of an item that are copied through some of its stages. A part ends when all its portions have
 // ended.
 struct Part {
-  std::vector<size_t> indices;  // of its pages, in WorkItem::positions()
+  std::vector<size_t> indices;  // index of each page in WorkItem::positions()
   std::vector<PageEnds> pages;  // one for each of `indices`
   int32_t first_stage = 0, last_stage = 0;
   bool last_of_stages = false;  // no later part has pages for these stages
@@ -26,7 +26,7 @@ struct Part {
   // If one kernel copies all runs and counts its stages: for each stage, the number of segments in
   // runs.by_kernel up to its end. Otherwise empty.
   std::vector<size_t> stage_runs;
-  std::vector<std::shared_ptr<StreamEvent>> stage_points;  // one per stage, once that kernel is enqueued
+  std::vector<std::shared_ptr<StreamEvent>> stage_points;  // per stage; empty until the kernel is enqueued
   std::optional<CopyLister> copies;                        // lists runs.by_engine; set with the first portion
   // LaneDirection updates the members below, from the first portion until the part ends.
   int portions = 0;  // number of portions in flight

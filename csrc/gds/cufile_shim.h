@@ -115,9 +115,9 @@ inline constexpr int64_t kCufilePinnedBytes = int64_t{32} << 30;
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
 // Returns the process's cuFile, which the first call opens. Returns null, and sets `why` to the reason, if
-// there is no GPU or cuFile cannot be opened. Without a GPU, it does not even load cuFile, because opening
-// cuFile's driver may hang. `pinned_bytes` is the most device memory that the process may register: its GPU's
-// memory.
+// there is no GPU or cuFile cannot be opened. Without a GPU, this function does not even load cuFile, because
+// opening cuFile's driver may hang. `pinned_bytes` is the most device memory that the process may register:
+// its GPU's memory.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes = 0);
 
 // Formats the number that cuFileGetVersion reports, which has 1000 per major and 10 per minor version: 1200

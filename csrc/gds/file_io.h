@@ -28,7 +28,7 @@ enum class IoRoute {
 
 struct IoOutcome {
   int64_t bytes = 0;                  // bytes moved; a call that moved fewer than requested has failed
-  std::string error;                  // why the call stopped early; empty if the file or device ended
+  std::string error;                  // why the call failed; empty if it succeeded or met the end of the file
   bool of_memory = false;             // whether the error came from the memory, its device or driver
   std::optional<IoRoute> route = {};  // the observed route; if unset, the call took the one of route()
 };

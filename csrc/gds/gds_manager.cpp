@@ -106,14 +106,14 @@ void GDSManager::close() {
   // A transfer ends when its I/O has finished, or gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
-  // Each file is closed when its last reference is dropped: I/O that hangs keeps everything that it may still
-  // touch.
+  // Each file is closed when its last reference is dropped: I/O that hangs holds references to everything
+  // that it may still touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   lock.unlock();
   {
     const std::lock_guard pool_lock(pool_mutex_);
-    pool_ = nullptr;  // before the I/O, with which the pool is registered
+    pool_ = nullptr;  // must end before the I/O, which registered the pool
   }
   lock.lock();
   parts_.io = nullptr;

@@ -20,11 +20,11 @@
 namespace flexkv {
 
 inline constexpr int32_t kDefaultStagingBlocks = 64;
-// Unit: bytes. 64 blocks of a 70B model (80 layers with 128 KiB of K and 128 KiB of V per block) take 1.25
-// GiB.
+// Unit: bytes. The default limit on staging memory. 64 blocks of a 70B model (80 layers with 128 KiB of K and
+// 128 KiB of V per block) take 1.25 GiB.
 inline constexpr int64_t kDefaultStagingBytes = int64_t{2} << 30;
-// Unit: threads per disk. Each has one synchronous call in flight. Four keep an NVMe disk busy at 2 MiB per
-// call.
+// Unit: threads per disk. Each thread has one synchronous call in flight. Four threads keep an NVMe disk busy
+// at 2 MiB per call.
 inline constexpr int32_t kDefaultGdsThreads = 4;
 
 struct GdsOptions {

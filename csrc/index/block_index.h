@@ -102,9 +102,9 @@ class BlockIndex {
   // Returns how many leading entries are ready. Precondition: the caller has leased the entries.
   size_t count_ready(std::span<const EntryId> entries) const;
 
-  // Returns how many leading pages that an earlier lookup leased can still be promised. `entries`: the entry
-  // that was leased for each key. An entry counts only if it is ready, still leased, and still holds the
-  // block of its key.
+  // Returns how many of the pages that an earlier lookup leased can still be promised, counted up to the
+  // first page that cannot. `entries` has the entry that was leased for each key. An entry counts only if it
+  // is ready, still leased, and still holds the block of its key.
   size_t count_ready(uint32_t group, std::span<const BlockKey> keys, std::span<const EntryId> entries) const;
 
   // Adds a lease to an entry that `find` has just returned. Returns the entry's slot. Throws ContractError if
@@ -354,7 +354,7 @@ class BlockIndex {
   EntryTable table_;
   KeyMap map_;
   // The policies' notes, indexed by entry; null if the policy keeps none. They are declared before
-  // `classes_`, so that they outlive the policies in it.
+  // `classes_`, so that they outlive the policies in `classes_`.
   std::unique_ptr<HugeArray<PolicyNote>> policy_notes_;
   std::vector<uint32_t> class_of_;  // index into `classes_` for each group
   std::vector<SizeClass> classes_;

@@ -22,8 +22,8 @@ enum class EntryState : uint32_t {
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
-  EntryId newer;  // neighbour in the list that is evicted after this entry
-  EntryId older;  // neighbour in the list that is evicted before this entry; in a chain, the next block
+  EntryId newer;  // the entry's neighbour in its list, evicted after it
+  EntryId older;  // the other neighbour, evicted before the entry; in a chain, the next block
   uint32_t meta;  // state, group and pins in one word, so that walks compare state and group in one step
 
   static constexpr uint32_t kPinBits = 24;

@@ -1,6 +1,6 @@
 // A flat hash map from keys to entries: open addressing with linear probing, in an array of 8-byte places. It
-// is never more than a quarter full, so that most probes end at the first or second place. The CPU predicts
-// their branches well.
+// is never more than a quarter full, so that most probes end at the first or second place, and the CPU
+// predicts the branches of a probe well.
 //
 // A place holds 32 bits of the key's hash and the entry's number. The top bits of the hash give the key's
 // home, the place at which a probe starts. So a probe that misses does not read any entry. Neither does a

@@ -59,8 +59,8 @@ class TierLookup {
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
                      FoundPages& found);
 
-  // Undoes the leases on the pages of `group` from page `from` on. Only for leases that the current lookup
-  // has taken, before it returns its result.
+  // Undoes the leases on the pages of `group` from page `from` on. Precondition: the current lookup has taken
+  // these leases, and has not returned its result yet.
   void take_back(FoundGroup& group, size_t from);
 
   // Ends the leases on the pages of `group` outside [first, end). Returns the message of one error if any
@@ -82,8 +82,8 @@ class TierLookup {
   // How many leading blocks are ready in host memory now.
   size_t count_ready(const Found& found) const;
 
-  // Writes for each key the number of the first tier in the mask that has its block ready and not expired,
-  // plus 1; 0 if no tier has it.
+  // Writes a number for each key: 1 plus the number of the first tier in the mask that has the key's block,
+  // ready and not expired; 0 if no tier has it.
   void present(uint32_t group, std::span<const BlockKey> keys, uint32_t tiers_mask, uint64_t now_s,
                uint8_t* out);
 
@@ -110,8 +110,8 @@ class TierLookup {
   std::vector<std::shared_ptr<BlockIndex>> tiers_;
   size_t groups_;
   uint64_t number_;
-  // Buffers for one window. `missing_`: the keys of pages that no tier searched so far has. `candidates_`:
-  // the entries that `find` returned.
+  // Buffers for one window. `missing_` has the keys of pages that no tier searched so far has; `candidates_`
+  // has the entries that `find` returned.
   std::array<BlockKey, kWindow> missing_;
   std::array<EntryId, kWindow> candidates_;
 };

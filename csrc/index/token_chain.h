@@ -29,7 +29,7 @@ class TokenChain {
   // How many complete blocks a request of `tokens` tokens has.
   size_t blocks_of(size_t tokens) const;
 
-  // How many tokens, from next_token() on, the next `count` blocks are computed from.
+  // From how many tokens, beginning at next_token(), the digests of the next `count` blocks are computed.
   size_t tokens_read(size_t count) const {
     return count == 0 ? 0 : count * block_tokens_ + (bigram_ ? 1 : 0);
   }

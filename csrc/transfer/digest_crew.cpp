@@ -88,7 +88,7 @@ void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
       pthread_setname_np(shared->threads.back().native_handle(), "flexkv-digest");
     }
   } catch (const std::exception&) {
-    // Ignored: the threads that have started help, and without any the caller works alone.
+    // This error is ignored. The threads that have started help; if there are none, the caller works alone.
   }
 }
 

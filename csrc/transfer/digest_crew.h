@@ -19,7 +19,7 @@ class DigestCrew {
  public:
   using OnShare = std::function<void(DigestWork)>;
   // `threads`: how many threads work for one caller. This includes the caller, so the crew has one thread
-  // fewer; with 1 there is no crew. `on_share`: for tests; each thread calls it after it has taken a share
+  // fewer; with 1 there is no crew. `on_share` is for tests. Each thread calls it after it has taken a share
   // and before it computes digests. It must not throw. Throws ConfigError if `threads` is not in [1,
   // kMostDigestThreads].
   explicit DigestCrew(int32_t threads = kUsualDigestThreads, OnShare on_share = {});
@@ -32,10 +32,10 @@ class DigestCrew {
   // at once. At any time the crew helps one caller of check() and one caller of write(), and prefers the
   // former. Further callers work alone. Precondition: view.has_digests().
   //
-  // Does what check_digests() does, and writes one result per slot. Throws std::bad_alloc.
+  // check() does what check_digests() does, and writes one result per slot. Throws std::bad_alloc.
   void check(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi,
              std::span<MoveResult> results);
-  // Does what write_digests_of_stripe() does. Precondition: no slot occurs twice in `slots`.
+  // Does what write_digests_of_stripe() does for each slot. Precondition: no slot occurs twice in `slots`.
   void write(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi) noexcept;
 
   // Makes the threads return after their current shares, and joins them. Later callers work alone.

@@ -43,10 +43,11 @@ class TransferEngine {
   TransferEngine& operator=(const TransferEngine&) = delete;
 
   // Attaches `view` to `group`. From now on ops of this group move blocks of the view to and from the stripe
-  // at `stripe_offset` in the slots of `pool`; the stripe's run digests are at `digest_offset`. Throws
-  // GeometryError if the stripe or its digests do not fit in a slot. Throws it also if the view shares bytes
-  // with another group's view, unless only blocks of the same number share bytes, as in hybrid models. Throws
-  // ContractError if the group already has a view, and ClosedError if the pool is closed.
+  // at `stripe_offset` in the slots of `pool`. The stripe's run digests are at `digest_offset`; kNoDigests
+  // means that there are none. Throws GeometryError if the stripe or its digests do not fit in a slot. Also
+  // throws GeometryError if the view shares bytes with another group's view, unless only blocks of the same
+  // number share bytes, as in hybrid models. Throws ContractError if the group already has a view, and
+  // ClosedError if the pool is closed.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
   // Detaches the group's view, which ops in flight continue to use. Returns a number for the detached view,

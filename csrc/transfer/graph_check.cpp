@@ -20,8 +20,9 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
                         ": allowed are [" + std::to_string(low) + ", " + std::to_string(high) + ")" + note);
 }
 
-// Returns the ids of the blocks, slots or places that the op overwrites, and the word for such an id. Null if
-// the kind is invalid. No id may occur twice in an op, because two threads could copy to the same bytes.
+// Returns the ids of the blocks, slots or places that the op overwrites, and the word that messages use for
+// such an id. The pointer to the ids is null if the kind is invalid. No id may occur twice in an op, because
+// two threads could copy to the same bytes.
 std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
   if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
   if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};

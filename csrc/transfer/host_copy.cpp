@@ -9,8 +9,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Shorter runs are copied with memcpy, which is as fast, because alignment and fence cost too
-// much.
+// Unit: bytes. Shorter runs are copied with memcpy: streaming stores are no faster for them, because
+// alignment and fence cost too much.
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. The size of a cache line. Streaming stores fill complete lines only if they start at a line.
 constexpr size_t kLineBytes = 64;

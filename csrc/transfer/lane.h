@@ -51,8 +51,8 @@ class WorkSource {
   // Finishes a work item with one result per position. The lane calls this after the item's last byte has
   // stopped moving. It must finish every item that it has taken.
   virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
-  // Finishes some pages of a work item, given by their index in positions(). For lanes whose pages finish one
-  // by one. Every page must be finished exactly once.
+  // Finishes some pages of a work item, given by their index in positions(). Lanes whose pages finish one by
+  // one call this instead of finish(). Every page must be finished exactly once.
   virtual void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                             const std::vector<MoveResult>& results) = 0;
 };
@@ -88,18 +88,19 @@ class Lane {
   // stuck items and does not take the lane down.
   virtual bool watches_itself() const { return false; }
   // Starts the lane's threads. The transfer engine calls this when the first op of the lane's kinds is
-  // submitted, and again at the next such op if it threw. The threads must own everything they use, `source`
-  // included, because they outlive the lane if a device hangs for ever.
+  // submitted. If the call throws, the engine calls it again at the next such op. The threads must own
+  // everything they use, `source` included, because they outlive the lane if a device hangs for ever.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
   // The scheduler calls this when there may be a work item of this kind for try_take() or
-  // try_take_expedited(), or when an item in flight may be extended or was cancelled. It holds its lock, so
-  // this must only signal a thread.
+  // try_take_expedited(), or when an item in flight may be extended or was cancelled. The scheduler holds its
+  // lock meanwhile, so this function must only signal a thread.
   virtual void wake(OpKind) {}
-  // The scheduler calls this when a page of a kDiskRead has finished, even if no lane took the page. It holds
-  // its lock, so this must not block.
+  // The scheduler calls this when a page of a kDiskRead has finished, even if no lane took the page. The
+  // scheduler holds its lock meanwhile, so this function must not block.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
   // The scheduler calls this when layers [0, layers) of a page of a layerwise kDiskRead are in place and
-  // verified, and more layers will follow. It holds its lock, so this must not block.
+  // verified, and more layers will follow. The scheduler holds its lock meanwhile, so this function must not
+  // block.
   virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
   // Whether the lane copies on streams, so that submit() needs the inference engine's stream for its ops.
   // record() and make_wait() are called only if this is true.

@@ -76,7 +76,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   void release_view() { view_.reset(); }
 
   // The scheduler maintains the following members.
-  int32_t waiting_barriers = 0;          // number of unfinished ops that barrier edges make it wait for
+  int32_t waiting_barriers = 0;          // number of unfinished ops for which barrier edges make the op wait
   std::vector<int32_t> waiting_streams;  // per page: number of stream edges it waits for; empty without any
   std::vector<std::pair<OpState*, EdgeKind>> successors;  // the ops that wait for this one
   Priority effective_priority = Priority::kLoad;          // the highest priority of the op and its successors

@@ -98,8 +98,8 @@ class Scheduler : public WorkSource {
     // of its op.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
-  // Waits until the graph's stores have read the inference engine's blocks or, with `on_streams`, until the
-  // lanes have enqueued these reads, which they then do without delay. A store to disk cannot be enqueued: if
+  // Waits until the graph's stores have read the inference engine's blocks. With `on_streams`, expedites the
+  // stores and waits only until the lanes have enqueued these reads. A store to disk cannot be enqueued: if
   // one waits behind a forward pass that still runs, this does not wait for it. Throws ContractError if the
   // ticket was never returned.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
@@ -158,8 +158,8 @@ class Scheduler : public WorkSource {
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // What the end of an op or page means for an op or page that waits for it. Consequences are kept in a list
-  // and not handled recursively, because a chain of ops may be as long as the queues.
+  // What has to be done for an op or page that waited for another op or page that has now ended. Consequences
+  // are kept in a list and not handled recursively, because a chain of ops may be as long as the queues.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;

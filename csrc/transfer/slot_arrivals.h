@@ -22,8 +22,8 @@ struct SlotArrival {
   int32_t layers = 0;   // layers [0, layers) are verified; a thread that reads this also sees their bytes
 };
 
-// The words are in the memory of the pool, which every process of the unit maps; there is one per slot, 0 at
-// first. Later reads have higher numbers, and at most one read at a time fills a slot.
+// The records: one word per slot, 0 at first, in the memory of the pool, which every process of the unit
+// maps. Later reads have higher numbers, and at most one read at a time fills a slot.
 class SlotArrivals {
  public:
   using Word = std::atomic<uint64_t>;

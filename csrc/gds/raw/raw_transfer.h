@@ -11,8 +11,8 @@
 
 namespace flexkv {
 
-// A transfer between raw files and a pool. Where the files' blocks lie follows from the manager's round_robin
-// and from `blocks_per_file`.
+// A transfer between raw files and a pool. The manager's round_robin and `blocks_per_file` determine where a
+// block lies in the files.
 struct RawTransfer {
   GTensorHandler pool = {};
   RawBlockLayout file = {};

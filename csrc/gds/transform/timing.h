@@ -22,9 +22,9 @@ struct TransformTime {
   double copy_s = 0;  // the time of the device's own copy of the same number of bytes
 };
 
-// Returns one entry per repeat. Transform and copy alternate; a first pair of them is not counted. Throws
-// ConfigError if a number is out of range, CapacityError if there is not enough memory, and TransferError if
-// a transform fails.
+// Returns one entry per repeat. Transform and copy alternate. The first transform and the first copy are not
+// counted. Throws ConfigError if a number is out of range, CapacityError if there is not enough memory, and
+// TransferError if a transform fails.
 FLEXKV_EXPORT std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                                         int32_t repeats);
 

@@ -4,7 +4,7 @@
 // ends and when a slot is needed, but never during a lookup. Spare blocks are not in the policy's lists until
 // a request hits them or they are stored again as ordinary blocks.
 //
-// To add a policy: docs/contributing/add-an-eviction-policy.md.
+// docs/contributing/add-an-eviction-policy.md says how to add a policy.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -66,7 +66,7 @@ class EvictionPolicy {
   // The index calls `missed` and `gone` only if PolicyKind::follows is set.
   //
   // `missed`: the index has just made these entries for keys that it did not have. `hashes`: a 32-bit hash of
-  // each key. It depends on a secret seed, and stays the same for a key during the index's lifetime.
+  // each key. The hash depends on a secret seed, and stays the same for a key during the index's lifetime.
   virtual void missed(std::span<const EntryId> entries, std::span<const uint32_t> hashes) {
     (void)entries, (void)hashes;
   }
