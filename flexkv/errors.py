@@ -18,7 +18,7 @@ class GeometryError(FlexKVError, ValueError):
 
 
 class CapacityError(FlexKVError, MemoryError):
-    """There is not enough memory, disk space or another resource, or a pool or buffer is too small for even one item."""
+    """There is not enough memory, disk space or another resource, or a pool or buffer is too small for one item."""
 
 
 class BlockRangeError(FlexKVError, IndexError):
