@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexkv.c_ext import BoundaryLookup, Found, FoundLengths, GroupRule, TierLookup
-from flexkv.cache.base import NO_ENTRIES, TailCandidates, TierId
+from flexkv.cache.base import NO_ENTRIES, GroupSpec, TailCandidates, TierId, sharing
 from flexkv.cache.ledger.leases import GroupLease, Lease
 from flexkv.cache.moves.fetches import WantedPages
 from flexkv.cache.moves.page_walk import PageRun, runs_of, split_runs
@@ -15,10 +15,31 @@ from flexkv.cache.promise.questions import Questions
 from flexkv.cache.promise.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys, Rule
+from flexkv.observe import MissReason
 from flexkv.transfer.graph import NO_PLACES
 
 MAX_TOKENS = 2**62
 """A number of tokens that no request reaches."""
+
+
+def tokens_in_host(specs: Sequence[GroupSpec]) -> int:
+    """Returns the number of tokens of the longest hit whose pages fit in host memory together."""
+    most = MAX_TOKENS
+    owners = sharing(specs)
+    for owner in set(owners):
+        groups = [spec for spec, owns in zip(specs, owners, strict=True) if owns == owner]
+        full = [spec.block_tokens for spec in groups if spec.rule is Rule.FULL]
+        slots = specs[owner].slots - sum(pages_at_end(spec) for spec in groups)
+        if full:
+            most = min(most, int(slots / sum(1 / tokens for tokens in full)))
+    return max(0, most)
+
+
+def pages_at_end(spec: GroupSpec) -> int:
+    """Returns how many pages a hit of any length needs of a group at most; 0 for a FULL group, which has no limit."""
+    if spec.rule is Rule.CHUNK:
+        return -(-spec.reach // spec.block_tokens)
+    return 1 if spec.rule is Rule.STATE else spec.reach
 
 
 class Lookup:
@@ -41,6 +62,8 @@ class Lookup:
         )
         self._one_group = self.same_blocks and len(specs) == 1
         self._block_tokens = specs[0].block_tokens
+        self._alignment_tokens = alignment_tokens
+        self._host_tokens = tokens_in_host(specs)
         self._tables = tables
         self._pages_behind = pages_behind
         self._questions = questions
@@ -203,20 +226,37 @@ class Lookup:
     # --- groups that need different pages ---
 
     def _look_for_boundary(self, ask: Ask) -> Looked:
+        fitting = self._fitting(ask)
+        looked, end = self._look_up_to_boundary(fitting)
+        if fitting is not ask and end + self._alignment_tokens > ask.start_tokens + self._host_tokens:
+            looked.left_out = MissReason.NO_ROOM
+        return looked
+
+    def _fitting(self, ask: Ask) -> Ask:
+        """Limits a lookup to hits whose pages fit in host memory together: pages of a longer hit would be fetched in
+        vain, because a hit of such groups is of use only as a whole."""
+        if self.asked_tokens(ask.keys, ask.start_tokens) <= self._host_tokens:
+            return ask
+        return ask._replace(keys=self.cut(ask.keys, ask.start_tokens + self._host_tokens))
+
+    def _look_up_to_boundary(self, ask: Ask) -> tuple[Looked, int]:
+        """Implements `look` for groups that need different pages. Also returns the end in tokens of the longest hit in
+        all tiers."""
         found = self._find_boundary(ask)
+        end = found.lengths[0] if found.lengths else ask.start_tokens
         asked_end = ask.start_tokens + self.asked_tokens(ask.keys, ask.start_tokens)
         asked = self._questions.for_boundary(ask, asked_end, found)
         if found.ready or not found.lengths:
-            return Looked(self._lease_found(found), asked)
+            return Looked(self._lease_found(found), asked), end
         # Missing pages of this hit are fetched. Meanwhile the longest hit that is completely in host memory is
         # promised.
-        wanted, end = self._wanted(found, ask.keys), found.lengths[0]
+        wanted = self._wanted(found, ask.keys)
         lease = self._lease_found(self._find_boundary(ask._replace(tiers=())))
         lease.shared_tokens = found.shared_tokens
         missing_tokens = end - ask.start_tokens - lease.tokens
         looked = self._pages_behind.fetch_together(ask, lease, wanted, missing_tokens)
         looked.fetches += asked
-        return looked
+        return looked, end
 
     def _find_boundary(self, ask: Ask) -> FoundLengths:
         """Finds the longest hit that all groups can restore, and leases its pages. The caller must end the leases."""

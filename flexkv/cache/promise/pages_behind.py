@@ -126,18 +126,20 @@ class PagesBehind:
                 self.walk.release(part.runs)
             self._skip_tiers(ask, MissReason.COMPUTED_SOONER)
             return Looked(lease)
-        turn, last = Turn.FETCH_SOME, self._tables.ops.last_id
         if in_line:
             need, turn = self._take_turn(ask, lease, wanted, tokens)
         else:
             need = self._line.need_of(wanted, lease.groups)
+            turn = Turn.FETCH if self._line.has_room(need) else Turn.FETCH_SOME
         if turn is Turn.WAIT or turn is Turn.GO_ON:
             return self._leave_there(ask, lease, wanted, need, turn)
+        if turn is Turn.FETCH_SOME:
+            for part in wanted:
+                self.walk.release(part.runs)
+            self._line.note_without(ask.request_id, need.pages)
+            return Looked(lease, left_out=MissReason.NO_ROOM)
         fetched = self._promotions.fetch(wanted, layerwise=False, aligned=False)
-        left_out = None
-        if turn is Turn.FETCH_SOME and not fetched.ops:
-            left_out = self._note_without_room(ask, need, fetched, last)
-        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched), left_out=left_out)
+        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
     # --- slots for fetches ---
 

@@ -155,9 +155,9 @@ class RoomLine:
                     need.slots[owner] = need.slots.get(owner, 0) + len(run)
                     need.pages[run.tier] = need.pages.get(run.tier, 0) + len(run)
                     need.fetches[run.tier] = need.fetches.get(run.tier, 0) + 1
-        return self._has_room(need)
+        return self.has_room(need)
 
-    def _has_room(self, need: Need) -> bool:
+    def has_room(self, need: Need) -> bool:
         """Whether everything in `need` is available now."""
         index = self._tables.hub.index
         if any(slots > index.idle_slots(owner) for owner, slots in need.slots.items()):
@@ -188,9 +188,9 @@ class RoomLine:
             wait_s: maximum number of seconds that the request waits.
         """
         if not self._asks_again:
-            return Turn.FETCH if self._has_room(need) else Turn.FETCH_SOME
+            return Turn.FETCH if self.has_room(need) else Turn.FETCH_SOME
         place = self._places.get(request_id)
-        if not need.fetches or (self._is_first(place) and self._has_room(need)):
+        if not need.fetches or (self._is_first(place) and self.has_room(need)):
             self.leave(request_id)
             return Turn.FETCH
         fits = self._fits(need)
@@ -248,7 +248,7 @@ class RoomLine:
 
     def _may_go(self, place: PlaceInLine) -> bool:
         """Whether a lookup may find enough slots, or would end the request's wait."""
-        if self._is_first(place) and self._has_room(place.need):
+        if self._is_first(place) and self.has_room(place.need):
             return True
         waited_s = place.waited_s + min(self._tables.clock() - place.asked_s, MAX_TURN_S)
         return waited_s > place.wait_s or any(self._tables.tiers[tier].down for tier in place.need.fetches)

@@ -69,7 +69,7 @@ class SeesNoRoom(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         index = self.hub.index
-        self.promises.line._has_room = (  # type: ignore[method-assign]
+        self.promises.line.has_room = (  # type: ignore[method-assign]
             lambda need: all(slots <= index.free_slots(owner) for owner, slots in need.slots.items())
         )
 
