@@ -16,10 +16,13 @@ class MissReason(Enum):
     ABSENT = "absent", "no tier in use has the next block, or a store is still filling it"
     EXPIRED = "expired", "the page of the next block was cached until its time to live was over"
     OFF = "off", "the cache is disabled, or a reset has not finished"
-    ASKED = "asked", "the request's own settings allow no more"
+    ASKED = "asked", "the request's own settings allow no more, or exclude the tier that has the next block"
     FAILED_LOAD = "failed_load", "a load of this request, or recently of any request, did not bring its pages"
     QUEUE_FULL = "queue_full", "as many pages are promised or being loaded as `load.inflight_pages` allows"
-    NO_ROOM = "no_room", "host memory had no slots for the next blocks until the request's wait was over"
+    NO_ROOM = (
+        "no_room",
+        "host memory cannot hold the next blocks too, or had no slots for them while the request waited",
+    )
     LATE = "late", "a tier took too long to answer or to bring the next blocks"
     COMPUTED_SOONER = "computed_sooner", "the engine computes the next blocks sooner than a tier brings them"
 

@@ -82,6 +82,11 @@ class Lookup:
             end = min(end, len(of_group) * spec.block_tokens)
         return max(0, end - start_tokens)
 
+    def may_end_at(self, ask: Ask, tokens: int) -> bool:
+        """Whether a hit of `tokens` tokens from the request's start on is as long as the lookup's keys allow."""
+        keys_end = ask.start_tokens + self.asked_tokens(ask.keys, ask.start_tokens)
+        return tokens + self._alignment_tokens > keys_end
+
     def cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
         """Returns, per group, the keys of the whole blocks in the request's first `tokens` tokens."""
         return [k[: tokens // spec.block_tokens] for k, spec in zip(keys, self._tables.specs, strict=True)]
@@ -228,7 +233,7 @@ class Lookup:
     def _look_for_boundary(self, ask: Ask) -> Looked:
         fitting = self._fitting(ask)
         looked, end = self._look_up_to_boundary(fitting)
-        if fitting is not ask and end + self._alignment_tokens > ask.start_tokens + self._host_tokens:
+        if fitting is not ask and self.may_end_at(fitting, end):
             looked.left_out = MissReason.NO_ROOM
         return looked
 

@@ -24,6 +24,7 @@ from flexkv.cache.promise.ask import Ask, Looked
 from flexkv.cache.promise.fetch_choice import FetchChoice
 from flexkv.cache.promise.load_tries import LoadTries
 from flexkv.cache.promise.lookup import Lookup
+from flexkv.cache.promise.misses import Misses
 from flexkv.cache.promise.pages_behind import PagesBehind
 from flexkv.cache.promise.questions import Questions
 from flexkv.cache.promise.room_line import RoomLine
@@ -74,6 +75,7 @@ class Promises:
         questions = Questions(tables, self._waits, choice, alignment_tokens)
         behind = PagesBehind(tables, promotions.walk, promotions, self._waits, self.line, choice)
         self.lookup = Lookup(tables, behind, questions, alignment_tokens)
+        self._misses = Misses(tables, self.lookup)
         self.load_tries = LoadTries(limits.rest_s, tables.clock)
         self._block_tokens = tables.specs[0].block_tokens
         self._sizes = [spec.block_tokens for spec in tables.specs]
@@ -108,10 +110,10 @@ class Promises:
         if is_known and tail is None and settings is NO_SETTINGS:
             lease = self._lease_again(request_id, keys, start_tokens)
         if lease is not None:
-            looked, bound = Looked(lease), None
+            looked, ask = Looked(lease), None
         else:
             ask = self._ask(request_id, keys, start_tokens, tail, is_known, settings)
-            looked, bound = self._look(ask, is_known), ask.bound
+            looked = self._look(ask, is_known)
             lease = looked.lease
         requests.add_lease(request_id, lease)
         self._note_use(request_id, keys, lease)
@@ -121,7 +123,7 @@ class Promises:
         miss = None
         # A lookup with a tail asks only for an earlier hit and the tail after it, so the recorded miss must stay.
         if lease.tokens < asked_tokens or (requests.misses and tail is None):
-            miss = self._note_miss(request_id, keys, lease, looked, bound, asked_tokens)
+            miss = self._misses.note(request_id, keys, looked, ask, asked_tokens)
         result = self._answer(request_id, lease, looked, miss)
         tables.counts.add_lookup(asked_tokens // size, lease.tokens // size, lease.tail_tokens > 0, lease.cut)
         self._log.looked_up(result, asked_tokens)
@@ -254,52 +256,6 @@ class Promises:
         promised = lease.groups if lease.tokens else ()
         self._tables.access_orders.put_lookup(request_id, before, promised)
 
-    def _note_miss(
-        self,
-        request_id: str,
-        keys: Sequence[Keys],
-        lease: Lease,
-        looked: Looked,
-        bound: MissReason | None,
-        asked_tokens: int,
-    ) -> MissReason | None:
-        """Records why no more than the lease is promised, for `_count_miss`. Returns the reason; None if everything is
-        promised or more may come."""
-        requests = self._tables.requests
-        missing = (asked_tokens - lease.tokens) // self._block_tokens
-        if missing <= 0:
-            requests.misses.pop(request_id, None)
-            return None
-        reason = (
-            bound or looked.left_out or next(iter(requests.skipped(request_id).values()), MissReason.ABSENT)
-        )
-        if lease.cut:
-            reason = MissReason.QUEUE_FULL
-        if reason is MissReason.ABSENT and self._has_expired(keys, lease.start_tokens + lease.tokens):
-            reason = MissReason.EXPIRED
-        is_open = bool(looked.fetches or looked.awaited)
-        # If the engine acts on this lookup although more may come, it did not wait, so the reason is LATE.
-        requests.note_miss(request_id, MissReason.LATE if is_open else reason, missing)
-        return None if is_open else reason
-
-    def _has_expired(self, keys: Sequence[Keys], tokens: int) -> bool:
-        """Whether, in any group, the block after the request's first `tokens` tokens has expired recently."""
-        expired = self._tables.hub.expired
-        blocks = [tokens // size for size in self._sizes]
-        return any(
-            expired.holds(of_group[block : block + 1])
-            for of_group, block in zip(keys, blocks, strict=True)
-            if block < len(of_group)
-        )
-
-    def _count_miss(self, request_id: str) -> None:
-        """Counts the recorded miss of the request's last lookup. Called when the engine acts on the lookup."""
-        noted = self._tables.requests.misses.pop(request_id, None)
-        if noted is not None:
-            reason, blocks = noted
-            missed = self._tables.counts.missed
-            missed[reason] = missed.get(reason, 0) + blocks
-
     def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
         """Returns how many of a lease's tokens each tier has supplied."""
         if not lease.tokens:
@@ -388,7 +344,7 @@ class Promises:
         for tier, tokens in zip(self._tables.tiers, of_first_tokens(lease.by_tier, taken), strict=False):
             tier.counts.hits += tokens // self._block_tokens
         self._tables.requests.pop_lease(request_id)
-        self._count_miss(request_id)
+        self._misses.count(request_id)
         self._waits.end_wait(request_id)
         self.line.forget(request_id)
         ops = [op for route in self._routes for op in route.begin_load(request_id, lease, targets)]
@@ -477,7 +433,7 @@ class Promises:
     def release(self, request_id: str) -> None:
         """Implements `CacheManager.release`."""
         self.end_lease(request_id)
-        self._count_miss(request_id)
+        self._misses.count(request_id)
         self._waits.end_wait(request_id)
         self.line.leave(request_id)
         if not self._limits.asks_again:

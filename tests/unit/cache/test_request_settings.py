@@ -12,7 +12,7 @@ from flexkv.cache.promise.ask import Ask
 from flexkv.facts.keys import Rule
 from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import MissReason
-from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
+from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain, written
 from tests.unit.cache.host_world import make, store
 from tests.unit.cache.test_lookup import tail_of
 
@@ -52,6 +52,24 @@ def test_no_more_is_promised_than_a_request_asks_for(
     settings: RequestSettings, start: int, blocks: int
 ) -> None:
     assert promised(settings, start) == (blocks, MissReason.ASKED)
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(4, MissReason.ABSENT), (3, MissReason.ASKED)])
+def test_a_limit_is_the_reason_only_where_it_ends_the_promise(limit: int, reason: MissReason) -> None:
+    manager = make()
+    store(manager, KEYS[:3])
+    match = manager.match("r", [KEYS], 0, None, RequestSettings(max_load_tokens=limit * BLOCK_TOKENS))
+    assert (match.blocks, match.miss) == (3, reason)
+
+
+@pytest.mark.parametrize(("on_disk", "reason"), [(True, MissReason.ASKED), (False, MissReason.ABSENT)])
+@pytest.mark.parametrize("tiers", [frozenset(), frozenset({"host"})])
+def test_an_excluded_tier_is_the_reason_if_it_has_the_next_block(
+    tiers: frozenset[str], on_disk: bool, reason: MissReason
+) -> None:
+    world = written(KEYS) if on_disk else DiskWorld()
+    match = world.manager.match("r", [KEYS], 0, None, RequestSettings(tiers=tiers))
+    assert (match.blocks, match.miss) == (0, reason)
 
 
 @pytest.mark.parametrize(
