@@ -13,13 +13,15 @@ FIELDS = ("segments", "ratio", "store")
 
 @dataclass(frozen=True, slots=True)
 class BlendAsk:
-    """A request's settings for blending: which segments of its prompt are reused, or that its prompt is a segment.
+    """A request's settings for blending. They say which segments of its prompt are reused, or that the prompt itself
+    is stored as a segment.
 
     Attributes:
-        segments: [first, end) token positions of each segment of the prompt that may be reused; None to cut the prompt
+        segments: token positions [first, end) of each segment of the prompt that may be reused; None to cut the prompt
             into segments at the configured separators.
         ratio: share of the reused rows that is computed again, 0 to 1; None for the configured share.
-        store: the whole prompt is one segment, which is computed by itself and stored. Excludes the other settings.
+        store: whether the whole prompt is one segment, which is computed by itself and stored. Excludes the other
+            settings.
     """
 
     segments: tuple[tuple[int, int], ...] | None = None

@@ -30,10 +30,10 @@ PoolId = NewType("PoolId", bytes)
 built."""
 
 NO_UNIT = UnitId(b"")
-"""The id in place of a unit's before the unit is built, and for a rank that serves no unit."""
+"""Stands for a unit's id before the unit is built, and for a rank that serves no unit."""
 
 NO_POOL = PoolId(b"")
-"""The id in place of a pool's for a rank that the scheduler's side reaches without messages."""
+"""Stands for a pool's id if the scheduler's side reaches the rank without messages."""
 
 
 def random_id() -> bytes:
@@ -47,9 +47,9 @@ class UnitOwner:
 
     Attributes:
         model: the model's name, for display.
-        namespace: 32 bytes; two units may use each other's KV only if theirs are equal.
+        namespace: 32 bytes. Two units may use each other's KV only if they have the same namespace.
         unit: name of the ownership unit on this node, such as `dp0`.
-        weights: content of the weights. The namespace contains only samples of it.
+        weights: all content of the weights. The namespace depends only on samples of the weights.
     """
 
     model: str
@@ -63,7 +63,7 @@ class KvGroup:
     """One KV group of a unit, as its adapter describes it.
 
     Attributes:
-        reach: length of the window or chunk; see `GroupSpec`.
+        reach: length of the window in pages or of the chunk in tokens; 0 for other rules.
         signature: bytes that the adapter hashes into the keys of the group's blocks, so that no block of another group
             has the same key; empty for a unit with one group.
     """
@@ -83,7 +83,7 @@ class GroupFacts:
         run_table: the offset in the stripe, the bytes and the layer of each run, int64 [runs, 3], ascending by offset.
         format_id: identifies the encoding of the pages.
         heads: number of KV heads on this rank; 0 if the group's blocks have no heads.
-        dtype: name of the pool's element type.
+        dtype: name of the pool's element type; empty if it is unknown.
     """
 
     stripe_bytes: int
@@ -101,7 +101,7 @@ class GroupFacts:
 
     @property
     def runs(self) -> int:
-        """Number of runs of one block; each run has its own digest if stored pages are verified."""
+        """Number of runs of one block. If stored pages are verified, each run has its own digest."""
         return len(self.run_table)
 
 
@@ -113,11 +113,11 @@ class RankFacts:
         pid: process id of the worker.
         num_blocks: number of blocks in the engine's pool on this rank, which all groups share.
         groups: facts about each group, in the order of the unit's groups.
-        replicas: number of consecutive ranks, from rank 0 on, that have the same bytes and share one stripe. With MLA
-            (one latent for all heads) these are all ranks; if there are more ranks than KV heads, some of them.
-        gpudirect: whether GPUDirect Storage reaches the pool's memory; the worker checks this only if `disk.gds` is
-            auto.
-        pool_id: id of the engine's pool that the worker has registered.
+        replicas: number of consecutive ranks, from rank 0 on, that have the same bytes and share one stripe. All ranks
+            do with MLA (one latent for all heads), and several do if there are more ranks than KV heads.
+        gpudirect: whether GPUDirect Storage reaches the pool's memory. The worker checks this only if `disk.gds` is
+            auto; otherwise False.
+        pool_id: id of the engine's pool that the worker has registered; NO_POOL if it has registered none.
     """
 
     rank: int
@@ -153,10 +153,10 @@ class PoolGrant:
 
     Attributes:
         unit: id of the unit that owns the host pool.
-        pools: id of each rank's engine pool, as the unit was built for them.
+        pools: by rank, the id of the engine pool for which the unit was built.
         descriptor: the host pool's `HostPool.descriptor()`.
-        places: by rank, then by group, the rank's places in a slot.
-        slabs: slabs of the unit's disks, for ranks that load straight from them; None if no rank does.
+        places: by rank, then by group, the rank's place in a slot.
+        slabs: slabs of the unit's disks, for ranks that move pages straight to or from them; None if no rank does.
     """
 
     unit: UnitId

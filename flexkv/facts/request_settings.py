@@ -173,14 +173,14 @@ class RequestSettings:
     docs/contributing/add-a-request-setting.md says how to add a setting, and which code applies it.
 
     Attributes:
-        skip_save: no further pages of the request are stored.
-        skip_load: no pages are loaded for the request.
+        skip_save: whether no further pages of the request are stored.
+        skip_load: whether no pages are loaded for the request.
         max_store_tokens: maximum number of leading tokens of the request that are stored; None for no limit.
         max_load_tokens: maximum number of tokens that one load brings; None for no limit.
-        tiers: labels of the tiers that are read for the request, besides host memory, which always is; None for all.
+        tiers: labels of the tiers that are read for the request; None for all. Host memory is read in any case.
         ttl_s: whole seconds after which pages that the request stores are misses; None for never.
         namespace: name that separates the request's keys from those of requests with another name; empty for no name.
-        blend: the request's settings for blending; None to not blend it.
+        blend: the request's settings for blending; None if it is not blended.
     """
 
     skip_save: bool = _setting(
@@ -245,7 +245,7 @@ class Setting(NamedTuple):
         field: name of the field of `RequestSettings`.
         read: parses the caller's value; raises UnreadableError if it is not allowed.
         join: combines two values that one request gives; see `Kind`.
-        default: value of the field if the caller's value is None.
+        default: value that the field gets if the caller's value is None.
     """
 
     field: str

@@ -1,7 +1,7 @@
 """The error for an engine that imports a module of the other package named flexkv (github.com/taco-project/FlexKV).
 
-Engines have integrations that are made for that package and import its modules, which this package lacks. Without this
-error, such an engine would end with "FlexKV is not installed", although a package of that name is installed.
+Some engines have integrations for that package and import its modules, which this package lacks. Without this error,
+such an engine would end with "FlexKV is not installed", although a package of that name is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSORRT_LLM_INSTEAD = (
 def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
     """Ends the import of a module that only the other package has.
 
-    It does not raise ImportError. SGLang takes that for a missing package, and its own message would hide this one.
+    It does not raise ImportError, which SGLang takes for a missing package: SGLang's own message would hide this one.
 
     Args:
         module: name of the imported module.

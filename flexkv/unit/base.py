@@ -1,7 +1,7 @@
 """The contract of an ownership unit: an adapter's view of the cache from its engine's start to its end.
 
-An adapter always has a unit. Until its ranks are known, and after an error that the engine can tolerate, that is a
-`NullUnit`, which caches and stores nothing; `build_unit` makes a working unit.
+An adapter always has a unit. Until its ranks are known, and after an error that the engine can tolerate, the unit is a
+`NullUnit`, which caches and stores nothing. `build_unit` makes a working unit.
 
 | state | `match` | stores | ops in flight | `poll` | `reset` |
 |---|---|---|---|---|---|
@@ -39,14 +39,14 @@ class CacheRole:
     """How one engine is configured to use the cache.
 
     Attributes:
-        loads: the engine looks up and loads blocks.
-        stores: the engine stores blocks.
-        recomputes: the engine computes pages that a load did not bring.
-        fails_requests: the engine ends a request whose load fails or is late. Ignored if `recomputes` is set.
-        shared: the workers are separate processes, which map the host pool.
-        compute_if_faster: the adapter measures how fast the engine computes. A lookup may therefore promise fewer pages
-            than a tier has, if the engine computes the rest sooner than the tier delivers them.
-        asks_again: if a lookup answers that a request has to wait, the engine repeats it in its next step.
+        loads: whether the engine looks up and loads blocks.
+        stores: whether the engine stores blocks.
+        recomputes: whether the engine computes pages that a load did not bring.
+        fails_requests: whether the engine ends a request whose load fails or is late. Ignored if `recomputes` is set.
+        shared: whether the workers are separate processes, which map the host pool.
+        compute_if_faster: whether the adapter measures how fast the engine computes. A lookup may then promise fewer
+            pages than a tier has, if the engine computes the rest sooner than the tier delivers them.
+        asks_again: whether the engine repeats a lookup in its next step if the answer is that the request has to wait.
     """
 
     loads: bool = True
@@ -67,12 +67,12 @@ class EngineUnit(ABC):
         usable: whether the unit promises and stores pages; true only in `UnitState.USABLE`.
         reason: why the unit is not usable; empty while it is usable or awaits ranks.
         manager: the unit's control plane, which answers lookups and plans loads and stores.
-        slots: how many slots the host pool has when all of its memory is mapped.
+        slots: number of slots that the host pool has when all of its memory is mapped.
         growing: whether some slots of the host pool are not in use yet; the caller then calls `grow` from time to time.
-        has_tiers: whether the unit has tiers behind host memory, such as disks. Only their pages are fetched, which may
-            take longer than computing them.
-        grant: the record with which workers in other processes map the pool; None after all have mapped it, or if no
-            worker needs it.
+        has_tiers: whether the unit has tiers behind host memory, such as disks. Only pages of these tiers are fetched,
+            and fetching may take longer than computing.
+        grant: the record with which workers in other processes map the pool; None after all workers have mapped it, or
+            if no worker needs it.
     """
 
     unit_id: UnitId = NO_UNIT
@@ -119,11 +119,11 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def expire_if_due(self, counters: Counters) -> None:
-        """Ends expired leases, which belong to lookups that no load followed. Does so at most once per interval."""
+        """Ends expired leases, which belong to lookups that no load followed. Does so at most once per second."""
 
     @abstractmethod
     def count(self, counters: Counters) -> None:
-        """Adds to `counters` what was counted since the last call, and sets its gauges."""
+        """Adds to `counters` what was counted since the last call, and sets the gauges in it."""
 
     @abstractmethod
     def close(self) -> bool:

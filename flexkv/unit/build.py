@@ -31,13 +31,13 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 START_WAIT_S = 10.0
-"""How long the engine's start waits until the host pool's first extent is mapped, so that blocks of the first requests
-can be stored. An extent has at most 1 GiB, which takes half a second on an idle machine. The other extents are mapped
-while the engine runs."""
+"""Maximum time for which the engine's start waits until the host pool's first extent is mapped, so that blocks of the
+first requests can be stored. An extent has at most 1 GiB, and mapping it takes half a second on an idle machine. The
+other extents are mapped while the engine runs."""
 
 FAILED_LOAD_REST_S = 30.0
-"""How long after a failed load lookups promise nothing to new requests, if the engine ends requests whose loads are
-late. In such an engine each further load may cost a client its request, and a tier that needed longer than
+"""Time after a failed load for which lookups promise nothing to new requests, if the engine ends requests whose loads
+are late. In such an engine each further load may cost a client its request, and a tier that needed longer than
 `load.deadline_s` is seldom fast a moment later."""
 
 

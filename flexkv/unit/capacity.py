@@ -15,8 +15,8 @@ class PromptLimit:
     """The longest prompt that the engine accepts.
 
     Attributes:
-        tokens: its length in tokens.
-        setting: the name of the engine's setting that limits prompts.
+        tokens: length of that prompt in tokens.
+        setting: name of the engine's setting that limits prompts.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class TierCapacity:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the tier holds if it serves one KV group only."""
+        """How many tokens the tier holds if it serves only one KV group."""
         return self.blocks * self.groups[0].block_tokens
 
     @property
@@ -98,8 +98,8 @@ class TierCapacity:
 
 
 def _pages_at_end(group: KvGroup, tokens: int) -> int:
-    """How many pages of a group a hit of `tokens` tokens needs at most. Computes the same as `GroupRule::most_pages`,
-    but counts an incomplete last block as a page."""
+    """The maximum number of pages of a group that a hit of `tokens` tokens needs. Computes the same as
+    `GroupRule::most_pages` in `csrc/index/group_rule.h`, but counts an incomplete last block as a page."""
     whole = -(-tokens // group.block_tokens)
     if group.rule is Rule.WINDOW:
         return min(whole, group.reach)

@@ -1,5 +1,5 @@
-"""Submits the manager's planned ops to the planes of its tiers and reports their results to the manager. Only a close
-waits for ops."""
+"""Submits the manager's planned ops to the planes of its tiers, and reports the ops' results to the manager. Only
+`close` waits for ops."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ SAY_LEFT_EVERY_S = 60.0
 """The shortest interval between log lines about pages that the engine computes although a tier has them."""
 
 FLUSH_SHARE = 0.7
-"""The share of a close's time in which writes may still begin. The rest is left for them to finish and become durable.
-"""
+"""The share of a close's time in which writes may still begin. In the rest, the writes finish and become durable."""
 
 WORK_SHARE = 0.8
 """The share of a close's time after which the close no longer waits for writes. The rest is reserved for closing the
@@ -40,8 +39,8 @@ class UnitDriver:
 
     Args:
         manager: the unit's manager. Its first tier is host memory, which has no plane.
-        fail_read: fails the loads that wait for a fetch which was never submitted; takes the fetch's host slots and its
-            op id. A plane does this itself for the fetches that were submitted to it.
+        fail_read: takes the host slots and the op id of a fetch that was never submitted, and fails the loads that wait
+            for it. A plane does the same itself for the fetches that were submitted to it.
     """
 
     def __init__(
@@ -97,8 +96,8 @@ class UnitDriver:
             if self._planes[tier].submit(graph) is not None:
                 return
         except Exception as error:
-            # Whatever the error (no more threads, for example), the engine can do without the tier. Lookups treat
-            # the tier's pages as misses from now on. Graphs for the other tiers are still submitted.
+            # Whatever the error (no more threads, for example), the engine can do without the tier. From now on the
+            # tier's pages are misses. Graphs for the other tiers are still submitted.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
         for op in graph.ops:
@@ -139,10 +138,11 @@ class UnitDriver:
         """Writes waiting pages and pages that only host memory has, closes the planes, and makes all pages durable.
 
         Returns False if after `deadline_s` seconds some page is still being copied, was not written, or is not durable.
-        Only pages that were not written are lost. Writes begin only during the first `FLUSH_SHARE` of the time, so that
-        they can finish and become durable in the rest. At least `1 - WORK_SHARE` of the time is left for the planes and
-        then the tiers, which are closed one after another. Each gets an equal share of the time that is left when its
-        turn comes. Further calls return the same value.
+        Only pages that were not written are lost. Further calls return the same value.
+
+        Writes begin only during the first `FLUSH_SHARE` of the time, so that they can finish and become durable in the
+        rest. At least `1 - WORK_SHARE` of the time is left for closing first the planes and then the tiers, one after
+        another. Each gets an equal share of the time that is left when its turn comes.
         """
         if self._closed is not None:
             return self._closed

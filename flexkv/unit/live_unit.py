@@ -21,7 +21,7 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 EXPIRE_EVERY_S = 1.0
-"""How often the unit checks for expired leases, whose lookups no load followed. A lease lasts a minute by default."""
+"""Time between two checks for expired leases, whose lookups no load followed. A lease lasts a minute by default."""
 
 
 class LiveUnit(EngineUnit):
@@ -32,7 +32,7 @@ class LiveUnit(EngineUnit):
         slabs: the slabs on disk, for workers that copy pages directly between disk and the engine's pool; None if no
             worker does.
         pools: the id of each rank's engine pool.
-        close_s: how many seconds a close may take.
+        close_s: maximum number of seconds that `close` takes.
         gate: the weights gate over the manager's tiers.
 
     Attributes:
@@ -98,14 +98,14 @@ class LiveUnit(EngineUnit):
         up = self.pool.ready_slots
         if self._workers_pin:
             # Each worker registers the memory with its own GPU. This takes a while, and the GPU may not accept all
-            # of it, so only slots that all workers have reported are used. Workers without a GPU register nothing:
-            # every mapped slot is ready for them.
+            # of the memory, so only slots that all workers have reported are used. Workers without a GPU register
+            # nothing: every mapped slot is ready for them.
             up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
         if up > self._up:
             self._up = up
             # All groups share the slots of group 0.
             self.manager.grow(0, up)
-        # `growing` stays true until the pool has logged how bring-up ended, which reading `ready_slots` makes it do.
+        # `growing` stays true until the pool has logged how mapping its memory ended. Reading `ready_slots` logs it.
         self.growing = self._up < self.slots or not self.pool.settled
 
     def disable(self, rank: int, error: str) -> None:
@@ -188,7 +188,7 @@ class LiveUnit(EngineUnit):
         """Closes the unit; see `EngineUnit.close`.
 
         Args:
-            close_s: how many seconds the tiers may take; None for `transfer.close_s`.
+            close_s: maximum number of seconds for the tiers; None for `transfer.close_s`.
         """
         if self._closed is None:
             if self.plugins is not None:

@@ -22,7 +22,7 @@ from flexkv.plugins.unit_socket import MOST_TOKENS
 logger = get_logger(__name__)
 
 MOST_WAITING = 64
-"""How many calls may wait for the unit's thread: two per connection that the server accepts."""
+"""Maximum number of calls that wait for the unit's thread: two per connection that the server accepts."""
 
 STATUS_EVERY_S = 1.0
 """How often the unit's thread copies the unit's status for the server's thread, which answers from the copy."""
@@ -33,7 +33,7 @@ PIN_SHARE = 8
 MOST_PIN_S = 3600.0
 
 MOST_PINS = 64
-"""How many calls of `pin` may hold pages at the same time."""
+"""Maximum number of calls of `pin` that hold pages at the same time."""
 
 PromptKeys = Callable[[Sequence[int], str], Sequence[Keys]]
 """A function that makes the keys of a prompt's complete blocks, per KV group. It takes the prompt's token ids and its
@@ -68,7 +68,7 @@ class Pin:
     Attributes:
         name: the name under which the manager keeps the pages.
         connection: the connection that made the call; the pin ends when it closes.
-        ends_s: when the pin ends at the latest, on the monotonic clock.
+        ends_s: time on the monotonic clock at which the pin ends at the latest.
     """
 
     name: str
@@ -221,8 +221,8 @@ class PluginCalls(CallTaker):
             self._answer_cached(one)
 
     def _end_prefetches(self) -> None:
-        """Ends the prefetches whose pages have arrived or whose call was abandoned, and answers the former. Their pages
-        may be evicted from then on.
+        """Ends the prefetches whose pages have arrived or whose call was abandoned, and answers the calls that were not
+        abandoned. The pages may be evicted from then on.
         """
         manager = self._unit.manager
         for request_id, one in list(self._prefetches.items()):

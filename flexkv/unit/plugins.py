@@ -77,7 +77,7 @@ class UnitPlugins:
             self._launcher.begin_close()
 
     def close(self) -> None:
-        """Ends the plugins, then closes the socket. Waits for both, each time up to a deadline."""
+        """Ends the plugins, then closes the socket. Waits for each of the two until a deadline."""
         if self._launcher is not None:
             self._launcher.close()
         if self._server is not None and not self._server.close():

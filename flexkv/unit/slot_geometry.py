@@ -19,7 +19,7 @@ def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
     that fixes their offsets.
 
     Args:
-        runs: for each rank, how many runs its view has (`len(view.runs)`).
+        runs: for each rank, the number of runs in its view (`len(view.runs)`).
 
     Returns:
         The size of all digests in bytes, and for each rank the offset of its digests from `SlotImage.trailer_offset`.
@@ -33,7 +33,7 @@ class SlotGeometry:
     """The layout of a host slot. A slot holds one page of any KV group: a stripe per rank, then the trailer.
 
     Attributes:
-        slot_bytes: size of a slot, which is that of the largest group's slot image.
+        slot_bytes: size of a slot in bytes: the size of the largest group's slot image.
         places: for each rank, where its share of a slot lies, per group.
     """
 
@@ -55,7 +55,7 @@ class SlotGeometry:
                 first of them has one; the number of ranks per stripe is the same for all stripes.
             ranks: number of all ranks.
             verify: whether pages have digests.
-            images: for each tier that stores more than the stripes, what it needs in a slot, per group.
+            images: for each tier that keeps more than the stripes in a slot, the space that it needs, per group.
 
         Raises:
             GeometryError: two tiers need different images.

@@ -17,8 +17,8 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
     """Returns the reasons why a unit of `ranks` ranks cannot start here, as far as they are known without its model.
 
     Args:
-        lost: the folders of `disk.folders` that cannot be used, each with the reason (`folder_faults`). If these are
-            all folders, the last fault is a `DiskError` that lists them.
+        lost: the folders of `disk.folders` that cannot be used, each with the reason (`folder_faults`). If no folder
+            can be used, the last fault is a `DiskError` that lists all of them.
     """
     faults: list[FlexKVError] = []
     try:
@@ -46,8 +46,8 @@ def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes, whole: WholeSlo
 
     Args:
         own: takes a folder, and returns how many bytes in it the unit may overwrite because it wrote them earlier.
-        whole: takes the number of bytes that the unit may fill in a folder, and returns how many its slabs will take,
-            because slabs consist of complete slots.
+        whole: takes the number of bytes that the unit may fill in a folder, and returns how many bytes its slabs will
+            take: fewer, because slabs consist of complete slots.
 
     Raises:
         FlexKVError: the unit cannot start here. If there are several reasons, a ConfigError lists all of them.

@@ -34,7 +34,7 @@ label's value. The other fields have metrics of their own.
 
 
 class TierMetrics:
-    """Reports the counts of one manager and its tiers as metrics, each time those added since the last report."""
+    """Reports the counts of one manager and its tiers as metrics. Each report adds what was counted since the last."""
 
     def __init__(self, manager: LocalCacheManager) -> None:
         self._manager = manager
@@ -56,7 +56,7 @@ class TierMetrics:
 
     @property
     def has_news(self) -> bool:
-        """Whether since the last `count` pages became durable, or a tier went down or came back."""
+        """Whether pages became durable, or a tier went down or came back, since the last `count`."""
         return self._durable != self._counted_durable or self._down != self._counted_down
 
     @property
@@ -68,7 +68,7 @@ class TierMetrics:
         return sum(tier.durable_pages for tier in self._disks.values())
 
     def count(self, counters: Counters) -> None:
-        """Adds to `counters` what was counted since the last call, and sets its gauges."""
+        """Adds to `counters` what was counted since the last call, and sets the gauges in it."""
         self._counted_down = self._down
         evictions = self._manager.counts.evicted_blocks
         if evictions != self._counted_evictions:

@@ -19,20 +19,20 @@ from flexkv.weights.table_folder import table_folder
 logger = get_logger(__name__)
 
 START_WAIT_S = 10.0
-"""The longest that an engine's start waits for the name of its weights. For files that were read before and have not
-changed, the name is known at once. Other files are read, but the start waits only if they have at most `SOON_BYTES`,
-which takes less than a second unless the machine is busy."""
+"""Maximum time for which an engine's start waits for the name of its weights. For files that were read before and have
+not changed, the name is known at once. Other files are read, but the start waits only if they have at most
+`SOON_BYTES`: reading those takes less than a second unless the machine is busy."""
 
 OPEN_S = 10.0
-"""How long all tiers together may take to forget pages that were computed with other weights. Host memory serves
+"""Maximum time for which all tiers together may remove pages that were computed with other weights. Host memory serves
 requests meanwhile."""
 
 OPEN_LOOK_S = 0.002
-"""How often an engine's start checks whether the tiers have forgotten the pages of other weights."""
+"""Time between two checks, at an engine's start, whether the tiers have removed the pages of other weights."""
 
 STOP_S = 1.0
-"""How long a close waits until the thread that reads the weights has finished its current read of 4 MiB. A read that
-hangs ends only with the process."""
+"""Maximum time for which a close waits until the thread that reads the weights has finished its current read of 4 MiB.
+A read that hangs ends only with the process."""
 
 HELD = "the engine's weights are being read, to name them"
 
@@ -41,8 +41,8 @@ class WeightsGate:
     """Opens the tiers behind host memory after the weights' name is known. A tier that cannot open goes down without
     affecting the others.
 
-    Until then host memory serves alone. Pages that are stored in it meanwhile go to the other tiers after these have
-    opened. All calls come from the manager's thread; only `of`, `start` and `close` wait.
+    Until then only host memory serves requests. Pages that are stored in it meanwhile go to the other tiers after these
+    have opened. All calls come from the manager's thread. Only `of`, `start` and `close` wait.
 
     Args:
         check: computes the weights' name; None if nothing has to wait for it, because the keys' namespace contains the
@@ -54,7 +54,7 @@ class WeightsGate:
         self._check = check
         self._is_settled = check is None
         self._open_by_s: float | None = None
-        """When the tiers open at the latest, on the monotonic clock; None before they begin to."""
+        """Time on the monotonic clock at which the tiers open at the latest; None before the first `_open`."""
 
     @classmethod
     def of(cls, config: FlexKVConfig, content: WeightsContent, manager: LocalCacheManager) -> WeightsGate:
@@ -100,8 +100,8 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """Orders the tiers, in the first call, to forget the pages of other weights. Opens the tiers when they have
-        done so, or after `OPEN_S`. Returns whether every tier is now open or down."""
+        """The first call makes the tiers begin to remove the pages of other weights. The tiers are opened by the first
+        call after they have removed them or `OPEN_S` has passed. Returns whether every tier is now open or down."""
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))
