@@ -2,8 +2,8 @@
 
 A run (`run.Simulation`) takes the place of an engine and drives a real cache manager. It has one thread and uses no
 bytes, no files and not the machine's clock, so that equal configurations take equal steps. The manager is checked in
-two ways. Every answer is compared with a model, which implements the rules a second time. Symbols in place of KV show
-which page arrived in which slot or block. If a run returns, no rule was broken.
+two ways. Every answer is compared with that of a model, which implements the rules a second time. And symbols, which
+stand for KV, show which page arrived in which slot or block. If a run returns, no rule was broken.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flexkv.errors import ContractError
 from flexkv.facts.keys import Rule
 
 Symbol = tuple[int, bytes | int]
-"""Content of a block or slot on one rank: `(epoch, key)` for the key's KV with that epoch's weights, `(-1, n)` for
-garbage."""
+"""Content of a block or slot on one rank: `(epoch, key)` for the key's KV, computed with the weights of that epoch;
+`(-1, n)` for garbage."""
 
 Place = tuple[int, int]
 """Group and engine block."""
@@ -30,7 +30,7 @@ Key = tuple[int, bytes]
 """Group and block key."""
 
 NO_SLOT = -1
-"""Stands for the slot of a page that moves between engine and disk without host memory."""
+"""Stands for the host slot of a page that moves between engine and disk without a host slot."""
 
 ManagerFactory = Callable[..., LocalCacheManager]
 """Makes the manager of a run. Takes the arguments of `LocalCacheManager`."""
@@ -64,16 +64,16 @@ class SimulationConfig:
         groups: KV groups of the unit.
         ranks: number of workers that report each op.
         engine_blocks: number of engine blocks of each group.
-        requests: most requests that are live at once.
-        most_steps: greatest length of a request, in steps (`step_tokens`).
+        requests: maximum number of live requests.
+        most_steps: maximum length of a request, in steps of `step_tokens` tokens.
         failure_rate: share of moved pages that fail.
         ordered_reports: whether each rank reports its ops in the order in which they finished, as an engine's workers
             do. Only then do requests share engine blocks whose load has not been verified yet.
-        ttl_s: time to live, in seconds, of the pages that half of the requests store under separate keys; 0 if no page
-            expires. Must be 0 with `gds_stores`.
-        tier_places: slots of each group in a symbolic tier, which is behind the disk tier if there is one; 0 for no
-            symbolic tier.
-        remote: whether the last tier is a store that other machines also use; not with `tier_places`.
+        ttl_s: time to live in seconds of pages; 0 if no page expires. About half of the requests store pages with this
+            time to live, and share no keys with the other requests. Must be 0 with `gds_stores`.
+        tier_places: number of slots of each group in a symbolic tier, which is behind the disk tier if there is one; 0
+            for no symbolic tier.
+        remote: whether the last tier is a store that other machines also use. Must be False with `tier_places`.
         source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
             such a failure, loads go through host memory for a minute, which is 6,000 steps.
         integrity_every: number of steps between calls of `check_integrity`; 0 for a call at the end only.
@@ -85,11 +85,11 @@ class SimulationConfig:
         disk_places: number of disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to the tiers behind host memory.
         disks: number of disks over which the disk slots are striped.
-        measured_steps: whether the manager learns how fast the engine computes, which alternates between slow and fast.
-            When the engine is fast, the manager leaves pages on disk for the engine to compute.
+        measured_steps: whether the manager is given times of the engine's steps. The engine alternates between slow and
+            fast. When it is fast, the manager does not fetch pages from disk, and the engine computes them.
         stream: whether blocks are promised while they are being read from disk.
-        gds_loads: whether blocks on disk are promised and loaded from there without a slot of host memory. With
-            `measured_steps`, only if that was measured to be faster.
+        gds_loads: whether blocks on disk are promised and loaded from there without a host slot. With `measured_steps`,
+            only if that was measured to be faster.
         gds_stores: whether stores go only to disk: the ranks write stripes, then the disks' lane writes the trailers.
     """
 
@@ -122,12 +122,13 @@ class SimulationConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens by which requests grow: complete blocks of every group. With blocks of one size, a step is a block."""
+        """Number of tokens by which requests grow: complete blocks of every group. If all blocks have the same size, a
+        step is one block."""
         return math.lcm(*(spec.block_tokens for spec in self.groups))
 
     @property
     def pages_a_step(self) -> list[int]:
-        """Pages per step of each group."""
+        """For each group, the number of pages per step."""
         return [self.step_tokens // spec.block_tokens for spec in self.groups]
 
     @property
@@ -150,15 +151,15 @@ class SimulationReport:
         verified_pages: number of loaded pages that had the KV of their key on every rank.
         failed_pages: number of pages of loads that were reported as failed.
         streamed_pages: number of pages that were promised while they were being read from disk.
-        gds_pages: number of pages that were loaded from disk without a slot of host memory.
-        room_waits: number of lookups that had to wait for free slots in host memory.
-        room_given: number of lookups that got free slots after they had waited for them.
+        gds_pages: number of pages that were loaded from disk without a host slot.
+        room_waits: number of lookups that had to wait for free host slots.
+        room_given: number of lookups that got free host slots after they had waited for them.
         lookups_after_failures: number of lookups of requests that have had a failed load.
         stored_while_read: number of pages that were stored while they were being read from disk.
-        actions: name of each action -> how often it was taken.
+        actions: by name of the action, how often it was taken.
         stats: the manager's own totals.
-        disk: totals of the disk tier.
-        symbolic: totals of the symbolic or remote tier.
+        disk: totals of the disk tier; zeros if there is none.
+        symbolic: totals of the symbolic or remote tier; zeros if there is neither.
     """
 
     steps: int = 0

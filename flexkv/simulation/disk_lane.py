@@ -1,5 +1,5 @@
-"""The lane between host slots and simulated disks. It moves an op's pages one by one when the simulation asks for it,
-and checks which disk slots ops use."""
+"""The lane between host slots and simulated disks. It moves an op's pages one by one when the simulation tells it to,
+and checks that ops do not use each other's disk slots."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class SimDiskLane:
         set_slot: puts one symbol per rank into a host slot of a group, or garbage for None.
 
     Attributes:
-        left: op id -> positions of the pages that have not moved yet.
-        ops: op id -> op in flight.
-        failed: op id -> positions of the pages that failed.
-        missing: op id -> positions of a read's pages that were not in their disk slots.
-        slot_states: group and host slot -> the last read that brought a page to the slot, and whether the page is good.
-        rank_ops: op id -> op that the ranks carry out. While it is in flight, no other op may write a disk slot that it
-            reads, or use a disk slot that it writes.
+        left: by op id, positions of the pages that have not moved yet.
+        ops: the ops in flight, by op id.
+        failed: by op id, positions of the pages that failed.
+        missing: by op id of a read, positions of the pages that were not in their disk slots.
+        slot_states: by group and host slot, the id of the last read that brought a page to the slot, and whether the
+            page is good.
+        rank_ops: the ops in flight that the ranks carry out, by op id. No other op may write a disk slot that such an
+            op reads, or use a disk slot that it writes.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class SimDiskLane:
                 require(not shared, "a disk slot was given away while an op uses it")
 
     def move_page(self, op_id: int, fails: bool) -> bool:
-        """Moves the next page of an op, and returns whether it was the op's last page. If `fails`, a host slot has
-        garbage afterwards, and a disk slot has no page."""
+        """Moves the next page of an op, and returns whether it was the op's last page. If `fails`, a read leaves
+        garbage in its host slot, and a write leaves no page in its disk slot."""
         op, page = self.ops[op_id], self.left[op_id].pop(0)
         place, identity = int(op.places[page]), identities(op)[page]
         if op.kind in WRITES:
@@ -102,7 +103,7 @@ class SimDiskLane:
         return None if last < read else last == read and good
 
     def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
-        """Removes an op. Returns it with the positions of its failed pages. Pages that have not moved never will."""
+        """Removes an op. Returns the op and the positions of its failed pages. No further pages of it are moved."""
         op = self.ops[op_id]
         for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
             self.slot_states[op.group, int(op.slots[page])] = op_id, False

@@ -1,4 +1,4 @@
-"""Events of simulated disks: they move pages, fail some, cancel ops, report late and in any order, and break down."""
+"""Events of simulated disks: disks move pages, fail some, cancel ops, report late and in any order, and break down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
-"""Seconds after which the engine's speed changes; 500 steps of the simulation."""
+"""Seconds after which the engine's speed changes. In a simulation, this time has 500 steps."""
 
 
 class DiskMoves:
@@ -34,7 +34,7 @@ class DiskMoves:
         self._outbox: list[OpResult] = []
 
     def poll(self) -> None:
-        """Does what a unit's driver does: lets the manager plan writes, and hands them to the lane."""
+        """Does what a unit's driver does: lets the manager plan writes, and hands all planned ops to the lane."""
         world = self.world
         planned = world.manager.work.poll()
         world.model.evict(world.recorder.take_evicted())
@@ -121,8 +121,8 @@ class DiskMoves:
             world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
-        """Breaks a disk for good and reports that to the manager. Does not break the last disk, so that the run stays
-        useful.
+        """Breaks a disk permanently and reports the loss to the manager. Does not break the last disk, because the run
+        could not test the disk tier any more.
         """
         world = self.world
         if not world.config.disk_places:

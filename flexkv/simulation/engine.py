@@ -1,6 +1,6 @@
 """A simulated engine. Instead of KV, each of its blocks and each host slot has a symbol per rank.
 
-The simulation moves pages one by one and rank by rank, so it detects if a slot or block is used too early or too late.
+Pages move one by one and rank by rank, so the simulation detects a slot or block that is used too early or too late.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Movement:
         left: positions of the pages that have not moved yet.
         failed: positions of the pages that failed.
         missing: positions of the pages that failed because their disk slot has a different content.
-        arrived: position of each moved page -> symbol that it brought.
+        arrived: by position of each moved page, the symbol that it brought.
     """
 
     op: TransferOp
@@ -51,8 +51,8 @@ class Movement:
 
 
 class Rank:
-    """One worker: its blocks and slots, a stream whose items run in order, movements that run in any order, and results
-    that it has not reported yet.
+    """One worker: its blocks and slots, a stream whose items run in order, movements that run in any order, and the
+    results that were not reported yet.
     """
 
     def __init__(self, groups: int, blocks: int, slots: Sequence[int], owners: Sequence[int]) -> None:

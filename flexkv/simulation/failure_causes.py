@@ -10,7 +10,7 @@ import numpy as np
 from flexkv.transfer.graph import NO_CAUSES, FailureCause, OpKind, OpResult, OpStatus, PageCauses
 
 UNSAID = 0.2
-"""Share of results that give no cause for each page."""
+"""Share of results that give no causes of the pages' failures."""
 
 ANY = tuple(FailureCause)
 OF_MISSING = (FailureCause.UNKNOWN, FailureCause.CONTENT)
@@ -21,7 +21,7 @@ SOURCE_ERRORS = (FailureCause.SOURCE, FailureCause.TRANSPORT)
 def causes_of(
     random: Random, kind: OpKind, failed: Sequence[int], missing: Collection[int], source_error_rate: float
 ) -> PageCauses:
-    """Draws the `FailureCause` of each page in `failed`. Returns an empty array if the result is to give no causes.
+    """Draws the `FailureCause` of each page in `failed`. Returns an empty array if the result shall give no causes.
 
     Args:
         failed: positions of the op's failed pages.

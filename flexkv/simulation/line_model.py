@@ -1,6 +1,8 @@
-"""Models which requests get room for their reads, and which have to wait: a second implementation of the queue's rules.
+"""Models which requests get room for their reads, and which have to wait: a second implementation of the rules of
+`flexkv.cache.promise.room_line`.
 
-*Room* means free slots in host memory for the pages that are read, within the limits on pages and ops in flight.
+A request gets *room* if there are free host slots for the pages that it reads, and the limits on pages and ops in
+flight allow the reads.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ class ReadRoom:
     """Limits on the reads from disk in flight.
 
     Attributes:
-        pages: most pages that may be read at once.
-        ops: most reads at once.
+        pages: maximum number of pages in reads in flight.
+        ops: maximum number of reads in flight.
     """
 
     pages: int
@@ -27,8 +29,8 @@ class ReadRoom:
 
 
 class LineModel:
-    """The queue of requests that wait for space in host memory. One counter numbers the lookups of all of them, and the
-    queue keeps the numbers of each request's lookups."""
+    """The queue of requests that wait for room. The lookups of all requests are numbered in one sequence. For each
+    request, the queue keeps the numbers of its lookups."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -53,8 +55,8 @@ class LineModel:
         self._asked.setdefault(request_id, []).append(self._questions)
 
     def first(self, request_id: str) -> bool:
-        """Returns whether it is this request's turn: since its second-to-last lookup, the engine has looked up no
-        request ahead of it. If it has had fewer than two lookups, it must be the first in the queue."""
+        """Returns whether it is this request's turn: the engine has looked up no request ahead of it since its
+        second-to-last lookup. A request with fewer than two lookups must be the first in the queue."""
         mine = self._asked.get(request_id, [])
         for other, asked in self._asked.items():
             if other == request_id:
@@ -80,7 +82,7 @@ class LineModel:
             require(not self._fits(wanted, most), "room was given to a part of a prompt")
 
     def check_told_to_wait(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that has to wait: either it was not the request's turn, or there must be no room for
+        """Checks a lookup that has to wait: it must not have been the request's turn, or there must be no room for
         `wanted`."""
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
@@ -107,8 +109,8 @@ class LineModel:
         return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)
 
     def _fits(self, wanted: Sequence[Key], most: ReadRoom) -> bool:
-        """Returns whether an empty host memory could hold all wanted pages at once, and those that are not in host
-        memory now could be read at once.
+        """Returns whether an empty host memory could hold all wanted pages at once, and all wanted pages that are not
+        in host memory now could be read at once.
         """
         lacking = [key for key in wanted if key not in self.model.visible]
         if len(lacking) > most.pages or len({group for group, _ in lacking}) > most.ops:

@@ -1,4 +1,4 @@
-"""Lookups and loads of a simulation. Compares with the model what the manager promises, and how it plans the loads."""
+"""Lookups and loads of a simulation. Compares the manager's promises and planned loads with those of the model."""
 
 from __future__ import annotations
 

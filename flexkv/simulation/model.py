@@ -1,8 +1,8 @@
 """A second implementation of the rules of a cache manager, with sets and dictionaries instead of native code and
 arrays.
 
-The simulation passes every call of the manager, and its answer, to the model. The model raises `RuleBroken` if they
-break a rule.
+The simulation passes every call of the manager, and the manager's answer, to the model. The model raises `RuleBroken`
+if the answer breaks a rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexkv.transfer.graph import FailureCause, OpResult, OpStatus
 
 
 class Model:
-    """The state that a manager must have according to the rules."""
+    """The state that the rules require of a manager."""
 
     def __init__(self, specs: Sequence[GroupSpec], step_tokens: int, limits: ManagerLimits) -> None:
         self.specs = specs
@@ -44,7 +44,7 @@ class Model:
         return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
 
     def held_slots(self, group: int) -> set[int]:
-        """Returns the slots that an op in flight or a lease uses, or whose pages were fetched for a waiting request."""
+        """Returns the slots that ops in flight or leases use, and those with pages fetched for waiting requests."""
         sharing = self.shares(group)
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] in sharing}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
@@ -66,7 +66,7 @@ class Model:
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def needed(self, group: int, start: int, steps: int) -> range:
-        """Returns the numbers of a group's pages that a hit of `steps` steps after step `start` needs."""
+        """Returns the numbers of a group's pages that a hit of `steps` steps after the first `start` steps needs."""
         spec = self.specs[group]
         had, end = (step * self.step_tokens // spec.block_tokens for step in (start, start + steps))
         if spec.rule is Rule.FULL:
@@ -80,7 +80,7 @@ class Model:
         return range(max(had, first_token // spec.block_tokens), end)
 
     def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """Returns how many steps after `start` may be promised to a request, given its failed loads."""
+        """Returns how many steps after `start` may be promised to a request at most, given its failed loads."""
         tokens = min(len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
         failure = self.failures.get(request_id)
         if failure is not None and len(failure.loads) > 1:
@@ -96,7 +96,7 @@ class Model:
             op.abandoned |= op.role is OpRole.LOAD and op.request_id == request_id
 
     def restorable(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """Returns the most steps after `start` that may be promised from host memory now."""
+        """Returns the maximum number of steps after `start` that may be promised from host memory now."""
         room = self.limits.inflight_load_pages - self.load_pages()
         for steps in range(self.reach(request_id, keys, start), 0, -1):
             pages = [(g, keys[g][i]) for g in range(len(keys)) for i in self.needed(g, start, steps)]
@@ -105,8 +105,8 @@ class Model:
         return 0
 
     def most_pages(self, start: int, steps: int) -> int:
-        """Returns how many pages a lookup counts towards the limit of load pages. In a chunk group it counts a complete
-        chunk, no matter where in the chunk the hit ends."""
+        """Returns how many pages a lookup counts towards the limit of load pages. In a CHUNK group, a lookup counts the
+        pages of a complete chunk, no matter where in the chunk the hit ends."""
         pages = 0
         for group, spec in enumerate(self.specs):
             if spec.rule is Rule.CHUNK:
@@ -120,7 +120,7 @@ class Model:
         """Returns the tokens of the longest partial tail that may be promised after `pages` pages; 0 for none.
 
         Args:
-            tails: for each group, number of tokens -> key of the tail with this many tokens.
+            tails: for each group, the keys of its tails by number of tokens.
         """
         room = self.limits.inflight_load_pages - self.load_pages() - pages
         if room < len(tails) or not tails:
@@ -155,7 +155,7 @@ class Model:
     def evict_for_lookup(
         self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, steps: int
     ) -> None:
-        """Applies evictions by which a lookup freed slots for reads. None may hit a page that the lookup promises."""
+        """Applies evictions with which a lookup freed slots for reads. Checks that it promises no evicted page."""
         groups = range(len(keys))
         promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, steps)}
         require(not promised & set(evicted), "a lookup evicted what it promises")
@@ -178,7 +178,7 @@ class Model:
         """Checks what `begin_store` did, and applies its evictions. `add_op` applies the rest afterwards.
 
         Args:
-            stored: position of each stored key -> its slot.
+            stored: the slot of each stored key, by position of the key.
             known: number of keys that the manager called known.
             dropped: number of keys that the manager dropped.
             evicted: keys that left host memory.
@@ -218,7 +218,7 @@ class Model:
         to host memory instead.
 
         Args:
-            stored: position of each stored key -> its slot, or NO_SLOT if it is stored on disk.
+            stored: by position of each stored key, its host slot, or NO_SLOT if it is stored on disk.
             on_disk: positions of keys that were on disk, or were being written to disk.
             read: positions of keys in `on_disk` whose disk slots are being read.
             known, dropped, evicted, from_loads: as for `plan_store`.
@@ -313,7 +313,8 @@ class Model:
             }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
-                # A load from host memory has no other route. So a page that is kept may fail again, whatever the cause.
+                # A load from host memory has no other route, so a page that is not forgotten may fail again, whatever
+                # the cause.
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:

@@ -1,4 +1,4 @@
-"""Events of a simulation's ranks: they move pages, fail some of them, cancel ops, and report at random times."""
+"""Events of a simulation's ranks: ranks move pages, fail some of them, cancel ops, and report at random times."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ class SimRequest:
 
     Attributes:
         arrays: for each group, the keys of the pages of `path`, in the form that the manager takes.
-        keys: for each group, the same keys as bytes.
-        tail_keys: for each group, number of tokens -> key of the partial tail with this many tokens.
+        keys: for each group, the keys in `arrays` as bytes.
+        tail_keys: for each group, the keys of partial tails by number of tokens.
         state: "new", "waiting" (for its lookup), "matched" (the lookup has answered), "loading" or "running".
         start: number of leading steps that come from the engine's own cache.
         promised: number of steps after `start` that the last lookup promised.
         promised_tail, tail_loaded: tokens of the partial tail that the last lookup promised, and that were loaded.
         blocks: for each group, the engine block of each page. The tail's block comes last.
-        has: for each group, whether the engine believes that each of `blocks` has KV.
+        has: for each group and each of its `blocks`, whether the engine takes the block to have KV.
         computed: number of leading steps that the engine treats as done. The tail counts as a step after `path`.
         offered: number of leading steps that were offered to the manager.
-        unverified: ids of loads in flight whose targets the engine uses already.
+        unverified: ids of the request's ops of loads in flight. The engine may already use their target blocks.
         ttl_s: time to live of the request's stored pages, in seconds; None if they do not expire.
     """
 

@@ -1,4 +1,4 @@
-"""Events of a simulation's requests: they arrive, look up, load, compute, store, are preempted, and end."""
+"""Events of a simulation's requests: requests arrive, look up, load, compute, store, are preempted, and end."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class Requests:
         end = world.random.randint(first, request.computed)
         for group, pages in enumerate(world.config.pages_a_step):
             numbers = [n for n in range(first * pages, end * pages) if request.has[group][n]]
-            # A store has consecutive blocks, but the blocks that a group with a window has are not all consecutive.
+            # A store takes consecutive blocks, but not all blocks that a request has in a window's group are
+            # consecutive.
             while numbers:
                 cut = next((i for i in range(1, len(numbers)) if numbers[i] != numbers[0] + i), len(numbers))
                 self._store_blocks(request, group, numbers[:cut])
@@ -218,7 +219,7 @@ class Requests:
 
     def preempt(self) -> None:
         request = self.world.pick()
-        # An engine preempts only running requests, and not one that waits for its load.
+        # An engine preempts only running requests, and none that waits for its load.
         if request is not None and request.state == "running":
             self.restart(request)
 

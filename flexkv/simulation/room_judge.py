@@ -1,5 +1,5 @@
-"""Checks how lookups take room for reads: whether it was the request's turn, and whether the lookup took either all the
-room that it needs or none.
+"""Checks how lookups take room for reads (see `line_model`): only when it is the request's turn, and either all the
+room that the lookup needs or none.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class RoomJudge:
         self._waited = request.request_id in world.line
         self._was_first = world.line.first(request.request_id)
         self._ops = set(world.model.disk_ops)
-        # If pages are held for the request that it no longer wants, they may make it wait once.
+        # Pages that are held for the request although it no longer wants them may make it wait once.
         self._in_its_way = world.manager.held_pages(request.request_id) > 0
         self._wanted = None if tails or not self._can_tell else self._all_there_is()
 
     @property
     def _can_tell(self) -> bool:
-        """Whether the lookup's reads can be predicted: it reads all wanted pages that are on disk, if there is room."""
+        """Whether the lookup's reads can be predicted: if there is room, it reads all wanted pages that are on disk."""
         config = self._world.config
         others = config.measured_steps or config.gds_loads or config.tier_places or config.remote
         prefixes = all(spec.rule is Rule.FULL for spec in config.groups)
         return bool(config.disk_places) and prefixes and not others
 
     def _all_there_is(self) -> list[Key] | None:
-        """Returns the pages after the request's start that are in host memory, on their way there, or on disk, up to
-        the first missing one. None if they exceed the limit of load pages, or if one is being stored, because the
-        lookup may find it on disk.
+        """Returns the pages after the request's start, up to the first that is not in host memory, on its way there, or
+        on disk. None if the pages exceed the limit of load pages. Also None if one of them is being stored, because the
+        lookup may find that page on disk.
         """
         world, request = self._world, self._request
         room = world.model.limits.inflight_load_pages - world.model.load_pages()

@@ -2,8 +2,8 @@
 and injected faults.
 
 Each step takes one random action. A request looks up, loads, computes, stores or ends. A rank moves or fails pages, or
-reports late. The cache forgets keys, grows, expires pages or is reset. Disks and stores move, lose or refuse pages.
-After every call, an independent model checks the manager's answer, and that engine blocks and slots hold the content
+reports late. The cache forgets keys, grows, expires pages or is reset. Disks and stores move, lose or refuse pages. An
+independent model checks the manager's answer after every call. Engine blocks and slots are checked to hold the content
 that belongs to their keys.
 """
 
@@ -28,7 +28,7 @@ the rest of the run, so resets are rarer with one."""
 
 
 class Simulation:
-    """One run. Tests pass a broken manager as `manager_class`, to see whether the simulation finds the fault."""
+    """One run. Tests pass a faulty manager as `manager_class` to check that the simulation finds the fault."""
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory = LocalCacheManager) -> None:
         self.world = World(config, manager_class)
@@ -47,8 +47,8 @@ class Simulation:
             self.disks.take_orders()
 
     def _actions(self) -> list[tuple[Action, float]]:
-        """Returns every action and its weight. In the report an action has the name of its method, for disks, tiers and
-        stores with a prefix."""
+        """Returns every action and its weight. In the report an action has the name of its method; actions of disks,
+        tiers and stores have a prefix."""
         return [
             (self.requests.arrive, 8),
             (self.requests.advance_request, 30),

@@ -1,5 +1,5 @@
-"""Events of a remote tier in a simulation. Values disappear, come from other machines, are damaged or swapped. Answers
-are false or never come. The helper dies while its ops are in flight."""
+"""Events of a remote tier in a simulation. Values disappear, come from other machines, or are damaged or swapped.
+Answers are false or never come. The helper process dies while its ops are in flight."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind, OpResult, TransferOp
 
 LIE = 0.05
-"""Share of pages for which an answer is false. A real store answers falsely if an owner of values has died, or if a
-writer has not finished."""
+"""Share of pages for which an answer is false. A real store answers falsely if the machine that holds a value has died,
+or if a writer has not finished."""
 
 UNANSWERED = 0.1
 """Share of questions that get no answer in time."""
@@ -47,7 +47,7 @@ class StoreMoves(TierMoves):
 
     def submit(self, op: TransferOp) -> None:
         if self.store.down_reason:
-            # As in the real `RemotePlane`, an op that is submitted while the store is lost ends at once.
+            # As in the real `RemotePlane`, an op that is submitted while the store is unreachable ends at once.
             self._enter(op, keys_of(op))
             each = self._moving[op.op_id]
             each.result = OpResult.cancelled(op.op_id, op.pages, self.store.down_reason)
@@ -75,8 +75,8 @@ class StoreMoves(TierMoves):
             each.failed.append(page)
 
     def fetched(self, group: int, key: bytes) -> list[Symbol] | None:
-        """Returns the page that the helper brings for a key, or None. Removes a value whose trailer is damaged or has a
-        different key."""
+        """Returns the page that the helper brings for a key; None if the store has no intact value for it. Removes a
+        value whose trailer is damaged or has a different key."""
         value = self.store.values.get((group, key))
         if value is not None and value.sealed != key:
             del self.store.values[group, key]
@@ -139,8 +139,8 @@ class StoreMoves(TierMoves):
                     self.store.values[name] = Value(key, [symbol] * len(world.engine.ranks))
 
     def cut(self) -> None:
-        """Makes the store unreachable and its helper die, or brings them back. Ops in flight end with the helper, after
-        which none of their bytes moves."""
+        """Makes the store unreachable and its helper die, or brings both back. Ops in flight end with the helper; none
+        of their bytes move afterwards."""
         world, store = self.world, self.store
         if store.down_reason:
             store.down_reason = ""

@@ -1,4 +1,4 @@
-"""A simulated store that other machines also use, with symbols as values. It may answer falsely where a real store may.
+"""A simulated store that other machines also use, with symbols as values. Like a real store, it may answer falsely.
 
 Questions wait here until `StoreMoves` answers them. `StoreMoves` also moves the pages. The remote tier that uses this
 store is the real one.
@@ -42,9 +42,9 @@ class SymbolicStore:
     """Takes the place of a remote tier's lane and its store. Nothing happens until the simulation calls a method.
 
     Attributes:
-        values: the values. Each key stands for a value's name.
+        values: the values by key. A key stands for the name of its value.
         questions: questions that are not answered yet.
-        down_reason: why the store is not used; empty if it is used.
+        down_reason: why the store cannot be used; empty if it can.
     """
 
     def __init__(self) -> None:

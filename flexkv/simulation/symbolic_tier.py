@@ -28,9 +28,9 @@ class SymbolicTier(Tier, Source, Sink):
         places: number of slots of each group.
 
     Attributes:
-        content: for each group, slot -> content.
-        keys_of: id of a planned op that `TierMoves` has not taken yet -> keys of the op's pages.
-        epoch: number of resets so far. A slot with the content of an older epoch has no page.
+        content: for each group, the contents of slots by slot number.
+        keys_of: by id of a planned op that `TierMoves` has not taken yet, the keys of the op's pages.
+        epoch: number of resets so far. Content of an older epoch does not count as a page.
     """
 
     def __init__(self, context: TierContext, places: int, facts: TierFacts) -> None:

@@ -56,9 +56,10 @@ class SymbolicVolumes(Volumes):
         disks: number of disks.
 
     Attributes:
-        content: for each group, disk slot -> identity and symbols of the page that was written to the slot. A torn
+        content: for each group, by disk slot, identity and symbols of the page that was written to the slot. A torn
             write leaves no entry.
-        journal: for each group, disk slot -> row that would be found after a crash: key, generation, tokens, expiry.
+        journal: for each group, by disk slot, the row that would be found after a crash: key, generation, tokens,
+            expiry.
     """
 
     def __init__(self, slots: Sequence[int], disks: int = 2) -> None:
@@ -71,7 +72,7 @@ class SymbolicVolumes(Volumes):
         self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
         self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
-        """For each group, disk slot without a trailer -> rank -> symbol that the rank has written to the slot."""
+        """For each group, by disk slot without a trailer and by rank, the symbol that the rank wrote to the slot."""
         self._named: tuple[bytes, int] | None = None
         """The weights that were named last, and the epoch at that time; None before."""
         self._announced: set[int] = set()
@@ -82,7 +83,7 @@ class SymbolicVolumes(Volumes):
         """Returns the same disks as a new process finds them: with the rows of the journal and the written pages."""
         tier = cls(former._slots, former.disks)
         tier._alive = list(former._alive)
-        # Higher than any generation before, as on real disks, where a generation begins with a count of the opens.
+        # As on real disks, new generations are higher than any before: there, a count of opens is their highest part.
         tier._generation = former._generation + (1 << 20)
         tier._epoch, tier._named = former._epoch, former._named
         tier.content, tier.journal = former.content, former.journal
@@ -226,12 +227,12 @@ class SymbolicVolumes(Volumes):
                     del self.journal[group][place]
 
     def check_places(self, places: Places) -> None:
-        """Checks that none of the disk slots is on a disk whose loss was reported to the manager."""
+        """Checks that none of these disk slots is on a disk whose loss was reported to the manager."""
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 
     def named(self, op: TransferOp) -> set[int]:
-        """Returns the positions of those pages of an op that the durable index has in the op's disk slots."""
+        """Returns the positions of an op's pages that the durable index lists in the op's disk slots."""
         rows = [self.journal[op.group].get(place) for place in op.places.tolist()]
         wanted = zip(rows, identities(op) if rows else (), strict=True)
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
@@ -254,8 +255,8 @@ class SymbolicVolumes(Volumes):
             )
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
-        """Writes a page over a disk slot's old content, and returns whether that succeeded. Checks that the old content
-        would not be found after a crash.
+        """Writes a page over a disk slot's old content, and returns whether the write succeeded. Checks that the old
+        content would not be found after a crash.
         """
         require(
             place not in self.journal[group],
@@ -268,8 +269,8 @@ class SymbolicVolumes(Volumes):
         return True
 
     def write_stripe(self, group: int, place: int, rank: int, symbol: Symbol) -> bool:
-        """Writes a rank's stripe of a page, and returns whether that succeeded. The former page of the disk slot is
-        lost. Checks that it would not be found after a crash.
+        """Writes a rank's stripe of a page, and returns whether the write succeeded. The former page of the disk slot
+        is lost. Checks that the former page would not be found after a crash.
         """
         require(
             place not in self.journal[group],
@@ -282,7 +283,7 @@ class SymbolicVolumes(Volumes):
         return True
 
     def seal(self, group: int, place: int, identity: Identity, digests: list[int]) -> bool:
-        """Writes the trailer of a page whose stripes the ranks have written, and returns whether that succeeded."""
+        """Writes the trailer of a page whose stripes the ranks have written. Returns whether the write succeeded."""
         stripes = self._stripes[group].get(place, {})
         if not self._alive[place % self.disks]:
             return False

@@ -102,7 +102,7 @@ class TierMoves:
             each.failed.append(page)
 
     def read(self, group: int, place: int, key: bytes, epoch: int) -> list[Symbol] | None:
-        """Returns the symbols of the page in a slot of the tier; None if it is not the requested page."""
+        """Returns the symbols of the page in a slot of the tier; None if the slot does not have the requested page."""
         found = self.tier.content[group].get(place)
         return found[2] if found is not None and found[:2] == (epoch, key) else None
 
@@ -122,7 +122,7 @@ class TierMoves:
             each.result = OpResult.cancelled(OpId(each.op.op_id), each.op.pages, "cancelled")
 
     def lose(self) -> None:
-        """Loses a page without the tier's knowledge."""
+        """Deletes a page from the tier's slots without telling the tier."""
         random = self.world.random
         group = random.randrange(len(self.tier.content))
         written = {
@@ -151,7 +151,7 @@ class TierMoves:
             self._check_forgotten(each, result)
 
     def _check_forgotten(self, each: SimulatedMove, result: OpResult) -> None:
-        """Checks that the tier no longer finds a page in a slot from which it could not be read."""
+        """Checks that the tier no longer finds a page in a slot from which the page could not be read."""
         for page, cause in causes_by_page(result).items():
             if cause > FailureCause.SOURCE:
                 continue

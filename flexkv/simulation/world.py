@@ -29,17 +29,17 @@ from flexkv.transfer.graph import NEVER, WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
 """Number of block tables that are remembered after their requests have lost the blocks. A load finishes long before
-this many requests lose theirs."""
+this many requests lose their blocks."""
 
 
 FETCH_PAGES = 12
-"""Most pages that are read from one tier at once."""
+"""Maximum number of pages that are being read from one tier."""
 
 FETCH_OPS = 4
-"""Most reads from disk at once."""
+"""Maximum number of reads from disk in flight."""
 
 BEGUN_S = 1_000_000
-"""The wall clock when a run begins, in Unix seconds."""
+"""Wall-clock time at which a run begins, in Unix seconds."""
 
 DISK = TierId(1)
 """The disk tier, if there is one."""
@@ -113,13 +113,13 @@ class World:
         self.disk_ended: dict[int, TransferOp] = {}
         self.live: list[SimRequest] = []
         self.retired: deque[tuple[str, list[list[int]]]] = deque(maxlen=RETIRED)
-        """Request id and block table of each request that has lost its blocks. A load into one of these blocks may
-        still fail."""
+        """Request id and block table of each of the last RETIRED requests that have lost their blocks. A load into one
+        of these blocks may still fail."""
         self.ops: dict[int, TransferOp] = {}
         self.report = SimulationReport()
         self.lost_until = 0
         self._stored_at: dict[Key, int] = {}
-        """Key of a page that expires -> Unix seconds of its last store."""
+        """By key of a page that expires, the Unix time in seconds of its last store."""
         for group in range(len(config.groups)):
             self.grow(group)
 
@@ -199,8 +199,8 @@ class World:
         self._stored_at.update((key, self.unix_s) for key, expiry in pages if expiry)
 
     def is_over(self, key: Key) -> bool:
-        """Returns whether every copy of a page has expired in all tiers. No copy is younger than the page's last
-        store."""
+        """Returns whether every copy of a page has expired in all tiers. This follows from the time of the page's last
+        store, because no copy is younger."""
         stored = self._stored_at.get(key)
         return stored is not None and self.unix_s >= stored + self.config.ttl_s
 
