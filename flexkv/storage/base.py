@@ -1,8 +1,8 @@
 """The disk tier's contracts: the calls that the control plane makes on one ownership unit's disks, and their results.
 
-Bytes move as DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, on the lane that the tier gives to the
-manager's transfer engine. Everything else goes through these interfaces. Only opening, `reset`, `finish_reset` and
-`close` wait for a disk.
+The bytes of pages move in DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, which the tier's lane in the
+manager's transfer engine executes. Everything else goes through these interfaces. Only opening, `reset`, `finish_reset`
+and `close` wait for a disk.
 
 To store a page: call `next_generations`; submit a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags
 contain the page's key, epoch and generation; when the op has finished with status OK, call `record_publish`. The page
@@ -42,7 +42,9 @@ number is used twice, not even after a crash.
 """
 
 RunTable = NDArray[np.int64]
-"""The runs of one rank's stripe, int64 [runs, 3]: offset in the stripe, bytes, layer; ascending by offset."""
+"""The runs of one rank's stripe, int64 [runs, 3], ascending by offset. The columns are offset in the stripe, length
+(both in bytes), and layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ class DiskGroup:
 
     Attributes:
         format_id: format of the pages, as `str(FormatId)`.
-        stripe_bytes: bytes of each rank's stripe.
+        stripe_bytes: size of each rank's stripe, in bytes.
         runs: RunTable of each rank; its rows fill the rank's stripe exactly.
-        block_tokens: tokens in a full block.
+        block_tokens: number of tokens in a full block.
         dtype: name of the KV's element type; empty if it is unknown.
         host_digests: whether device lanes write the digest of every run into the slot's trailer (setting
             `host.verify`). The disk stores these digests unchanged, so a load verifies a page against digests of the
@@ -109,12 +111,14 @@ class DiskOptions:
     """How a unit uses its disks.
 
     Attributes:
-        bytes_per_disk: bytes of the slabs in each folder. The index takes up to 1/64 of that in addition.
+        bytes_per_disk: size in bytes of all slabs in each folder together. The index takes up to 1/64 of that in
+            addition.
         io: I/O backend; `auto` is io_uring if the kernel allows it, else threads.
         depth: how many I/Os may be in flight at once on one disk.
         stuck_s: a disk is taken out of service if an I/O takes longer than this many seconds.
-        journal_rows: how many rows may wait in one disk's journal. While it is full, publishes and evictions stay
-            pending outside it. Uses may fill half of it; further uses are dropped.
+        journal_rows: how many rows (one per page of a record) may wait in one disk's journal. While the journal is
+            full, publishes and evictions stay pending outside it. Records of uses may fill half of it; further ones are
+            dropped.
         preallocate: whether to allocate disk space for the slabs when they are opened, so that no write finds the disk
             full. While a disk is idle, the tier then writes zeros to the slots that will get pages next.
         register_buffers: whether io_uring keeps the host pool's pages pinned. If the system refuses that (for example
@@ -142,7 +146,7 @@ class IndexRows:
         keys: key of each page, uint8 [n, 16]; unique within a group.
         places: place of each page, int32 [n].
         generations: generation of each page, uint64 [n].
-        tokens: valid tokens in each page, int32 [n].
+        tokens: number of valid tokens in each page, int32 [n].
         expiries: when each page expires, in unix seconds, uint64 [n]; 0 for never.
         groups: number of each page's KV group, int32 [n]; None if only one group uses the slabs.
     """
@@ -365,9 +369,7 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def slab_map(self) -> SlabMap:
-        """Describes the slabs to ranks that move pages themselves (`flexkv.transfer.gds_lane`). Leaves out disks that
-        are lost by now.
-        """
+        """Describes the slabs to ranks that move pages themselves (`flexkv.transfer.gds_lane`), without lost disks."""
 
     @property
     @abstractmethod

@@ -57,7 +57,9 @@ class DiskStates:
         return True
 
     def note_backend(self, disk: int, backend: str, note: str) -> None:
-        """Records why a disk does not use the requested backend; an empty `note` means that it does."""
+        """Records that a disk uses `backend` instead of the requested one, and why (`note`). An empty `note` means that
+        the disk uses the requested one.
+        """
         if note != self._notes.get(disk, ""):
             self._notes[disk] = note
             logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)

@@ -41,7 +41,7 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
     """How many slots each slab gets on one disk.
 
     Raises:
-        CapacityError: the bytes do not hold a slot of each slab, or the index does not fit into memory.
+        CapacityError: `bytes_per_disk` does not hold one slot of each slab, or the index does not fit into memory.
     """
     slabs = set(slab_numbers(groups))
     image = slot_bytes_of_all(groups)
@@ -226,7 +226,8 @@ class DiskVolume:
         """
         epochs = (int(epochs.max(initial=0)) for _, epochs in found.values())
         epoch = max([self.index.epoch, written or 0, *epochs])
-        # An opening writes the epoch before any page is stored. So if there are pages, the epoch's file was lost.
+        # When a folder is opened, the epoch's file is written before any page is stored. So if there are pages, the
+        # file was lost.
         if written is None and any(rows["generation"].any() for rows, _ in found.values()):
             epoch = after_all(epoch)  # a lost file may have had a higher epoch
         if self.index.epoch < epoch:

@@ -27,7 +27,7 @@ DIGEST_DIGITS = 16
 """How many hex digits of a digest a folder's name contains. The slabs' headers contain the full digests."""
 
 LOCK_WAIT_S = 2.0
-"""How long a starting unit waits for its folder's lock. Another unit may hold it briefly to read the index."""
+"""How long a starting unit waits for its folder's lock. Another unit may hold the lock briefly to read the index."""
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 """The error numbers of flock if another process holds the lock."""
@@ -36,7 +36,7 @@ UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class FolderLockedError(DiskError):
-    """Another process uses the folder, or another tier in this process."""
+    """The folder is in use by another process, or by another tier in this process."""
 
 
 def slab_name(group: int) -> str:

@@ -67,7 +67,7 @@ def whole_slots(*groups: DiskGroup) -> WholeSlots:
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
     """How many bytes one of `units` units on this node may fill in each folder. The number is the same for all folders,
     because blocks are striped over them. It is `disk.bytes_per_folder` or, if that is not set, a share of the free
-    space. Folders on one file system divide its share.
+    space. Folders on the same file system divide its share among them.
 
     Bytes that flexkv's units already hold in a folder count as free, so that the size does not shrink with every start;
     but a unit cannot get the bytes of other units. If `disk.bytes_per_folder` is not set, this creates missing folders.
@@ -117,8 +117,8 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
 
     Args:
         free: free bytes of the file system.
-        own: bytes that the unit's slabs hold there.
-        others: bytes that other units hold there.
+        own: bytes that the unit's slabs hold on the file system.
+        others: bytes that other units hold on the file system.
         share: the part of the space that all units together may fill (`disk.space_share`).
         units: number of units on this node.
     """

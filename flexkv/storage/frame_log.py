@@ -22,9 +22,9 @@ IDENTITY_BYTES = 32
 HEADER = struct.Struct("<8s32sQ")
 """The file's header: magic, identity, digest of magic and identity."""
 FRAME = struct.Struct("<IIQ")
-"""The start of a frame: bytes of the content, 0, digest of the content."""
+"""The start of a frame: length of the content in bytes, 0, digest of the content."""
 MAX_FRAME_BYTES = 64 << 20
-"""No writer makes a longer frame, so a larger length in the file is damage."""
+"""The longest content of a frame, in bytes. No writer makes a longer one, so a larger length in the file is damage."""
 
 LOCK_RETRY_S = 0.02
 
@@ -131,8 +131,7 @@ class FrameLog:
         os.ftruncate(self._fd, HEADER.size)
 
     def replace(self, frames: Iterable[bytes]) -> None:
-        """Durably replaces the file by one with these frames. After a crash, the name has either the old file or the
-        new one.
+        """Durably replaces the file by one with these frames. After a crash, the file is either the old or the new one.
 
         Raises:
             OSError: the new file could not be written, and the old one stays as it is; or the new file is in place but

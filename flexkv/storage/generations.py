@@ -59,10 +59,10 @@ def opens_so_far(written: int | None, others: Iterable[int]) -> int:
 
 
 class GenerationCounter:
-    """The generations of one opening of the tier.
+    """Gives out the generations of one opening of the tier.
 
     Raises:
-        CapacityError: the bits of the count or of the counter are used up.
+        CapacityError: the count of openings or the counter has no number left.
     """
 
     def __init__(self, opens: int) -> None:

@@ -16,8 +16,8 @@ def await_group(clock: Callable[[], float], wait_for_more: Callable[[float], boo
 
     Args:
         clock: returns monotonic time in seconds.
-        wait_for_more: waits for another row, at most the given seconds. Returns whether one has come and the commit is
-            not urgent.
+        wait_for_more: waits for another row, for at most the given number of seconds. Returns whether one has come and
+            the commit is not urgent.
     """
     ends_s = clock() + GROUP_S
     while (left_s := ends_s - clock()) > 0 and wait_for_more(min(QUIET_S, left_s)):

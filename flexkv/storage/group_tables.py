@@ -17,7 +17,7 @@ TEXT_BYTES = 512
 """The most bytes of each text at the end of a header. A longer text is cut."""
 
 WORD_BYTES = 16
-"""Bytes of a field that holds a short text, padded with zeros."""
+"""Size in bytes of a field that holds a short text, padded with zeros."""
 
 RECORD = struct.Struct("<IIIIIII16s16sHHI")
 """A group's record: group, ranks, layers, runs, block_tokens, reach, reserved, rule, dtype, the lengths of format_id

@@ -199,7 +199,7 @@ def read_header(path: str) -> SlabHeader:
 
 def raw_header(path: str) -> bytes:
     """Returns the bytes at the start of a slab, unverified: as many as the header's length field says, or one sector if
-    there is no header or its length field is meaningless. A shorter file returns fewer.
+    there is no header or its length field is meaningless. Returns fewer if the file is shorter.
 
     Raises:
         DiskError: the file cannot be read.

@@ -25,8 +25,6 @@ class FoundHeader:
     """A slab's header, read from the slab or, if it is damaged there, from its copy.
 
     Attributes:
-        raw: the header's bytes.
-        header: the header's fields.
         groups: the slab's groups, by number.
         slab_fault: what is wrong with the slab's own header; empty if nothing is.
         copy_fault: what is wrong with the copy; empty if nothing is, or if there is none.

@@ -1,8 +1,8 @@
 """The index of one disk, which says which page each slot holds. It is stored in an SQLite database beside the slabs.
 
 All rows of a slab are in memory. The database has them in chunks of fixed size, one per database page. An update
-changes a few array elements, and the next commit writes the chunks that contain them. Opening the index is one scan.
-There is no Python object per row. Opening detects any damage: each chunk has a digest, and so do the meta values, which
+changes a few array elements, and the next commit writes the chunks that contain them. Opening the index is one scan,
+which makes no Python object per row. It detects any damage: each chunk has a digest, and so do the meta values, which
 include the number of chunks.
 """
 
@@ -64,7 +64,7 @@ class SlotIndex:
         epoch: epoch of the weights to which the rows belong.
         opens: count of the tier's openings.
         is_new: whether no commit had been written before this opening.
-        beyond: for each slab, slots beyond its end for which the database had rows when it was opened, because the slab
+        beyond: for each slab, the slots beyond its end that had rows in the database at the opening, because the slab
             was larger before or its file was cut. The next commit removes these rows.
 
     Args:
@@ -130,8 +130,8 @@ class SlotIndex:
         """
         Raises:
             DamagedIndexError: `meta` is damaged.
-            OtherVersionError: the format has another version. Its digest is not checked, because another version may
-                compute it differently.
+            OtherVersionError: the format has another version. The digest of `meta` is not checked then, because another
+                version may compute it differently.
         """
         version = meta.get("version")
         if version is not None and version != SCHEMA_VERSION:
@@ -187,8 +187,8 @@ class SlotIndex:
         self.beyond[group] += (np.flatnonzero(rows["generation"]) + first).tolist()
 
     def adopt(self, slab_ids: Sequence[int]) -> list[int]:
-        """Drops the rows of slabs that have been replaced by others since the last commit. Returns the numbers of the
-        first groups of these slabs.
+        """Drops the rows of slabs that have been replaced by other slabs since the last commit. Returns the numbers of
+        the first groups of these slabs.
 
         Args:
             slab_ids: the current id of each slab, indexed by the number of its first group.

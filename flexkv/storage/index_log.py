@@ -1,8 +1,8 @@
 """Finds out whether the write-ahead log of an index's database is damaged.
 
 SQLite reads the log, a file beside the database, up to the first damaged frame and ignores the rest. So a flipped bit
-silently undoes that commit and all later ones. A crash may leave a log that merely ends in the middle of a write. Such
-a log loses nothing that was committed, so it counts as undamaged.
+silently undoes the commit to which its frame belongs, and all later ones. A crash may leave a log that merely ends in
+the middle of a write. Such a log loses nothing that was committed, so it counts as undamaged.
 
 A power cut during a commit may leave later frames of the commit on the disk without an earlier one. That looks the same
 as a flipped bit in a synced commit, so both count as damage. Rebuilding an index without need only costs a read of the

@@ -32,8 +32,8 @@ from flexkv.storage.striping import Slots, striped_slots
 logger = logging.getLogger(__name__)
 
 USE_FLUSH_S = 5.0
-"""How many seconds an idle journal waits before it writes recorded uses. A crash may lose the order of uses that are
-not written yet.
+"""How many seconds an idle journal waits before it writes which pages were used. A crash may lose the order of uses
+that are not written yet.
 """
 
 USE_FLUSH_CHUNKS = 512
@@ -109,7 +109,9 @@ class Use:
         return -(-len(self.places) // self.disks)
 
     def slots(self, most: int) -> Slots:
-        """The slots of this disk, below `most`. Skips meaningless places, because a use is only a hint."""
+        """The slots of those places that lie on this disk. Skips places whose slot is not below `most`, because a use
+        is only a hint.
+        """
         on_disk, slots = striped_slots(self.places, self.disks)
         here: Slots = slots[(on_disk == self.disk) & (slots >= 0) & (slots < most)]
         return here
@@ -367,8 +369,8 @@ class Journal:
         """
 
         def epoch_is_enough() -> bool:
-            # An opening drops an index's rows if the index's epoch is lower than the file's. So the resets in this
-            # batch, whose epoch is in the file, need no commit.
+            # When an index is opened, its rows are dropped if its epoch is lower than that in the epoch's file. So the
+            # resets in this batch, whose epoch is already in the file, need no commit.
             for reset in resets:
                 reset.done.set()
             return self._reset_waits

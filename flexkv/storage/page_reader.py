@@ -50,7 +50,6 @@ class PageReader(ABC):
     verified. If a page does not match its tag or cannot be read, only that page of the op fails.
 
     Args:
-        name: the thread's name.
         groups: this unit's KV groups; ops refer to them by number.
         pool: the host pool whose slots get the pages.
         queue_ops: how many ops may wait; `submit` returns None if more would.
@@ -142,8 +141,8 @@ class PageReader(ABC):
     def close(self, deadline_s: float) -> bool:
         """Cancels the waiting ops and ends the thread. Idempotent.
 
-        Returns False if a read has not finished within `deadline_s` seconds. It is then abandoned, and no host slot is
-        written any more; only a page whose copying to its slot takes longer than `WRITE_S` is still written.
+        Returns False if a read has not finished within `deadline_s` seconds. The read is then abandoned, and no host
+        slot is written any more; only a page whose copying to its slot takes longer than `WRITE_S` is still written.
         """
         with self._lock:
             self._closed = True

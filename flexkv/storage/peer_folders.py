@@ -50,7 +50,6 @@ class PeerFolder:
     """A slab of another unit, and the pages of one KV group in it.
 
     Attributes:
-        header: the slab's header.
         codec: codec of the group's slot images.
         stripes: offset and bytes of each rank's stripe in a slot image.
         rewrites: for each rank, the conversion of its stripe to this unit's encoding; None if the encodings are equal.

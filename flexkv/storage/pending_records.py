@@ -20,7 +20,6 @@ class PendingRecords:
     Allocates its arrays when the journal first rejects a record, so that a journal that keeps up costs no memory.
 
     Args:
-        journal: the disk's journal.
         slots: number of slots of each slab on this disk.
 
     Attributes:
@@ -53,7 +52,7 @@ class PendingRecords:
         return False
 
     def evict(self, record: Evict) -> None:
-        """Passes an eviction to the journal, now or when it has space."""
+        """Passes an eviction to the journal, now or when the journal has space."""
         entered = ~self.settle(record.slab, record.slots, record.generations)
         if self._journal.put(record) or self._journal.failure:
             return
@@ -70,7 +69,7 @@ class PendingRecords:
         self, slab: int, slots: Slots, generations: NDArray[np.uint64] | None = None
     ) -> NDArray[np.bool_]:
         """Drops pending publishes of these slots. If `generations` is given, drops only publishes of these generations.
-        Returns for which slots one was dropped, bool [slots].
+        Returns for which slots a publish was dropped, bool [slots].
         """
         if slab not in self._held:
             return np.zeros(len(slots), np.bool_)

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 NO_EVENTS = DiskEvents()
 
 FLUSH_POLL_S = 0.005
-"""How many seconds pass between a close's attempts to flush pending records to a full journal. A group commit takes
-about as long.
+"""How many seconds pass between the attempts of `close` to flush pending records to a full journal. A group commit
+takes about as long.
 """
 
 
