@@ -44,8 +44,6 @@ class LaneReport:
     """State of the lane that executes one kind of op.
 
     Attributes:
-        kind: the kind of op.
-        lane: the lane's name.
         up: False from the time when an op of this kind has made no progress for too long until that op ends.
         reason: why the lane is down; empty while it is up.
         open_ops: number of ops that have not ended.
@@ -113,8 +111,8 @@ class DataPlane(ABC):
         blocks.
 
         Returns when the wait is enqueued on the stream, and does not wait for a running forward pass. If the pool is
-        plain memory, which has no stream, the call itself waits until the stores have ended. It also waits for stores
-        that bypass host memory (GDS_WRITE), because a stream cannot wait for them.
+        plain memory, which has no stream, the call itself waits until the stores have ended. The call also waits for
+        stores that bypass host memory (GDS_WRITE), because a stream cannot wait for them.
 
         Returns:
             False if `deadline_s` seconds passed first. Also False, at once, if a GDS_WRITE waits for a running forward

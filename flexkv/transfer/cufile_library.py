@@ -19,9 +19,10 @@ class CufileLibrary:
 
     Attributes:
         path: the library's path; empty if it was not found.
-        found: where it was found: "already loaded", "by the loader" or "in a wheel".
+        found: where the library was found: "already loaded", "by the loader" or "in a wheel"; empty if it was not.
         version: the library's version, such as "1.20"; empty if the library does not report it.
-        reason: if it was not found, the places that were searched, each with its error.
+        reason: why the library was not found: the places that were searched, each with its error. Empty if it was
+            found.
     """
 
     path: str

@@ -84,19 +84,20 @@ class TransferEngine(DataPlane):
 
     Args:
         mover: copies the pages of host lanes; None for a `c_ext.HostMover`. Movers can be nested.
-        queue_ops: queue entries for each kind and priority of op.
+        queue_ops: number of queue entries for each kind and priority of op.
         copy_threads: number of threads for host copies. Loads and stores share them, and loads come first. They are
             started on first use and sleep while idle.
         op_stuck_s: an op without progress for this many seconds takes its lane down; 0 for never.
         lanes: lanes for further kinds of ops, such as `Volumes.lane`. A lane serves one transfer engine.
-        device: the CUDA device on which the engine's pools lie; None for plain memory. Its lane has its own threads.
-        batch_copies: whether the lane may pass batches of copies to the copy engine. Even then it does so only if a
-            test at start succeeds.
+        device: the CUDA device on which the engine's pools lie; None for plain memory. The device's lane has its own
+            threads.
+        batch_copies: whether the lane may pass batches of copies to the copy engine. Even if True, the lane does so
+            only if a test at start succeeds.
         copy_kernel: whether short runs may be copied by a kernel.
         ways: the lengths of runs that the kernel copies; None for the built-in lengths.
         digest_threads: how many threads compute and check the digests of a CUDA device's pages, 1 to 16.
-        current_stream: returns the engine's stream. It is called if `submit`, `record`, `order_after` or `open_layers`
-            gets no `stream`; None for plain memory.
+        current_stream: returns the engine's stream. Called when `submit`, `record`, `order_after` or `open_layers` gets
+            no `stream`. None for plain memory.
 
     Raises:
         ConfigError: an argument is out of range, or there is no such device.
@@ -152,7 +153,7 @@ class TransferEngine(DataPlane):
         Args:
             stripe_offset: bytes from a slot's start to this rank's stripe, a multiple of 4 KiB.
             digest_offset: bytes from a slot's start to this rank's run digests (8 bytes per run), a multiple of 8.
-                Stores then write the digests and loads check them. None: pages are not verified.
+                Stores then write the digests and loads check them. If None, pages are not verified.
             owners: objects that keep the engine's pool alive, such as arrays and tensors. They are held until no op
                 can touch the pool any more.
 

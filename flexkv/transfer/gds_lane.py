@@ -26,8 +26,8 @@ def make_gds_lane(
     io: IoBackend = "auto",
     views: Sequence[c_ext.KvView] = (),
 ) -> c_ext.GdsLane:
-    """Makes a lane for one rank, and opens the slabs. The lane serves one transfer engine, which closes it. The caller
-    closes a lane that it passed to no transfer engine.
+    """Makes a lane for one rank, and opens the slabs. The lane serves one transfer engine, which closes it. A caller
+    that passes the lane to no transfer engine must close it itself.
 
     Args:
         slabs: the slabs on the unit's disks.
@@ -35,8 +35,8 @@ def make_gds_lane(
         device: the CUDA device that holds the engine's pool; None for plain memory.
         use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
         io: the I/O backend for a pool in plain memory, and for a GPU that can only be reached through plain memory.
-        views: views of the rank's pool, one per group. The staging buffers that their blocks need are then allocated
-            now, otherwise by the first transfer.
+        views: views of the rank's pool, one per group. The staging buffers for their blocks are then allocated now;
+            without views, the first transfer allocates them.
 
     Raises:
         ConfigError: a slab cannot be opened, or the kernel refuses the backend `io`.
@@ -97,7 +97,7 @@ def log_lost_registration(pool: c_ext.PoolState) -> None:
 
 
 def gpudirect_refusal() -> str:
-    """Returns why this process can copy no file to a GPU's memory by GPUDirect Storage; empty if it may be possible.
+    """Returns why this process cannot copy files to a GPU's memory by GPUDirect Storage; empty if that may be possible.
     Whether it is possible for a given slab is known after a lane has opened it (`GdsLane.direct_refusal`).
 
     The first call opens cuFile's driver if there is a GPU.

@@ -123,8 +123,6 @@ class TransferOp:
     `slots[i]` and `places[i]` (the disk kinds), or between `blocks[i]` and `places[i]` (the GDS kinds).
 
     Attributes:
-        op_id: the op's number; see `OpId`.
-        kind: the op's source and target.
         group: number of the KV group; selects the view and the slot pool.
         priority: whether the op runs with the loads or with the stores of its lane.
         blocks: engine blocks, one per page; empty for ops that do not touch the engine's pool. Read-only if unpickled.
@@ -247,7 +245,6 @@ class OpResult:
     moving.
 
     Attributes:
-        op_id: the op's number; see `OpId`.
         status: how the op ended.
         failed: positions within the op of the pages that must not be used, ascending, int32. Empty if `status` is OK;
             all pages if it is CANCELLED, SKIPPED or LANE_DOWN.

@@ -32,7 +32,7 @@ class ExtentReport:
 
     Attributes:
         index: the extent's number, from 0.
-        bytes: the extent's size.
+        bytes: the extent's size in bytes.
         pages_kind: the memory pages that hold the extent: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages).
             `pending` until the extent is mapped; `attached` in a process that did not create the pool.
         huge_bytes: how many of `bytes` are on huge pages.
@@ -79,8 +79,8 @@ class HostPool:
 
     Raises:
         GeometryError: a size is not allowed.
-        CapacityError: the pool and its headroom exceed the memory that is available now, by MemAvailable and by the
-            limits of control groups.
+        CapacityError: the pool and its headroom exceed the memory that is available now according to MemAvailable and
+            the limits of control groups.
         ConfigError: `huge_pages` has an unknown value, or `numa_node` cannot be a NUMA node.
     """
 
@@ -179,8 +179,8 @@ class HostPool:
 
     @property
     def settled(self) -> bool:
-        """Whether mapping has ended and its outcome was logged. Reading `ready_slots` logs it. Always true for an
-        attached pool."""
+        """Whether mapping has ended and its outcome was logged. Reading `ready_slots` logs the outcome. Always true for
+        an attached pool."""
         return self._logged
 
     @property
@@ -198,8 +198,8 @@ class HostPool:
         return self.native.creator_gone
 
     def wait_ready(self, slots: int, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until `slots` slots are mapped. Returns False if they are not; does so at
-        once if mapping has ended with fewer.
+        """Waits up to `deadline_s` seconds until `slots` slots are mapped. Returns False if they are not. If mapping
+        has ended with fewer slots, returns False at once.
 
         Raises:
             BlockRangeError: the pool has fewer slots.
@@ -218,8 +218,8 @@ class HostPool:
         return self.native.slot(slot)
 
     def extent_of(self, slot: int) -> NDArray[np.uint8]:
-        """Returns the bytes from the start of a slot to the end of its extent, otherwise like `slot`. This is the range
-        that is registered with a device or a network card in one call.
+        """Returns the memory from the start of a slot to the end of its extent, in the same form as `slot`. This is the
+        range that is registered with a device or a network card in one call.
 
         Raises:
             BlockRangeError: the slot is not in [0, ready_slots).

@@ -52,7 +52,6 @@ class WaysKey:
         link_width: number of PCI Express lanes of the GPU's link; 0 if the kernel does not report it.
         link_generation: generation of PCI Express of the link; 0 if the kernel does not report it.
         driver: the driver's CUDA version, followed by the kernel module's version if that is known.
-        flexkv: the version of flexkv.
     """
 
     device: str
@@ -134,8 +133,8 @@ def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
 
 
 def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None:
-    """Returns the table of `transfer.ways_file` if it applies to a device; None for the built-in lengths. Logs a
-    warning if the table does not apply to it.
+    """Returns the table of `transfer.ways_file` if it applies to a device. Otherwise returns None, which stands for the
+    built-in lengths; if there is a table, a warning says that it does not apply.
 
     Raises:
         ConfigError: the file has no complete table, or there is no such device.
@@ -148,8 +147,8 @@ def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None
 
 
 def check_ways_file(settings: TransferConfig) -> None:
-    """Checks that the file of `transfer.ways_file`, if set, has a complete table. Does not check for which GPU the
-    table is. Called at an engine's start.
+    """Checks that the file of `transfer.ways_file`, if set, has a complete table. Does not check to which GPU the table
+    applies. Called at an engine's start.
 
     Raises:
         ConfigError: the file has no complete table.

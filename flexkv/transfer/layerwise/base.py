@@ -38,7 +38,8 @@ class PipelineError(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class RowPositions:
-    """For each row of a buffer, the position in a sequence at which it was computed, and that at which it will be used.
+    """For each row of a buffer, the position in a sequence at which it was computed, and the position at which it will
+    be used.
 
     Attributes:
         old: the positions at which the rows were computed, int64 [rows]; 0 for rows that no chunk covers.
@@ -84,8 +85,8 @@ class RowSource(Protocol):
         as work of the load stream.
 
         Raises:
-            LostRows: the source cannot deliver the rows. The pipeline then treats them as rows that no chunk covers,
-                even those that were written already.
+            LostRows: the source cannot deliver the rows. The pipeline then treats all rows of the chunk as rows that no
+                chunk covers, even those that `copy_to` has written.
         """
 
 
@@ -111,8 +112,8 @@ class Event(ABC):
     @property
     @abstractmethod
     def error(self) -> str:
-        """The first failure of work before the event, in its stream or in streams that this one waited for; empty if
-        there was none.
+        """The first failure of work before the event, in the event's stream or in a stream for which that one waited;
+        empty if there was none.
 
         Call order:
             After `wait` has returned True.
@@ -124,7 +125,8 @@ class Stream(ABC):
 
     @abstractmethod
     def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
-        """Queues `work`. It is skipped if earlier work in this stream, or in a stream that this one waited for, failed.
+        """Queues `work`. The work is skipped if earlier work has failed in this stream or in a stream for which this
+        one waited.
 
         Args:
             stage: the pipeline's stage, for traces and errors: "load", "transform", "scatter", "gather" or "store".
@@ -145,8 +147,8 @@ class LayerDevice(ABC):
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
-        """Makes a stream for one pipeline. Failures in it affect no other pipeline. `name` is "load", "compute" or
-        "store".
+        """Makes a stream for one pipeline. A failure in the stream affects no other pipeline. `name` is "load",
+        "compute" or "store".
 
         Raises:
             ClosedError: the device was closed.

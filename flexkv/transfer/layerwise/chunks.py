@@ -34,7 +34,6 @@ class ChunkSet:
     first chunk.
 
     Attributes:
-        chunks: the chunks.
         first: the position of row 0 in the sequence.
         rows: number of rows from the first chunk's start to the last chunk's end, including the gaps.
         gaps: numbers of the rows that no chunk covers, int64 ascending.

@@ -23,7 +23,7 @@ class PagedLayers:
     Attributes:
         layers: the planes of each layer.
         planes, blocks, block_tokens, heads, head_width, dtype: the geometry, which is the same for every layer.
-        takes_gaps: whether a load writes rows that no chunk covers, as zeros.
+        takes_gaps: whether a load writes zeros to the rows that no chunk covers.
 
     Raises:
         GeometryError: there are no layers, or planes differ in shape or dtype.
@@ -67,7 +67,7 @@ class PagedLayers:
         return numbers // self.block_tokens, numbers % self.block_tokens
 
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """Writes `rows`, shape [planes, rows, heads, head_width], to slots of the layer, which must all differ."""
+        """Writes `rows`, shape [planes, rows, heads, head_width], to slots of the layer. No slot may be given twice."""
         for number, plane in enumerate(self.layers[layer]):
             to, of = _as_items(plane, rows[number])
             to[blocks, tokens] = of
@@ -88,7 +88,7 @@ class CallerLayers:
     Attributes:
         num_layers, planes, heads, head_width: the geometry of the layers.
         dtype: the rows' dtype, in the device's own type.
-        takes_gaps: False: the caller reads no rows that no chunk covers, so the pipeline does not zero them.
+        takes_gaps: always False. The caller reads no rows that no chunk covers, so the pipeline need not zero them.
     """
 
     takes_gaps: ClassVar[bool] = False

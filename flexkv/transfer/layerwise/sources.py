@@ -25,7 +25,6 @@ class PageInterior:
             start, in bytes.
         shape: the shape of a plane: (block_tokens, heads, head_width).
         strides: bytes from one token, head or element to the next.
-        dtype: the dtype of the elements.
     """
 
     offsets: tuple[tuple[int, ...], ...]

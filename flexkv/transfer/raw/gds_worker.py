@@ -94,13 +94,13 @@ class GDSTransferWorker:
 
     Args:
         ssd_files: the paths of each disk's files, by the disk's number.
-        config: the settings; None for those of this process: FLEXKV_CONFIG's file, overridden by the environment
-            variables FLEXKV_GDS_* and FLEXKV_DISK_IO.
+        config: the settings; None to read them from FLEXKV_CONFIG's file and the environment variables FLEXKV_GDS_* and
+            FLEXKV_DISK_IO, which override the file.
         round_robin: how many consecutive blocks go to one disk before the next disk follows.
         use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
         engine_stream: the engine's device stream; transfers start after the work enqueued on it.
         io: the I/O backend for a pool in plain memory, and for a GPU that can only be reached through plain memory.
-            None for `disk.io` if `config` is None, otherwise for "auto".
+            None means the setting `disk.io` if `config` is None, and "auto" otherwise.
 
     Raises:
         ContractError: `engine_stream` is not a stream.
