@@ -41,7 +41,7 @@ class Outcome(IntEnum):
     """The outcome of a get or a put for one value."""
 
     OK = 0
-    """All bytes of the value arrived; for a put also if the store already has the name."""
+    """All bytes of the value arrived. For a put, this is also the outcome if the store already has the name."""
     ABSENT = 1
     """For a get: the store does not have the name."""
     OTHER_SIZE = 2
@@ -133,8 +133,8 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """Returns the bytes of each name's value, or NO_VALUE, or NOT_SAID. Only the command line calls this, because
-        it may have to read the values.
+        """Returns the size in bytes of each name's value, or NO_VALUE, or NOT_SAID. Only the command line calls this,
+        because it may have to read the values.
         """
 
     @abstractmethod

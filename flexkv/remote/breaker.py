@@ -13,8 +13,8 @@ FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
 """The longest rest in seconds. A rest is the time between two probes of a lost store. The first rest is FIRST_REST_S,
 and each further one is twice as long, up to this length. So a store that restarts is found soon, and one that is gone
-costs little. Only after a store has been used for LONGEST_REST_S is the next rest short again. So a store that answers
-probes but then fails calls, over and over, rests as long as one that does not answer.
+costs little. The next rest is short again only if the store has been used for LONGEST_REST_S seconds. So a store that
+answers every probe, but then fails calls, rests as long as one that does not answer.
 """
 
 JITTER = 0.25
@@ -62,8 +62,8 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def lost(self, reason: str, now_s: float) -> bool:
-        """Records that the store could not be reached, or took too long to answer. Returns whether it was used until
-        now.
+        """Records that the store could not be reached, or took too long to answer. Returns whether the store was in use
+        until now.
         """
         was_closed = self.closed
         if self.state is BreakerState.OPEN and now_s < self._until_s:

@@ -41,7 +41,7 @@ class Setup:
 
     Attributes:
         options: how to reach the store.
-        owner: whose pages the values are.
+        owner: owner of the pages, from which the names of values are derived.
         groups: encoding of the unit's pages, indexed by number of the KV group.
         pool: the unit's host pool, to which the helper attaches.
         batch_pages: the most values per get or put call of the store.
@@ -92,7 +92,6 @@ class Pages(Packed):
     """Part of an op: pages that move between slots of the host pool and the store.
 
     Attributes:
-        number: number of the message.
         group: number of the pages' KV group.
         keys, slots, tokens: key, host slot and number of valid tokens of each page.
     """
@@ -117,7 +116,6 @@ class Probe(Packed):
     """Asks the helper which pages the store has.
 
     Attributes:
-        number: number of the message.
         keys: for each group, the pages' keys in order, 16 bytes each.
         whole: for each group, whether pages after a missing one are useless.
     """
@@ -163,8 +161,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Progress(Packed):
-    """Reports that a call of the store for a `Get` or `Put` has ended, or that the `Put` waits for bandwidth. It shows
-    the unit that the helper does not hang.
+    """Reports that a call to the store for a `Get` or `Put` has ended, or that the `Put` waits for bandwidth. This
+    shows the unit that the helper does not hang.
     """
 
     number: int

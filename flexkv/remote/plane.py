@@ -100,7 +100,6 @@ class RemotePlane:
 
     Args:
         link: the link to the helper. The plane becomes its user.
-        limits: the plane's limits.
         clock: returns monotonic time in seconds.
 
     Attributes:

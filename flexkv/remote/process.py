@@ -84,7 +84,7 @@ class HelperProcess:
         raise StoreError(f"a packet that is no message of a helper: {type(message).__name__}")
 
     def fileno(self) -> int:
-        """The file descriptor to wait on for a message."""
+        """The file descriptor that becomes readable when a message arrives."""
         return self._sock.fileno()
 
     @property

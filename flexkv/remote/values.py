@@ -60,7 +60,6 @@ class ValueFormat:
     one value holds the stripes of all ranks, a single rank's stripe cannot be missing.
 
     Args:
-        owner: the owner of the pages.
         group: encoding of the pages. If `host_digests` is set, the host slot contains the run digests, which are copied
             to the trailer.
         number: number of the KV group.

@@ -40,7 +40,6 @@ class Work:
     Attributes:
         setup: the helper's configuration.
         formats: format of the values, indexed by number of the KV group.
-        pool: the unit's host pool.
         open: opens a new client of the store; each thread has its own.
         tell: sends a message to the unit.
         cancelled: messages with numbers up to this one end early; 0 if none does.
@@ -64,7 +63,6 @@ class Batch:
     """The pages of one get or put call of the store.
 
     Attributes:
-        message: the message that the pages come from.
         pages: the pages' indices in the message.
         names: the pages' names in the store.
         values: the pages' values in memory, each as a list of parts.
@@ -168,8 +166,8 @@ class Mover(ABC):
 
 
 class Getter(Mover):
-    """Reads values into host slots, and verifies them. Removes values from the store that are not the requested
-    page.
+    """Reads values into host slots, and verifies them. If a value is not the requested page, it is removed from the
+    store.
     """
 
     def __init__(self, work: Work) -> None:
@@ -308,7 +306,7 @@ class Putter(Mover):
             return
         while True:
             now_s = time.monotonic()
-            # After an idle time, at most as much may be sent at once as in one second.
+            # After an idle time, at most the bytes of one second may be sent at once.
             self._allowance = min(float(rate), self._allowance + rate * (now_s - self._since_s))
             self._since_s = now_s
             if self._allowance >= 0 or batch.message.number <= self.work.cancelled:

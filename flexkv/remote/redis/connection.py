@@ -81,7 +81,8 @@ class Connection:
         yield from self._resolver.steps(until_s)
         found = self._resolver.found
         for number, address in enumerate(found):
-            # Each address gets an equal share of the time left, because one may drop all packets.
+            # Each address gets an equal share of the time left, so that one that drops all packets does not use up all
+            # of it.
             now_s = time.monotonic()
             share_s = (until_s - now_s) / (len(found) - number)
             try:

@@ -22,7 +22,7 @@ connection with TLS. For a larger value the connection is closed instead.
 """
 STALE_CODES = frozenset({"READONLY", "NOAUTH"})
 """The codes of errors that last as long as the connection: the server has become a replica, or the login's user was
-removed. They close the connection.
+removed. After such an error the connection is closed.
 """
 
 
@@ -35,7 +35,7 @@ class Command:
         weight_bytes: the larger of the bytes to send and the bytes to receive, for WINDOW_BYTES.
         good: the lines in `COMMON` that are allowed as replies. Errors, and values if `into` is set, are always
             allowed.
-        answers: number of replies.
+        answers: number of replies that the server sends.
         into: memory for the value in the reply; None if the reply is not a value.
     """
 

@@ -165,7 +165,7 @@ class RedisStore(Store):
         return replies
 
     def _run(self, exchanges: Mapping[int, Exchange]) -> None:
-        """Carries out the exchanges, given by the servers' numbers. At the same time pings servers that have rested
+        """Carries out the exchanges; the keys are the servers' numbers. At the same time pings servers that have rested
         long enough.
         """
         retry_s = time.monotonic() + RETRY_S
