@@ -39,7 +39,7 @@ PLACED = np.dtype(
         ("group", "<u4"),
     ]
 )
-"""The page in a place; if `tokens` is 0, there is none."""
+"""One row: the page in a place. If `tokens` is 0, the place holds no page."""
 
 PlacedRows = NDArray[np.void]
 """Pages with their places, dtype PLACED, shape [places]."""

@@ -58,7 +58,6 @@ class DistantUnits:
         fails, the log says why.
 
         Args:
-            card: this unit's card.
             board: shows the pages in the places of `folders`.
             folders: the unit's folders, in the order of its places.
         """

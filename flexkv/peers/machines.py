@@ -1,4 +1,5 @@
-"""The thread that shows a unit's folders to units of other machines and follows theirs, through files only.
+"""The thread that shows a unit's folders to units of other machines and follows the folders of those units, through
+files only.
 
 The folders of all units lie below one folder that every machine sees. The machines' clocks and the files' times do not
 matter: a unit counts as running as long as its heartbeat advances between looks at its file.
@@ -141,7 +142,6 @@ class DistantUnit:
     """A file that the search has found, and the state of its unit.
 
     Attributes:
-        reader: reads the file.
         alive_s: when the unit's heartbeat was last seen to advance, in seconds of this process's monotonic clock.
         mirror: the unit's pages; None while the unit is not followed.
         joined: the unit as its file described it when it was joined; None before.
@@ -208,7 +208,7 @@ class MachineWatch:
         self._writer.end()
 
     def close(self) -> None:
-        """Stops showing this unit to others and following them. Waits up to STOP_S seconds for the thread.
+        """Stops showing this unit to other units, and stops following them. Waits up to STOP_S seconds for the thread.
         Idempotent.
         """
         self.end()

@@ -27,7 +27,6 @@ class OtherFormat:
     """How a peer's pages of one KV group are converted to this unit's format.
 
     Attributes:
-        group: the peer's KV group.
         codec: codec of the peer's pages.
         rewrites: for each rank, the conversion of its stripe to this unit's encoding; None if the encodings are equal.
         digests: whether the peer's slots contain run digests.

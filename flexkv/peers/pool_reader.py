@@ -35,8 +35,8 @@ REASONS = {
 
 
 class PoolReader(PageReader):
-    """Carries out DISK_READ ops that copy pages from peers' host pools. It finds a page in `directory` by the key in
-    its tag; the places in the ops have no meaning.
+    """Carries out DISK_READ ops that copy pages from peers' host pools. Each page is found in `directory` by the key in
+    the page's tag; the places in the ops have no meaning.
 
     A page is verified only if the board's row of the peer's slot identified the page, with the same version, before and
     after the copy. If the peer's slots contain run digests, the runs must match these, too.

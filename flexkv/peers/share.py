@@ -111,7 +111,9 @@ class PeerShare:
         """When each of `departed` is dropped at the latest, in seconds of the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
-        """Why units with this fingerprint share nothing with this one, by name for users; the last MOST_REFUSED."""
+        """For each of the last MOST_REFUSED refused units with this fingerprint, by its name for users: why this unit
+        shares nothing with it.
+        """
         self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 
     # --- sharing this unit's pages ---
@@ -380,7 +382,7 @@ class PeerShare:
         logger.info("unit %s (process %d): its %s read here", card.unit, card.pid, shared)
 
     def check_pages(self, card: UnitCard, whom: str) -> PeerFormats:
-        """Returns how a unit's pages become this unit's pages.
+        """Returns how another unit's pages become this unit's pages.
 
         Raises:
             GeometryError, ConfigError, DiskError: this unit cannot use the pages; the reason is recorded in `refused`.

@@ -19,8 +19,8 @@ from flexkv.transfer.host_pool import HostPool
 
 
 class SlabReader(PeerReader):
-    """Carries out DISK_READ ops that read pages from peers' folders. It finds a page in `directory` by the key in its
-    tag; the places in the ops have no meaning.
+    """Carries out DISK_READ ops that read pages from peers' folders. Each page is found in `directory` by the key in
+    the page's tag; the places in the ops have no meaning.
 
     Args:
         directory: the pages in peers' folders.

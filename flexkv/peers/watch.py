@@ -73,7 +73,6 @@ class PeerWatch:
 
     Args:
         folder: the runtime folder.
-        card: this unit's card.
         files: file descriptors that are sent with the card. Peers may map these files for reading.
         wants: decides from the facts in a unit's file whether to ask the unit for its card.
         join: called with a unit's card and file descriptors, which the watch closes afterwards. Raises FlexKVError to
