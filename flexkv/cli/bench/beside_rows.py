@@ -32,7 +32,9 @@ PAIRS = 5
 SECONDS = 40.0
 """Seconds for all rows together, if the caller does not choose them."""
 SHARES = {"decoding step": 0.4, "large product": 0.25, "small D2H": 0.2, "small H2D": 0.15}
-"""Share of each kind of work in the time of a set of windows, larger if its 99th percentile needs more samples."""
+"""How the time of a set of windows is divided among the kinds of work. A kind whose 99th percentile needs more samples
+has a larger share.
+"""
 PAUSE_SHARE = 0.12
 """Share of a set's time that passes until its first copy has finished, and while its last copies finish."""
 
@@ -98,7 +100,9 @@ class BesideRow:
 
 @dataclass(slots=True)
 class _Pairs:
-    """The times of one kind of work in the windows during one kind of copies, and in the windows alone before them."""
+    """The times of one kind of work: in the windows during one kind of copies, and in the windows without copies before
+    them.
+    """
 
     alone: list[NDArray[np.float64]] = field(default_factory=list)
     beside: list[NDArray[np.float64]] = field(default_factory=list)

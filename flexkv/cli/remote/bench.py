@@ -18,7 +18,7 @@ PREFIX = "flexkv-bench/"
 TTL_S = 600
 """If the measurement is killed, a store that can expire values drops what is left after this many seconds."""
 NAMES = 256
-"""Names per question, as many as a unit asks for at once."""
+"""Number of names per `exists` call, which is as many as a unit asks for at once."""
 SINGLE_VALUES = 16
 """Most values that are moved one per call."""
 LEAST_S = 1.0
@@ -26,8 +26,8 @@ LEAST_S = 1.0
 CALL_S = 30.0
 """Longest deadline of a call in seconds."""
 PHASES = 6
-"""Puts, questions and gets, each first with one value per call and then with many. Each phase may take the same share
-of the total time."""
+"""Number of phases: puts, `exists` calls and gets, each first with one value per call and then with many. Each phase
+may take the same share of the total time."""
 REMOVE_S = 10.0
 
 

@@ -29,7 +29,8 @@ class StoredValue:
 
     Attributes:
         bytes: size of the value in bytes, including its trailer.
-        fault: why no engine would use the value; empty if no reason was found. The runs' digests do not count.
+        fault: why no engine would use the value; empty if no reason was found. Run digests that do not match are not a
+            reason here.
         runs: number of runs whose digests the trailer has.
         runs_matching: number of digests that match if the stripes are cut into `runs` parts of equal length; None if
             they cannot be cut so, or if the trailer is damaged.
