@@ -28,8 +28,8 @@ DEFAULT_WAIT_S = 30.0
 """Deadline in seconds of a call that does not give one."""
 
 PAUSE_S = 0.1
-"""Seconds for which no connection is accepted after one was refused or failed. A process of another user may try for
-ever, and without free descriptors the same connection would fail again at once."""
+"""Seconds for which no connection is accepted after one was refused or failed. A process of another user may try
+forever, and without free descriptors the same connection would fail again at once."""
 
 WARN_EVERY_S = 60.0
 
@@ -44,8 +44,7 @@ class Call:
 
     Attributes:
         name: which function of the unit is called.
-        arguments: the arguments of the call.
-        ends_s: when the call is abandoned, on the monotonic clock.
+        ends_s: when the call is abandoned, in seconds of the monotonic clock.
         connection: the connection from which the call came.
         reply: the answer; None until there is one.
         is_over: whether the call was answered or abandoned.
