@@ -44,7 +44,6 @@ class WeightsCheck:
     content.
 
     Args:
-        content: the weights.
         folder: folder of the node's table of digests (`WeightsTable`); None to use no table.
         since_ns: a time (unix, ns) before the engine read any of the files; None for the start of the process.
 

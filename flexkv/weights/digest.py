@@ -75,7 +75,6 @@ class _FileWork:
     """A file whose digest is being computed.
 
     Attributes:
-        path: path of the file.
         state: the state that the file must have.
         ranges: digest of each range; empty bytes until it is known.
         left: number of ranges whose digests are not known yet.
@@ -186,7 +185,6 @@ def whole_identity(path: Path, most_bytes: int | None = None) -> str:
     """A text with a digest of all content of the weights in a file or folder. The caller waits until all is read.
 
     Args:
-        path: the file or folder.
         most_bytes: largest size of the weights that is accepted; None for any size.
 
     Raises:

@@ -68,8 +68,8 @@ class Budget:
     """Limits for reading one file, without its header.
 
     Attributes:
-        reads: most reads.
-        small_bytes: most bytes of small tensors.
+        reads: the most reads of the file.
+        small_bytes: the most bytes of small tensors that are read.
     """
 
     reads: int
@@ -140,7 +140,6 @@ def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> li
 
     Args:
         tensors: name and range of each tensor in the file.
-        budget: the limits for the file.
     """
     small = _together(
         sorted((run for _, run in tensors if len(run) <= SMALL_BYTES), key=lambda run: run.start)
