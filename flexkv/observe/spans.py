@@ -40,7 +40,6 @@ class OpSpans:
         Args:
             name: what the op moves, and between which tiers; one of a small fixed set of texts.
             seconds: how long ago the op was planned.
-            attributes: attributes of the span.
             failure: why some of the op's pages failed; empty if none failed.
         """
         end_ns = time.time_ns()
