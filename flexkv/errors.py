@@ -14,7 +14,9 @@ class ConfigError(FlexKVError, ValueError):
 
 
 class GeometryError(FlexKVError, ValueError):
-    """A KV pool's shape, dtype, strides, alignment or block count is not what the layout needs."""
+    """A shape, dtype, stride, size, alignment or count of a KV pool or of pages is not what the layout needs, or pages
+    cannot be converted exactly.
+    """
 
 
 class CapacityError(FlexKVError, MemoryError):
@@ -22,7 +24,7 @@ class CapacityError(FlexKVError, MemoryError):
 
 
 class BlockRangeError(FlexKVError, IndexError):
-    """A block, slot or layer number is outside the allowed range."""
+    """The number of a block, slot, place, group or layer is outside the allowed range."""
 
 
 class TokenError(FlexKVError, TypeError):
