@@ -12,7 +12,7 @@ struct Functions {
   int (*pop)() = nullptr;
 };
 
-// Null while ranges are off.
+// The table of NVTX's functions; null while ranges are off.
 extern std::atomic<const Functions*> functions;
 
 // Turns ranges on for the rest of the process: they cannot be turned off, because threads may be inside one.

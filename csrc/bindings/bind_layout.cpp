@@ -175,8 +175,8 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-// A tuple and not a std::array, because for an array pybind11 accepts a sequence that yields fewer items than
-// its length claims.
+// These are tuples because pybind11, for a std::array, accepts a sequence that yields fewer items than its
+// length claims.
 using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
 

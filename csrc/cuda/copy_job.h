@@ -134,8 +134,8 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
 // Unit: bytes. Tables up to this size are passed as a parameter of the launch, which then need not wait until
-// they have been copied to the device. Kernels of every toolkit accept a parameter of this size beside the
-// job.
+// they have been copied to the device. Kernels of every toolkit accept a parameter of this size in addition
+// to the job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
 // Functions that start kernels on a stream. Each returns an empty string on success, otherwise the

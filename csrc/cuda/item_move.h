@@ -23,8 +23,8 @@ struct Part {
   bool last_of_stages = false;  // no later part has pages for these stages
   bool registered = true;       // all host memory of the pages is registered with the device
   SplitRuns runs;
-  // If one kernel copies all runs and counts its stages: for each stage, the number of segments in
-  // runs.by_kernel up to its end. Otherwise empty.
+  // stage_runs[i] is the number of segments of runs.by_kernel in the part's stages up to its stage i, if one
+  // kernel copies all runs and counts its stages. Otherwise the vector is empty.
   std::vector<size_t> stage_runs;
   std::vector<std::shared_ptr<StreamEvent>> stage_points;  // per stage; empty until the kernel is enqueued
   std::optional<CopyLister> copies;                        // lists runs.by_engine; set with the first portion
@@ -36,7 +36,7 @@ struct Part {
 
 class ItemMove {
  public:
-  // `usable`: the copy paths among which its runs are divided; see copy_ways.h.
+  // `usable` has the copy paths among which the item's runs are divided; see copy_ways.h.
   ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Capabilities& usable);
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
@@ -77,7 +77,7 @@ class ItemMove {
  private:
   struct Page {
     int32_t under_way = 0;            // number of parts in flight with this page
-    std::unique_ptr<MoveResult> bad;  // the page's result, if it is not a success
+    std::unique_ptr<MoveResult> bad;  // the page's result; null while it is not a failure
     bool through = false;             // all of the item's stages have been copied
     bool finished = false;
   };

@@ -24,14 +24,15 @@ constexpr double kRestShare = 0.96;
 constexpr double kEarlyS = 40e-6;
 // Unit: seconds. For this long after a portion was due, the thread polls for its end without a pause.
 constexpr double kPollS = 2e-3;
-// Unit: seconds. The pauses between polls for a portion that is even later, or that waits for the engine's
-// work.
+// Unit: seconds. The pauses between polls for a portion that is late by more than kPollS, or that waits for
+// the engine's work. The long pause applies after 10 * kPollS.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
 // Unit: items. The most layerwise items that wait to be enqueued at the same time. They take turns, so that
 // the first layers of all arrive soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. The thread makes digests of this much between two polls for the copies in flight.
+// Unit: bytes. The most stored bytes whose digests the thread makes between two polls for the copies in
+// flight.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace

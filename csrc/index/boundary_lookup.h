@@ -6,7 +6,7 @@
 // probes the other groups backwards: if a window lacks a page, every N whose window contains that page is
 // ruled out.
 //
-// Not thread-safe, like the indexes.
+// Like the indexes, this class is not thread-safe.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -94,8 +94,8 @@ class SlotPool {
 
   bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
-  // For integrity checks. `freed`: the free slots that were in use before. `unused_from`: slots from this one
-  // on were never taken.
+  // These two are for integrity checks. `freed` returns the free slots that were in use before. Slots from
+  // `unused_from` on were never taken.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }
 

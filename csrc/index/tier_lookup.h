@@ -3,7 +3,7 @@
 // chain is fast only if the chain's entries are contiguous in memory.
 //
 // This lookup is for groups with full attention: block i is useful only with all blocks before it.
-// BoundaryLookup handles groups with other rules. Not thread-safe, like the indexes.
+// BoundaryLookup handles groups with other rules. Like the indexes, this class is not thread-safe.
 #pragma once
 #include <array>
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Describes where the runs of a KV group's blocks lie in one rank's pool. The data plane knows nothing else
-// about the pool. run_address() in segment.h computes a run's address from the block's number.
+// Describes where the runs of a KV group's blocks lie in one rank's pool. This is all that the data plane
+// knows about the pool. run_address() in segment.h computes a run's address from the block's number.
 #pragma once
 #include <cstdint>
 #include <string>

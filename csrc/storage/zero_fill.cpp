@@ -36,8 +36,8 @@ int64_t ZeroFill::step() {
         slab.at = slab.allowed;
         break;
       }
-      // Zeros only complete 4 KiB sectors that were never written, so that the bytes beside them do not
-      // change.
+      // Writes zeros only to complete 4 KiB sectors that were never written, so that the bytes beside them do
+      // not change.
       const int64_t from = round_up(begin, kIoAlignBytes);
       const int64_t to = std::min({end, slab.allowed, from + kZeroFillBytes}) / kIoAlignBytes * kIoAlignBytes;
       if (to <= from) {

@@ -59,9 +59,10 @@ cuda::CopyKernels copy_kernels();
 // Runs the copy kernel on the CPU, one thread after another, from the last to the first.
 void run_on_cpu(const cuda::CopyJob& job, int32_t warps);
 Calls calls();
-// The driver's rules that were broken since reset(), in words; empty if none was.
+// Descriptions of the driver's rules that were broken since reset(); empty if none was.
 std::vector<std::string> violations();
-// For controls: forgets the broken rules whose descriptions contain `words`. Returns whether there was one.
+// Forgets the broken rules whose descriptions contain `words`. Returns whether there was one. Controls call
+// this after they have broken a rule on purpose.
 bool take_violation(const std::string& words);
 // The size in bytes of each range of host memory that is registered now, by its address.
 std::map<void*, size_t> registered();
@@ -75,8 +76,8 @@ void set_device(int device);
 // The number of references to each primary context, by device.
 std::map<int, int64_t> primary_contexts();
 
-// Begins a capture on the engine's stream, from this thread, in one of the modes cuda::kCapture...
-// end_capture() ends it, and returns whether no call has invalidated it.
+// Begins a capture on the engine's stream, from this thread. `mode` is a constant such as
+// cuda::kCaptureGlobal. end_capture() ends the capture, and returns whether the capture is still valid.
 void begin_capture(uintptr_t stream, int mode = cuda::kCaptureGlobal);
 bool end_capture(uintptr_t stream);
 // This thread's capture mode.

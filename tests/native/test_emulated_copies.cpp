@@ -190,7 +190,8 @@ TEST_CASE(
 
 namespace {
 
-// What a forward pass beside a load of two layers saw of it, and whether the kernel's counters ended right.
+// What a forward pass saw of a load of two layers that ran beside it, and whether the kernel's counters had
+// the right values at the end.
 struct LayersSeen {
   bool early = false;   // a wait for a layer had ended, but the layer's bytes were missing
   bool beside = false;  // the wait for the first layer had ended before the kernel counted the second
@@ -218,8 +219,8 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
       cuda::wait_kernel(&passed, layer);
       if (layer == 0) seen.beside = cuda::read_word(&passed) == 0;
       const Segment& segment = world.segments[layer];
-      // Under ThreadSanitizer the bytes are not compared. It would report a race that CUDA's fences prevent,
-      // which the emulation does not have.
+      // Under ThreadSanitizer the bytes are not compared. ThreadSanitizer would report a race, because the
+      // emulation lacks CUDA's fences, which prevent it.
       for (const cuda::CopyPage& page : kThreadSanitizer ? std::vector<cuda::CopyPage>{} : world.where) {
         const auto* from =
             reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));

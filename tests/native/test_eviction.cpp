@@ -188,7 +188,8 @@ TEST_CASE("a chain is found as one walk after every policy admitted it") {
     const auto chain = keys(64, 2);
     const auto entries = store(index, chain);
     use(index, chain);
-    // The policy keeps the chain in order in one list, so the index evicts it from its end, block by block.
+    // The policy keeps the chain in order in one list, so the index evicts the chain from its end, block by
+    // block.
     CHECK(index.evict(0, 64) == reversed(chain));
     CHECK(std::is_sorted(entries.begin(), entries.end()));
   }

@@ -32,7 +32,7 @@ struct SilentDisks {
   }
   ~SilentDisks() {
     disk.release();
-    // Two references remain, that of the world and that of its manager, when the read has dropped its own.
+    // After the read has dropped its reference, two references remain: the world's and its manager's.
     const auto deadline = deadline_in(kGdsGenerousS);
     while (world.io.use_count() > 1 + 1 && seconds_until(deadline) > 0) std::this_thread::yield();
     CHECK(world.io.use_count() <= 1 + 1);

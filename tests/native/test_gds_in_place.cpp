@@ -1,4 +1,4 @@
-// Images of blocks that are contiguous in the pool. A block's bytes move straight between disk and pool, its
+// Images of blocks that are contiguous in the pool. A block's bytes move directly between disk and pool. Its
 // digests pass through a slot, and the transform makes the digests from the bytes in the pool.
 #include <doctest/doctest.h>
 

@@ -1,4 +1,4 @@
-// The engine's pool is registered with cuFile. Contiguous blocks then move straight between disk and pool,
+// The engine's pool is registered with cuFile. Contiguous blocks then move directly between disk and pool,
 // and no registration outlives the pool's memory. A fake cuFile counts the moves and registrations, and plain
 // memory stands in for a GPU's.
 #include <fstream>
@@ -15,7 +15,7 @@ using namespace flexkv;
 
 namespace {
 
-// A device of whose memory disks can reach `window` bytes.
+// A device that lets disks reach only `window` bytes of its memory.
 class NarrowDevice : public TransformDeviceAround {
  public:
   explicit NarrowDevice(int64_t window) : TransformDeviceAround(host_transform_device()), window_(window) {}

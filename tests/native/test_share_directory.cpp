@@ -256,7 +256,8 @@ TEST_CASE("share: files that are not what was announced are refused") {
   close(unsealed);
   PeerDirectory directory;
   const auto board = [&] { return SharedFile::read_only(unit.board.fd(), unit.board.bytes(), "board"); };
-  // Two bad pools: the last slot ends one byte beyond the pool's end, and one slot more than the pool has.
+  // Two bad pools: in the first, the last slot would end one byte beyond the pool's end. The second is one
+  // slot too small for the board.
   PeerPool pool = unit.mapped_pool();
   pool.slots_offset = 1;
   CHECK_THROWS_AS(directory.add(board(), std::move(pool), {PeerFormat{}}), ClosedError);

@@ -61,7 +61,7 @@ WrapQueue hooked(std::shared_ptr<HookedQueue::Hooks> hooks, int32_t only_disk) {
   };
 }
 
-// Writes all pages to disk. The slots into which tests read them are different ones.
+// Writes all pages to disk. Tests read the pages back into different slots.
 void store_all(DiskWorld& world) {
   for (int32_t i = 0; i < kWorldPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
   world.submit(OpKind::kDiskWrite, 0, kWorldPlaces, 0);

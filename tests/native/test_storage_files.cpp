@@ -63,7 +63,8 @@ TEST_CASE("a trailer is accepted for its own place, group and tag alone, and its
   CHECK(with([](PageTag& wanted) { --wanted.generation; }) == PageMiss::kGeneration);
   CHECK(with([](PageTag& wanted) { ++wanted.epoch; }) == PageMiss::kEpoch);
   CHECK(with([](PageTag& wanted) { ++wanted.tokens; }) == PageMiss::kTokens);
-  CHECK(with([](PageTag& wanted) { ++wanted.expiry; }) == PageMiss::kNone);  // only the page's counts
+  // The expiry is not compared: only the page's own expiry counts.
+  CHECK(with([](PageTag& wanted) { ++wanted.expiry; }) == PageMiss::kNone);
   CHECK(page_codec(3, 2304, 1)->check_trailer(image.data(), place, tag, kNow).miss == PageMiss::kGroup);
   // The trailer's digest covers each byte of the trailer, including those of the last run's digest.
   const auto trailer = static_cast<size_t>(codec->image().trailer_offset());

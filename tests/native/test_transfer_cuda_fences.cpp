@@ -206,7 +206,7 @@ TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host 
 }
 
 TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
-  // Without the copy kernel, because a failure of the kernel would not fail any page.
+  // The lane has no copy kernel here, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   fake_cuda::fail_copy(0);

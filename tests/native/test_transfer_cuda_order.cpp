@@ -189,7 +189,7 @@ TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueue
 }
 
 TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and nothing waits for ever") {
-  // Without the copy kernel, because a failure of the kernel would not fail any page.
+  // The lane has no copy kernel here, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   const auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   int64_t ticket = 0;

@@ -41,8 +41,8 @@ TEST_CASE("cuda plan: the way of a run follows from its own length and from what
         "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
   CHECK(describe_ways({false, false}, Direction::kToHost) == "one by one");
 
-  // MLA with an indexer. If their mean length of 36 KiB decided, the short runs would take the path of the
-  // long ones.
+  // MLA with an indexer. If the runs' mean length of 36 KiB decided, the short runs would take the path of
+  // the long ones.
   const Segment segments[] = {
       {1 << 20, 1, 31 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
   const SplitRuns split = split_runs(segments, 32 << 10);
