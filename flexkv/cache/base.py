@@ -185,7 +185,7 @@ class MatchResult(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether looking the request up again would not find more."""
+        """True if another lookup of the request would not find more."""
         return self.outcome is Outcome.HIT or self.outcome is Outcome.MISS
 
 

@@ -198,7 +198,7 @@ class LocalCacheManager(CacheManager):
         return sum(len(pages.entries) for kept in self.tables.requests.kept.values() for pages in kept)
 
     def keep(self, name: str, keys: Sequence[Keys], most: int) -> int:
-        """Pins up to `most` of a prompt's pages in host memory, the first ones first, until `end_keep` or a reset.
+        """Pins up to `most` of a prompt's pages in host memory, from its first page on, until `end_keep` or a reset.
         Pages still expire at the end of their time to live. Returns the number of pinned pages.
 
         Precondition: no pages are kept under this name.

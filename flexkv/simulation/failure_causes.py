@@ -21,7 +21,7 @@ SOURCE_ERRORS = (FailureCause.SOURCE, FailureCause.TRANSPORT)
 def causes_of(
     random: Random, kind: OpKind, failed: Sequence[int], missing: Collection[int], source_error_rate: float
 ) -> PageCauses:
-    """Draws the `FailureCause` of each page in `failed`. Returns an empty array if the result shall give no causes.
+    """Draws the `FailureCause` of each page in `failed`. Returns an empty array for a result that gives no causes.
 
     Args:
         failed: positions of the op's failed pages.

@@ -103,7 +103,7 @@ class StoreOnce:
         return self._keeper.kept(group, keys, 0)
 
     def end_store(self, op: RankOp) -> None:
-        """Called before the pages of a store to host memory become visible. Records that they are not copies."""
+        """Called before the pages of a store to host memory become visible. Records that they are the unit's own."""
         self._names[op.plan.slots] = 0
 
     def stored(self, group: int, keys: Keys) -> None:
@@ -153,7 +153,7 @@ class StoreOnce:
             hub.remove(group, entries[dropped])
 
     def _copies_among(self, group: int, keys: Keys) -> tuple[Keys, EntryIds]:
-        """Returns the keys whose page in host memory is a copy, and their entries."""
+        """Returns the keys whose page in host memory is a copy of a peer's page, and their entries."""
         index = self._tables.hub.index
         entries = index.find(group, keys)
         there = entries != NO_ENTRY
