@@ -21,7 +21,7 @@ Tokens = NDArray[np.int64]
 """Token ids, int64 [tokens], each in [0, 2**32)."""
 
 PLANES = 2
-"""Number of planes of rows: keys and values."""
+"""Number of planes of a row: one of keys, one of values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

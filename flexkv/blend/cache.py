@@ -114,7 +114,7 @@ class SegmentCache:
 
     def load_staged(self, tokens: int) -> SegmentLoad:
         """Makes a load of `tokens` tokens whose rows the caller itself writes to the staging pool. The load's only hit
-        has the blocks to write to.
+        lists the blocks to write to.
 
         Raises:
             CapacityError: the staging pool has too few free blocks.
@@ -292,7 +292,7 @@ class SegmentCache:
                 `deadline_s`.
 
         Returns:
-            Whether all cached pages survive; False if there is no disk.
+            Whether all cached pages survive on disk; False if there is no disk.
 
         Raises:
             TransferError: copies are still in flight after the deadline. The caller should call again.

@@ -54,7 +54,7 @@ def family_of(config: Any) -> ModelFamily:
     if name not in FAMILIES:
         raise NotBlendable(f"model type {name!r}: blending knows {', '.join(FAMILIES)}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Mistral has no list of layer types: its window applies to all layers.
+    # A configuration of Mistral has no list of layer types, because its window applies to all layers.
     windowed = kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None))
     if windowed:
         raise NotBlendable(f"model type {name!r} with a sliding window: blending needs full attention")

@@ -1,9 +1,9 @@
 """Reads the cached pages of one prompt's segments into host memory, and then loads them, without ever waiting.
 
 It is made for a caller whose thread must not wait, such as an engine's step. A page is promised when it is in host
-memory. So a slow or hanging disk only uses up the request's time to wait, and does not delay steps. If the unit
-streams, full blocks are promised while they are still being read; the load then copies them by ranges of layers, and
-the code that uses a layer waits for that layer.
+memory. So a slow or hanging disk only uses up the request's time to wait, and does not delay steps. If the unit streams
+pages, full blocks are promised while they are still being read. The load then copies them by ranges of layers, and the
+code that uses a layer waits for that layer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SegmentFetch:
         reads_s: see `SegmentLoad`.
 
     Attributes:
-        missed: number of pages of the segments that the load does not load, by reason; empty before `begin_load` has
+        missed: number of the segments' pages that the load leaves out, by reason; empty before `begin_load` has
             returned the load.
     """
 

@@ -110,7 +110,7 @@ class SegmentLoad:
         return not all(engine.wait(ticket, 0.0) for hit in self.hits for ticket in hit.tickets)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the first `layers` layers of all hits are in the staging pool. Does not wait."""
+        """Whether the first `layers` layers of every hit are in the staging pool or have failed. Does not wait."""
         engine = self._moves.engine
         return all(
             hit in self._whole

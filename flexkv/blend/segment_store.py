@@ -15,7 +15,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.base import Ticket
 
 LOOK_EVERY_S = 0.001
-"""Seconds between two checks whether blocks that a different store is writing are stored."""
+"""Seconds between two checks of whether a different store has finished writing blocks of the segment."""
 
 
 class SegmentStore:
@@ -31,7 +31,7 @@ class SegmentStore:
         keys: the segment's keys.
         blocks: the staging blocks with the segment's rows, which this object frees; int32 [blocks].
         block_tokens: tokens per block.
-        name: makes the id of a new request for the manager.
+        name: returns a new id for a request to the manager.
         deadline_s: most seconds that the store may take.
 
     Attributes:

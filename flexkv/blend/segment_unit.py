@@ -32,14 +32,14 @@ UNIT = "segments"
 """Name of the ownership unit. It is the same for all segment caches, so only one at a time uses a model's folder."""
 
 QUEUE_PLACES = 4
-"""Queue entries of the disks' lane per read that one lookup may plan. Reads and writes each need some, and a finished
-op keeps its entry until its result is taken."""
+"""Queue entries of the disks' lane per read that one lookup may plan. Reads and writes each need some entries, and a
+finished op keeps its entry until its result is taken."""
 
 LOOK_EVERY_S = 0.05
-"""Most seconds between two checks, during a wait for reads, whether a disk was lost."""
+"""During a wait for reads, most seconds between two checks of whether a disk was lost."""
 
 FLUSH_LOOK_S = 0.005
-"""Seconds between two checks, during a flush, whether all writes have finished."""
+"""During a flush, seconds between two checks of whether all writes have finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class SegmentUnit:
         deadline_s: most seconds that each wait lasts.
 
     Attributes:
-        live: the unit.
+        live: the unit as `build_unit` returns it.
         close_s: most seconds that `close` may take by default.
         streams: whether pages are promised while they are being read from disk.
         wait_s: the setting `disk.wait_s`: most seconds that a lookup waits for reads.
@@ -138,7 +138,7 @@ class SegmentUnit:
         self.live.grow()
         self._moved = {"read": 0, "write": 0}
         self._survives: bool | None = None
-        """The result of `close`."""
+        """The result of `close`; None before."""
 
     @property
     def _down(self) -> bool:

@@ -30,12 +30,13 @@ class TurnedKeys:
         self._device, self._rotation = device, rotation
         positions = chunks.positions()
         new = positions.new.copy()
-        # Rows in gaps keep their positions, so that they need no rotation; otherwise each might need a different one.
+        # Rows in gaps keep their positions, so that they need no rotation. Otherwise each of them might need a
+        # different rotation.
         new[chunks.gaps] = positions.old[chunks.gaps]
         table = rotation.table(positions.old, new)
         head_bytes = rotation.row_bytes // rotation.heads
         places = RowPlaces(np.arange(chunks.rows, dtype=np.int64) * rotation.row_bytes, head_bytes)
-        # Memory of the size of a buffer's keys. It serves only to check the tables.
+        # This memory has the size of a buffer's keys, and serves only to check the tables.
         room = device.buffer((chunks.rows, rotation.heads, rotation.spec.head_dim), dtype)
         rotation.check(room, places, room, places, table)
         self._places, self._table = places.on(device), table.on(device)

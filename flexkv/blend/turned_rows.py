@@ -50,7 +50,7 @@ def straight(layer: int, sources: Sequence[RowSource]) -> Sequence[RowSource]:
 
 @dataclass(frozen=True, slots=True)
 class RowDevice:
-    """The device on which a pipeline's buffers are, and how rows get there.
+    """The device on which a pipeline's buffers are, and how rows are copied to them.
 
     Attributes:
         device: the device.
@@ -228,7 +228,7 @@ class TurnedLayers:
             wait: whether to wait.
 
         Raises:
-            PipelineError: copies are still in flight at the deadline; if `wait` is False, when this is called.
+            PipelineError: copies are still in flight at the deadline or, if `wait` is False, at the time of this call.
         """
         if not wait:
             self._pipeline.deadline_s = 0.0

@@ -51,7 +51,7 @@ class TurnedScatter:
         tables = [rotation.table(positions.old, positions.new)]
         tables += [TurnTable.copies(rows)] * (paged.planes - 1)
         blocks, tokens = paged.split(slots)
-        # Memory of the size of a plane in the pipeline's buffers. It serves only to check the tables.
+        # This memory has the size of a plane in the pipeline's buffers, and serves only to check the tables.
         room = device.buffer((rows, paged.heads, paged.head_width), paged.dtype)
         self._targets: list[list[tuple[Array, RowPlaces]]] = []
         moved: dict[tuple[int, ...], RowPlaces] = {}

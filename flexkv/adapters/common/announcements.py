@@ -21,8 +21,8 @@ from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
 
 MOST_STORED = 512
-"""One call of `take` returns at most this many announcements per medium of pages that are not new. To announce them
-takes about a millisecond of the engine's step."""
+"""Most pages per medium that one call of `take` announces besides those that are new since the last call. Announcing
+this many takes about a millisecond of the engine's step."""
 
 
 class Medium(enum.IntEnum):
@@ -145,7 +145,7 @@ class Announcements(CacheListener):
         if disk is not None:
             self._tiers.append((Medium.DISK, disk))
         self._in_use = 0
-        """The media whose tiers were in use when `take` last looked."""
+        """Set of the media whose tiers were in use at the last call of `take`."""
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
         """Keys of pages to be announced, parents before their children. A page may have left the medium since it was
@@ -253,8 +253,8 @@ class Announcements(CacheListener):
             gone = [row.tobytes() for row in keys]
             if self._book.is_settled:
                 gone = [key for key in gone if (page := self._pages.get(key)) is not None and page.lasts]
-            # Until the whole book has been read, it may list pages that are not in `_pages` yet, so every key is
-            # dropped.
+            # Until the whole book has been read, it may list pages that are not in `_pages` yet, so every key is passed
+            # to `drop`.
             self._book.drop(gone)
         self._left(keys, Medium.DISK)
 

@@ -38,7 +38,8 @@ def cancel_and_drain(
     """
     for ticket in tickets:
         lanes.cancel(ticket)
-    # The watchdog may need stuck_s seconds to detect a stuck lane, and the lane may recover during that time.
+    # The wait is longer than `stuck_s`, because the watchdog may need `stuck_s` to detect a stuck lane, and the lane
+    # may recover until then.
     drain_s = 2 * config.transfer.stuck_s
     if not wait_all(lanes, tickets, drain_s):
         section, name = limit.split(".")

@@ -41,8 +41,8 @@ class SharedModel:
         block_tokens: tokens per block.
         overrides: entries of the model's configuration that the user overrode in the engine's arguments.
         config: the model's configuration as the engine read it.
-        apart: plain value that keeps units apart: anything else on which the KV depends, and the unit's share of the
-            KV. None if the KV depends on nothing else and the unit holds all of it.
+        apart: anything else on which the KV depends, and the unit's share of the KV, as a plain value. None if the KV
+            depends on nothing else and the unit holds all of it.
     """
 
     path: str
@@ -77,7 +77,8 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
     fields = {
         "scheme": "token chain, sha256",
         "weights": weights,
-        # Read from the model's own file, because each engine's library adds entries to the configuration that it reads.
+        # The configuration is read from the model's own file, because each engine's library adds entries to the
+        # configuration that it reads.
         "architecture": plain_config(config) if config else None,
         "overrides": plain_config(dict(model.overrides)),
         "kv_dtype": model.kv_dtype,

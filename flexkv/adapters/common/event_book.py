@@ -1,12 +1,13 @@
-"""The event book: a file beside a unit's disk pages that records what KV events say about each page, so that the next
-process can announce the pages that it finds on disk.
+"""The event book: a file beside the pages on a unit's disks that records what KV events say about each page, so that
+the next process can announce the pages that it finds on disk.
 
-A separate thread reads and writes the file. An entry says only how events describe a page, and never that the page
-exists; for that the caller asks the disk index. So if an entry is lost, its page is merely not announced.
+A separate thread reads and writes the file. An entry says how events describe a page. It does not say that the page
+exists, so the caller asks the disk index for that. If an entry is lost, the only consequence is that its page is not
+announced.
 
 After a crash, the index may still list a page whose slot was being overwritten. Therefore the file also records which
 pages left the disks, and each entry has its page's generation, so that the caller can make the disks forget an older
-page. If the record that a page left the disks is lost too, the page stays announced until a request tries to read it.
+page. If the record that a page left is lost too, the page stays announced until a request tries to read it.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ RECORDS_PER_PAGE = 4
 say that a page left."""
 
 MOST_GROWTH = 8
-"""If the file cannot be rewritten, it is emptied when it has this many times as many records as when the rewrite was
-due."""
+"""If the file cannot be rewritten, it is emptied when its records exceed this multiple of the number at which the
+rewrite was due."""
 
 PIECE_BYTES = 256 << 10
 PAUSE_S = 0.001
@@ -147,12 +148,12 @@ class EventBook:
         return found
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Queues entries of pages that came to the disks to be written to the file. If the queue is full, entries are
-        dropped."""
+        """Queues entries for pages that came to the disks, which the thread writes to the file. If the queue is full,
+        entries are dropped."""
         self._put([(STORED, entry.packed()) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Queues records of pages that left the disks, whether or not the file lists the pages. If the queue is full,
+        """Queues records that pages left the disks, whether or not the file lists the pages. If the queue is full,
         records are dropped."""
         self._put([(GONE, key) for key in keys])
 

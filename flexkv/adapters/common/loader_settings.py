@@ -48,7 +48,8 @@ def files_of_format(load_format: Any) -> str:
 
 
 def loader_settings(extra: Any) -> Any:
-    """Plain values of `model_loader_extra_config` without the entries in SPEED_ENTRIES, which change no weight.
+    """Plain values of `model_loader_extra_config` without the entries in SPEED_ENTRIES, which do not affect the
+    weights.
 
     Args:
         extra: the setting: a mapping, its JSON text, or None. A text that is not JSON is returned unchanged.

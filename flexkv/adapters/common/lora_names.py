@@ -79,7 +79,7 @@ class Stamp:
     @property
     def changed_ns(self) -> int:
         """Time of the last change of any content or inode, unix ns. The inode's time counts because a copied file may
-        keep the content's time of the original, but never the inode's."""
+        keep the content time of the original, but never its inode time."""
         of_files = (max(mtime, ctime) for _, _, mtime, ctime, _ in self.files)
         return max((*of_files, *(ctime for _, _, ctime in self.route)), default=0)
 
@@ -181,7 +181,7 @@ class LoraNames:
             return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
             reason = str(error)
-        # Any other failure, such as no memory or no thread for the digest, must not stop the engine.
+        # No other failure may stop the engine either, such as a lack of memory or of threads for the digest.
         except Exception as error:
             reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
         if stamp.changed_ns >= self._since_ns:

@@ -190,7 +190,6 @@ class RankOps:
         Copies that were already issued cannot be cancelled, so the report still waits for each op's terminal result.
 
         Args:
-            op_id: id of the op.
             reason: why the op is given up, for its result.
         """
         for load in self._waiting:
@@ -201,8 +200,8 @@ class RankOps:
         op = self._ops.get(op_id)
         if op is None or op.given_up:
             return
-        # A ticket can only be cancelled as a whole. Its other ops then fail because of the cancellation, not because
-        # their pages are bad, so they are reported as cancelled too.
+        # A ticket can only be cancelled as a whole. The other ops of its graph then fail because of the cancellation,
+        # not because their pages are bad, so they are reported as cancelled too.
         for other in self._ops.values():
             if other.ticket == op.ticket and not other.given_up:
                 other.given_up, other.deadline_s = reason, float("inf")
@@ -256,8 +255,6 @@ class RankOps:
         """Waits until a layer of a layerwise load is in place, or some of its pages are known to have failed.
 
         Args:
-            job: the load.
-            layer: number of the layer.
             ends_s: the deadline (`time.monotonic`).
             stream: the engine's stream, if the pool is on a device. Work enqueued on the stream after this call starts
                 after the layer's copies.

@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 
 class RankWorker:
-    """The part of an adapter's worker side that all adapters share.
+    """The part of the worker side that all adapters share.
 
     Args:
         config: flexkv's settings.

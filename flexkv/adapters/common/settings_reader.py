@@ -25,8 +25,8 @@ IF_UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "ttl_s": ({"skip_save": True}, "; the request is not stored"),
     "namespace": ({"skip_save": True, "skip_load": True}, "; nothing is stored or loaded for the request"),
 }
-"""For fields that restrict storing or sharing: the settings that replace an unreadable value, and the words for the
-warning. An unreadable value of any other field counts as not given."""
+"""For fields that restrict storing or sharing: the settings that replace an unreadable value, and the words that the
+warning adds. An unreadable value of any other field counts as not given."""
 
 Given = dict[str, Any]
 """Values by field of `RequestSettings`, for the fields that a request gives."""

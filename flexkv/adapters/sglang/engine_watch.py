@@ -20,7 +20,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from flexkv.errors import ConfigError
 
 RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
-"""Text that is added, in this run, to the extra key of each request with images or other non-text inputs."""
+"""Text that is added, in this run, to the extra key of each request with images or other non-text inputs; see
+`name_inputs`."""
 
 OWN_EMBEDDINGS = f"flexkv-embeddings-{os.urandom(16).hex()}-"
 """Text that is added to the extra key of each request with embeddings, followed by random digits for that request. No
@@ -84,7 +85,7 @@ def watch(listener: EngineListener, *calls: str) -> None:
 
 
 def put_hook(call: str) -> None:
-    """Installs the hook that calls the method `call` of the listeners, unless this process has it already.
+    """Installs the hook that calls the method `call` of the listeners, unless it is already installed in this process.
 
     Raises:
         ConfigError: this version of SGLang lacks the function to hook, or another plugin has hooked it.

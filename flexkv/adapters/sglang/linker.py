@@ -132,8 +132,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         return list(range(1, pages + 1))
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
-        """Called when a request enters the engine's queue. Starts reading the request's pages on disk, and promises
-        nothing.
+        """Called when a request enters the engine's queue. Starts reading the request's pages from disk, but promises
+        none of them.
 
         Runs the engine's own lookup, which computes the hashes of the pages that the engine's tree lacks and passes
         them to `lookup`.

@@ -104,8 +104,8 @@ class LoadBatches:
         batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
         index = next(self._numbers)
         self._batches[index] = batch
-        # If direct loads from disk have failed since these pages were promised, they are read into host memory first.
-        # The engine stands still meanwhile, so all requests of the batch together wait at most `lookup_wait_s`.
+        # If direct loads from disk have failed since these pages were promised, the pages are read into host memory
+        # first. The engine stands still meanwhile, so all requests of the batch together wait at most `lookup_wait_s`.
         wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
         waits_until_s = time.monotonic() + wait_s
         for request_id, load in queued.items():
@@ -144,7 +144,7 @@ class LoadBatches:
         cache.finish_load(*batch.jobs)
         del self._batches[index]
         for request_id in batch.requests:
-            # The engine ends all requests of a failed batch, without informing its caches.
+            # The requests are ended here, because the engine ends those of a failed batch without informing its caches.
             cache.manager.end_request(request_id)
         if batch.lost:
             name = f"of {len(batch.requests)} request(s), which the engine ends"
@@ -154,7 +154,7 @@ class LoadBatches:
         return not batch.lost
 
     def log_left_out(self) -> None:
-        """If the current minute is over, logs how many of its failures were not logged."""
+        """When a minute is over, logs how many of that minute's failures were not logged."""
         self._failed.flush()
 
     def reset(self) -> None:

@@ -33,8 +33,7 @@ from flexkv.facts.keys import Keys
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
 CALLERS = 1024
-"""Most callers for which an event with the fields common to all the caller's pages is kept, so that the pages can share
-it."""
+"""Most callers for which an event with the common fields of the caller's pages is kept. The pages share this event."""
 
 _encode = Encoder().encode
 _decode = Decoder().decode
@@ -42,7 +41,7 @@ _decode = Decoder().decode
 
 @dataclass(slots=True)
 class _Node:
-    """A part of a key. It has those fields of a tree node that SGLang's recorder reads."""
+    """Replaces a node of SGLang's tree: holds a part of a key, in the fields that SGLang's event recorder reads."""
 
     key: RadixKey
     parent: _Node | None

@@ -150,7 +150,7 @@ class RankCache(RankWorker):
             self.manager.end_request(request_id)
             raise
         if not match.blocks:
-            # Nothing is leased, and SGLang will not report the request's end to this cache.
+            # Nothing is leased. The request is released here, because SGLang will not report its end to this cache.
             self.manager.release(request_id)
         return match.blocks
 

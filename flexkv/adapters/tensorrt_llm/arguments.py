@@ -148,8 +148,8 @@ def _draft_model(speculative: Any) -> str:
 
 
 def _without_hooks(llm_args: Any) -> str:
-    """See `EngineArguments.without_hooks`. An engine that has no argument `cuda_graph_config` may replay CUDA graphs
-    too, so this argument is returned if it is missing."""
+    """See `EngineArguments.without_hooks`. If the engine has no argument `cuda_graph_config`, this name is returned,
+    because such an engine may replay CUDA graphs too."""
     if not hasattr(llm_args, "cuda_graph_config"):
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")

@@ -44,9 +44,6 @@ def engine_namespace(
     """The engine's namespace: 32 bytes, equal in all processes that would compute equal KV.
 
     Args:
-        arguments: the engine's arguments.
-        settings: flexkv's settings.
-        block_tokens: tokens per block.
         pool_dtype: name of the dtype of the pool's elements; only the common key scheme uses it.
 
     Raises:

@@ -58,7 +58,8 @@ class SchedulerSide:
             keys = None if namespace is None else TokenKeys(self.ranks.block_tokens, namespace)
             tracker = self.ranks.requests[request_id] = RequestTracker(request_id, keys)
         else:
-            # The engine asks only for requests that hold no blocks. So a request that it asks for again was preempted.
+            # The engine asks only about requests that hold no blocks. So if it asks about a request again, the request
+            # was preempted.
             self._count_preempted(tracker)
         tokens = self._loads.match(tracker, request.get_tokens(0), computed_tokens)
         return tokens, bool(tokens) and not self.sync

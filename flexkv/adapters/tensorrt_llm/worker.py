@@ -99,8 +99,8 @@ class WorkerSide(RankWorker):
         self._step, self._in_forward = metadata.step, metadata.computes
         self._join(metadata.address)
         self._receive()
-        # Discards the failed blocks of loads between steps: no forward pass reads them, because `finished` does not
-        # return the ids of these loads.
+        # This discards the failed blocks of loads between steps. No forward pass reads these blocks, because `finished`
+        # does not return the ids of such loads.
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
@@ -134,7 +134,6 @@ class WorkerSide(RankWorker):
         have failed.
 
         Args:
-            layer: number of the layer.
             stream: the engine's stream; used only if the pool is on a device.
         """
         self.layer_loads.wait(layer, None if self.device is None else stream_address(stream))

@@ -22,7 +22,7 @@ _names: WeakSet[LoraNames] = WeakSet()
 
 def adapter_names() -> LoraNames:
     """Makes the `LoraNames` of this process's engine. If vLLM's loads can be watched, an adapter is named before each
-    load. If not, adapters that changed after this call are not cached (see `LoraNames`)."""
+    load. If not, nothing is cached for adapters that changed after this call (see `LoraNames`)."""
     core = sys.modules.get(ENGINE)
     names = LoraNames(sees_loads=core is not None and _watch_loads(core))
     _names.add(names)

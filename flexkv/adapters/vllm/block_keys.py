@@ -61,8 +61,8 @@ class RequestNamespaces:
         return bool(self._made)
 
     def adapter_changed(self, path: str) -> bool:
-        """Whether the adapter's files have changed since its first use. Its namespace then no longer identifies the
-        weights with which the engine computes."""
+        """Whether the adapter's files have changed since its first use. If so, the adapter's namespace no longer
+        identifies the weights with which the engine computes."""
         return self._loras.has_changed(path)
 
     def _of_adapter(self, request: Request) -> bytes:
@@ -164,7 +164,7 @@ class EngineBlockKeys(BlockKeys):
     def _extend(self, known: int, blocks: int) -> None:
         ratio = self._ratio
         hashes = self.request.block_hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio]
-        # Checked each time, because a streaming session may get an image later.
+        # This is checked each time, because a streaming session may get an image later.
         if (first := self.first_of_run()) is not None and first < blocks:
             plain = max(0, first - known)
             hashes = [*hashes[:plain], *(self.names.run + block_hash for block_hash in hashes[plain:])]
@@ -191,7 +191,7 @@ class TokenBlockKeys(BlockKeys):
         self._tokens.truncate(0)
 
     def _extend(self, known: int, blocks: int) -> None:
-        # Checked each time, because a streaming session may get an image later.
+        # This is checked each time, because a streaming session may get an image later.
         if self.request.prompt_embeds is None and not self.request.mm_features:
             first, end = known * self.block_tokens, blocks * self.block_tokens
             self._tokens.extend(self.request.all_token_ids[first:end], start=first)

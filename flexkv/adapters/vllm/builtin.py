@@ -116,7 +116,7 @@ class FlexKVConnectorV1Impl:
             )
             with ending_failed_start(vllm_config):
                 self._scheduler = self._make_side()
-        # Registered last, so that a connector that is refused does not count as its engine's connector.
+        # The connector is registered last, so that a refused connector does not count as its engine's connector.
         register_only(self, role, vllm_config)
         if self._is_worker:
             local_engines.announce(self._worker, vllm_config.cache_config)

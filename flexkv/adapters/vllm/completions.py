@@ -31,7 +31,7 @@ class Retired:
 
     Attributes:
         step: number of the last step that may have used the table.
-        tracker: the request.
+        tracker: the request's tracker.
         block_ids: the blocks of the first group in the lost table.
     """
 

@@ -125,7 +125,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             EngineRole.of(vllm_config),
         )
         self.scheduler = SchedulerSide(spec)
-        # Registered last, so that a connector that is refused does not count as its engine's connector.
+        # The connector is registered last, so that a refused connector does not count as its engine's connector.
         register_only(self, self.role, vllm_config)
 
     # --- both sides ---
@@ -181,8 +181,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        # Checked first, outside `ending_failed_start`: if this connector belongs to another engine, refusing the pool
-        # must not shut that engine's connector down.
+        # This check comes first, outside `ending_failed_start`: if this connector belongs to another engine, refusing
+        # the pool must not shut down that engine's connector.
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
             check_batch_invariance(self._vllm_config)
@@ -212,7 +212,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker.blend is not None:
-            # Called here and not in `start_load_kv`, which vLLM may call after the forward pass.
+            # This is called here and not in `start_load_kv`, because vLLM may call that after the forward pass.
             self.worker.blend.begin_step(cast("ConnectorMetadata", connector_metadata).blend)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -1,4 +1,4 @@
-"""Reads from vLLM's configuration, once at the engine's start, what the cache must know about the engine: its role,
+"""Reads vLLM's configuration once, at the engine's start, for what the cache must know about the engine: its role,
 sizes and share of the node, and which modes of loads and stores it can use."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EngineSpec:
         adapters: the engine's settings that change the KV of requests with an adapter; see `adapter_settings`.
         with_events: whether the engine publishes KV cache events.
         block_hash: name of the engine's hash function for blocks.
-        blend: the settings of blending; None if blending is off.
+        blend: facts and settings for blending; None if blending is off.
     """
 
     config: FlexKVConfig
@@ -106,7 +106,7 @@ class EngineSpec:
         """Reads the facts from vLLM's configuration.
 
         Raises:
-            KeySchemeError, ConfigError: as `engine_namespace`.
+            KeySchemeError, ConfigError: see `engine_namespace`.
         """
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         events = vllm_config.kv_events_config

@@ -175,7 +175,7 @@ def _cpu_interior(group: KVCacheGroupSpec) -> Interior:
     not known. The vector kernel of x86 stores K element by element and V token by token. Other kernels store tiles that
     suit their instructions.
     """
-    # Imported here, because a machine with a GPU does not need the CPU's attention.
+    # The module is imported here, because a machine with a GPU does not need the CPU's attention.
     from vllm.v1.attention.backends import cpu_attn
 
     spec = layer_specs(group)[0]
@@ -203,7 +203,7 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
     group = config.kv_cache_groups[geometry.number]
     specs = layer_specs(group)
     if isinstance(specs[0], MambaSpec):
-        # On CPUs and GPUs alike, only the model's own code knows what the bytes of a state mean.
+        # On CPUs and GPUs alike, only the model's own code can interpret the bytes of a state.
         return VllmGroup(
             geometry.layer_names, interior=Interior.OPAQUE, owner=f"vllm-{specs[0].mamba_type.name.lower()}"
         )

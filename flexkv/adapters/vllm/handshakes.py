@@ -12,8 +12,8 @@ from flexkv.observe import Counters, get_logger
 logger = get_logger(__name__)
 
 HANDSHAKE_STEPS = 16
-"""After how many steps a rank without a handshake counts as missing. vLLM delivers handshakes at its start, or with the
-report of the first step, which arrives with the third step if two batches are in flight."""
+"""Number of engine steps after which a rank without a handshake counts as missing. vLLM delivers handshakes at its
+start, or with the report of the first step, which arrives with the third step if two batches are in flight."""
 
 
 class Handshakes:
@@ -38,7 +38,8 @@ class Handshakes:
         """Adds handshakes.
 
         Raises:
-            ContractError: a rank has already shaken hands for another pool. One of the pools belongs to another engine.
+            ContractError: a rank has already sent a handshake for another pool. One of the pools belongs to another
+                engine.
         """
         if foreign := self._foreign_pool(ranks):
             raise ContractError(foreign)
@@ -70,7 +71,7 @@ class Handshakes:
         return bool(reason)
 
     def warn_if_missing(self, step: int) -> None:
-        """Logs in the engine's `HANDSHAKE_STEPS`-th step which ranks have not shaken hands. Does nothing in other
+        """Logs in the engine's `HANDSHAKE_STEPS`-th step which ranks have sent no handshake. Does nothing in other
         steps."""
         if step == HANDSHAKE_STEPS:
             missing = [rank for rank in range(self._expected) if rank not in self.of_rank]

@@ -114,7 +114,7 @@ def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVCo
 
 
 def _apart(config: VllmConfig) -> Any:
-    """Returns everything on which this engine's KV depends beside the fields of `SharedModel`; None if there is
+    """Returns everything on which this engine's KV depends in addition to the fields of `SharedModel`; None if there is
     nothing."""
     seed = _seed_of_weights(config)
     if more := unusual_settings(config) | _files(config.model_config, inputs=False):

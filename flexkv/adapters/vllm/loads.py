@@ -71,7 +71,8 @@ class Loads:
         self._block_tokens = geometry.groups[0].block_tokens
         self._hashes_per_block = geometry.groups[0].hashes_per_block
         # If a draft model reads the main model's hidden states (EAGLE, MTP), the last block of a hit is not loaded but
-        # computed, because the draft needs the hidden states there. vLLM does so with hits in its own prefix cache.
+        # computed, because the draft needs the hidden states there. vLLM treats hits in its own prefix cache in the
+        # same way.
         self._drop_last_block = spec.role.drop_last_block
         self._with_tails = (
             spec.config.store.partial_blocks and not self._drop_last_block and not geometry.is_hybrid
@@ -109,7 +110,8 @@ class Loads:
             return 0
         keys = tracker.keys()
         if self._is_hybrid:
-            # The keys are cut before the lookup and not the hit after it, because a shorter hit needs different pages.
+            # The keys are cut before the lookup, rather than the hit after it, because a shorter hit needs different
+            # pages.
             keys = self._cut(keys, wanted_end)
         settings = tracker.settings
         match = manager.match(request_id, keys, computed_tokens, None, settings)
@@ -127,8 +129,8 @@ class Loads:
         if self._drop_last_block:
             tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
         if not tracker.counted:
-            # Counted once per admission, because the engine repeats the lookup in every step in which it has no free
-            # blocks for the request.
+            # A lookup is counted once per admission, because the engine repeats the lookup in every step in which it
+            # has no free blocks for the request.
             self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
             tracker.counted = True
         if tokens <= 0:
@@ -161,7 +163,7 @@ class Loads:
         """Returns how many leading blocks the engine's own prefix cache has. A binary search finds the number, because
         the engine evicts a request's last blocks first."""
         if self._hashes_per_block != 1:
-            return 0  # the engine's cache has other hashes than `hashes`
+            return 0  # the engine's cache uses hashes other than `hashes`
         return bisect.bisect_left(hashes, True, key=lambda block_hash: not has_cached(block_hash))
 
     def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
@@ -229,7 +231,7 @@ class Loads:
         """Plans the load into the allocated blocks. The engine may have taken fewer tokens than were promised."""
         blocks = match.tokens // self._block_tokens
         tail = self._takes_tail(match, external_tokens)
-        # Rounded up, because the engine may need only a part of the last block.
+        # The number is rounded up, because the engine may need only a part of the last block.
         pages = min(-(-external_tokens // self._block_tokens), blocks + tail)
         start = match.start_tokens // self._block_tokens
         targets = tracker.tables[0].blocks(start, start + pages)
@@ -290,8 +292,8 @@ class Loads:
         return (tokens - sum(others), *others)
 
     def sources(self, tracker: RequestTracker, external_tokens: int) -> dict[CacheHitSource, int]:
-        """Returns how many tokens of the request's last load came from each source; empty if that load had another
-        number of tokens than `external_tokens`."""
+        """Returns how many tokens of the request's last load came from each source; empty if that load did not have
+        `external_tokens` tokens."""
         if sum(tracker.supplied) != external_tokens:
             return {}
         sources: dict[CacheHitSource, int] = {}

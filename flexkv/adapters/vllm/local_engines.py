@@ -2,7 +2,8 @@
 others.
 
 vLLM runs scheduler and worker in one process if there is one rank, and always without multiprocessing. Then the host
-pool can be private memory, and the scheduler's side can ask the worker's side for ended copies without an engine step.
+pool can be private memory, and the scheduler's side can take the results of copies from the worker's side without an
+engine step.
 
 The two sides of an engine cannot find each other by name, because a user may give two engines the same `engine_id`.
 They find each other by the id of the pool in the handshake, or by a configuration object that both sides were made

@@ -136,7 +136,7 @@ def one_group_geometry(config: KVCacheConfig) -> PoolGeometry:
     """Returns the geometry of an engine that has a single group, with full attention.
 
     Raises:
-        GeometryError: as `pool_geometry`, or the engine has other groups.
+        GeometryError: `pool_geometry` raises it, or the engine has other groups.
     """
     geometry = pool_geometry(config)
     if geometry.is_hybrid:

@@ -47,13 +47,14 @@ class RequestFields:
         if sampling is None:
             self._of_params(request.kv_transfer_params, request, given)
         elif extra := sampling.extra_args:
-            # Not `request.kv_transfer_params`, which in a session keeps the parameters of the first piece.
+            # `request.kv_transfer_params` is not used, because in a session it keeps the parameters of the first piece.
             self._of_params(extra.get(PARAMS), request, given)
             self._reader.take_among(str(request.request_id), EXTRA, extra, given)
         return given
 
     def name_foreign(self, request: Request, namespace: str) -> None:
-        """Counts and logs that a piece of a session has another namespace than `namespace`, that of the first piece."""
+        """Counts and logs that a piece of a session has a namespace other than `namespace`, which the first piece
+        has."""
         allowed = f"{shown(namespace)}, the session's first; the piece is neither stored nor loaded"
         self._reader.warn(str(request.request_id), f"{PREFIX}namespace", "another", "value", allowed)
 

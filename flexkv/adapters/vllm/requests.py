@@ -61,8 +61,8 @@ class RequestTracker(StoreRequest):
             streaming session.
         sampling: the sampling parameters of the last piece that was passed to `kept_out`.
         asked: the settings that the caller gave; in a streaming session those of its last piece.
-        first_namespace: the namespace that the caller named when the request began, which is part of its keys; empty if
-            the caller named none.
+        first_namespace: the namespace that the caller named when the request began, which is part of the request's
+            keys; empty if the caller named none.
         reached: how many tokens the request's steps have computed so far, including tokens that were not accepted.
         promise: the last promise, if the engine has not loaded it yet; otherwise None.
         loading: the op of the async load in flight; None if there is none.
@@ -143,7 +143,7 @@ class RequestTracker(StoreRequest):
         """Resets the tracker after the engine has taken all the request's blocks. The request will start again with
         different blocks."""
         for table in self.tables:
-            # Replaces the list and does not clear it, because stores in flight may still need the old one (`Retired`).
+            # The list is replaced, not cleared, because stores in flight may still need the old list (`Retired`).
             table.ids = []
             table.cursor = 0
             table.has_pending = False
@@ -325,13 +325,14 @@ class RequestTable:
             certain = prompt
         else:
             certain = min(computed - request.num_output_placeholders, request.num_tokens)
-        # Skips `storable` if there are no settings, because this runs for each request in each step.
+        # `storable` is skipped if there are no settings, because this method runs for each request in each step.
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:
         """Records how many tokens of an ended request are certain, without those of steps in flight."""
         request = tracker.request
-        # May be negative: a preemption or a failed load reduces the computed tokens while their steps are in flight.
+        # The difference may be negative: a preemption or a failed load reduces the computed tokens while their steps
+        # are in flight.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
         if self._prompt_only:
             certain = min(certain, request.num_prompt_tokens)
@@ -353,7 +354,7 @@ class RequestTable:
             return
         first, before = tracker.first_namespace, tracker.asked.ttl_s
         if before is not None and "ttl_s" in given:
-            # Takes the shorter time, because a block may hold tokens of this piece and of earlier ones.
+            # The shorter time holds, because a block may contain tokens of this piece and of earlier ones.
             given["ttl_s"] = min(before, given["ttl_s"] or before)
         tracker.asked = tracker.settings = replace(tracker.asked, **given)
         if tracker.asked.namespace != first:

@@ -219,7 +219,7 @@ class SchedulerSide:
         tracker.stale = tracker.adapter_changed
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
-        # Starts to read the pages that the lookup has found on disk.
+        # This starts to read the pages that the lookup has found on disk.
         self._poll()
         if tokens is None or (tokens and self._store_before_load(tracker, tokens)):
             return None, False
@@ -296,7 +296,7 @@ class SchedulerSide:
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
             self._steps.began(self._forward_step, output, sync)
-        # Set even if the unit is disabled, because the workers' reports on these orders end its last ops.
+        # The unit is set even if it is disabled, because the workers' reports on these orders end its last ops.
         self.orders.unit = unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
         self.orders.spares_loads = forward_spares_loads(self._spec.geometry, output)
@@ -341,7 +341,7 @@ class SchedulerSide:
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
         if not self._stores.holds or tracker.request_id not in self._stores.holds:
-            # Called last, because this tells eviction that all blocks of the request were used together.
+            # This is called last, because it tells eviction that all blocks of the request were used together.
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
@@ -405,7 +405,7 @@ class SchedulerSide:
         unit = self.unit
         self._poll()
         if self.events is not None:
-            # Called here too, because an engine without requests would otherwise not step to announce the events.
+            # This is called here too: without it, an engine without requests would not step to announce the events.
             self.events.begin_book()
             if self.events.has_more:
                 return True
@@ -497,14 +497,14 @@ class SchedulerSide:
             return
         for worker in self.workers:
             worker.close_lanes()
-        # Publishes the stores that these workers finished, even while closing, so that the unit's close writes them
-        # to other tiers.
+        # This publishes the stores that these workers have finished, so that the unit's close writes them to other
+        # tiers.
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()
         if self.events is not None:
-            # Closed after the unit, because the unit's close still writes pages that wait for the disk.
+            # The events are closed after the unit, because the unit's close still writes pages that wait for the disk.
             self.events.close()
-        # Closed last: vLLM may kill its core process seconds after asking it to end, and writing pages comes first.
+        # Workers come last: vLLM may kill its core process seconds after asking it to end, and page writes come first.
         for worker in self.workers:
             worker.close()

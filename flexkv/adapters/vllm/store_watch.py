@@ -134,7 +134,7 @@ class BlockWatch(StoreWatch):
         """
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
-            # Tests the usual case without a loop in Python, because most steps of a busy engine come here.
+            # The usual case is tested without a loop in Python, because most steps of a busy engine come here.
             if list(map(watchers.get, watched)).count(self._callback) == len(watched):
                 continue
             lost = {block for block in watched if watchers.get(block) is not self._callback}
@@ -152,7 +152,7 @@ class BlockWatch(StoreWatch):
 
     def end_hold(self, held: HeldBlocks) -> None:
         for block in held.block_ids:
-            # Compares by identity, because several ended requests may each hold the same block.
+            # Holds are compared by identity, because several ended requests may each hold the same block.
             others = [other for other in self._held.get(block, ()) if other is not held]
             if others:
                 self._held[block] = others
@@ -224,7 +224,8 @@ class BlockWatch(StoreWatch):
             other = self._pool._reuse_watchers.get(block.block_id)
             if other is not None and other is not self._callback:
                 self._others[block.block_id] = other
-        # Takes a reference and drops it at once, which sets the callback and leaves the reference count unchanged.
+        # These calls take a reference and drop it at once, which sets the callback and leaves the reference count
+        # unchanged.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, self._callback)
 

@@ -125,7 +125,7 @@ class WorkerSide(RankWorker):
             self._ops.release(RESET)
             self.end_registrations()
         finally:
-            # Refuses the early stores even if a copy hangs, because nothing else would end them.
+            # The early stores are refused even if a copy hangs, because nothing else would end them.
             self._ops.released = RESET
             for graph in early:
                 self._ops.submit_store(graph)
@@ -169,7 +169,7 @@ class WorkerSide(RankWorker):
         for graph in orders.early:
             # Stores of reused blocks run before other stores, because the forward pass waits for them.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
-        # Ends void ops after submitting the early stores, because some of these may be void.
+        # Void ops are ended after the early stores are submitted, because some of these stores may be void.
         for op_id in orders.void:
             self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:

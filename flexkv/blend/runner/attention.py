@@ -11,7 +11,7 @@ def visible_keys(positions: Any, keys: int) -> Any:
     """The mask of keys that each row may attend to: those at the row's own position and before, bool [rows, keys].
 
     A causal kernel's own mask would be wrong here: it aligns the last row with the last key, but the computed rows need
-    not be the last rows of the prompt, so they could attend to later keys.
+    not be the last rows of the prompt, so a row could attend to keys after its position.
 
     Args:
         positions: positions of the rows, int64 [rows].

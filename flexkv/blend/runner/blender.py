@@ -23,7 +23,7 @@ class BlendReport:
     """Report of a prefill.
 
     Attributes:
-        tokens: number of tokens of the prompt, without those that the engine had.
+        tokens: number of tokens of the prompt, without those that the caller already had.
         reused: number of those tokens whose rows the cache covered.
         computed: for each layer, the numbers of the rows that it computed, int64, ascending.
         off: why blending is off for the model; empty if it is on.
@@ -43,7 +43,7 @@ class Prefill(NamedTuple):
 
     Attributes:
         logits: logits of the prompt's last token, [1, vocabulary].
-        kv: a transformers `DynamicCache` with all tokens, including those that the engine had.
+        kv: a transformers `DynamicCache` with all tokens, including those that the caller already had.
         report: what was reused and computed.
     """
 
@@ -71,8 +71,8 @@ class Blender:
         """Computes a prompt.
 
         Args:
-            tokens: the tokens that the engine does not have, int64 [rows].
-            past: each layer's keys and values [heads, tokens, dim] that the engine has, all of the same length; empty
+            tokens: the tokens that the caller does not have yet, int64 [rows].
+            past: each layer's keys and values [heads, tokens, dim] that the caller has, all of the same length; empty
                 if it has none.
             reused: which rows the cache covers, and their keys and values.
 

@@ -1,4 +1,4 @@
-"""Runs the separate steps of the layers of a transformers model on chosen rows of a prompt."""
+"""Runs the steps of a transformers model's layers one by one, on chosen rows of a prompt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class LayeredModel:
 
     @contextmanager
     def own_frequencies(self) -> Iterator[None]:
-        """A context in which the model itself uses `frequencies`. Its former frequencies are restored afterwards.
+        """A context manager, within which the model itself uses `frequencies`. Its former frequencies are restored
+        afterwards.
 
         This matters only for a "dynamic" rope. After a prompt of more than `max_positions` tokens, such a rope keeps
         its changed frequencies until a prompt of fewer than `max_positions` tokens comes. So it would use the changed

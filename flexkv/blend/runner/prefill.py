@@ -113,7 +113,8 @@ def _layers_of(past: Any) -> list[tuple[Any, Any]]:
 
 
 def _past_layers(past: Any, layered: LayeredModel) -> list[tuple[Any, Any]]:
-    """Each layer's keys and values [heads, tokens, dim] of the tokens that the engine has; empty if it has none.
+    """Each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has; empty if it has
+    none.
 
     Raises:
         GeometryError: `past` has a different number of layers than the model, or several prompts.

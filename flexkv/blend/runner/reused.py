@@ -54,12 +54,12 @@ class ReusedRows:
 
     @contextmanager
     def open(self, rotation: KeyRotation, past: Sequence[tuple[Any, Any]]) -> Iterator[ReusedLayers]:
-        """A context with the layers of the covered rows, which are closed at its end.
+        """A context manager that yields the layers of the covered rows, and closes them at its end.
 
         Args:
             rotation: the rotation of the model's keys.
-            past: each layer's keys and values [heads, tokens, dim] of the tokens that the engine has, which precede the
-                prompt; empty if there are none.
+            past: each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has, which
+                precede the prompt; empty if there are none.
         """
         first = past[0][0].shape[1] if past else 0
         chunks = [

@@ -2,7 +2,7 @@
 
 The scheduler's side (`requests`) decides which requests are blended, and which rows they have in each step. The
 worker's side (`worker`, `pages`) keeps each rank's segments. The model's side (`model`, `forward`, `rows`) computes
-fewer rows. vLLM finds the model classes (`model`) by the names below.
+fewer rows (tokens) in most layers. vLLM finds the model classes (`model`) by the names below.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ Span = tuple[int, int]
 
 
 def is_salted(request: Request) -> bool:
-    """Whether the request has a blended request's salt, so that it shares no blocks with ordinary requests."""
+    """Whether the request's salt marks it as blended (see `SALT`), so that it shares no blocks with ordinary
+    requests."""
     return bool(request.cache_salt) and str(request.cache_salt).startswith(SALT)
 
 

@@ -11,9 +11,9 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 
 WAITS = 2
-"""How often a request waits before its segments can be loaded: for free slots in host memory, and for reads from disk.
-If layers are streamed, it also waits for the first layers. Each wait, and the load after them, gets an equal share of
-`load.deadline_s`, because after this deadline the request is computed without any segment."""
+"""Number of times that a request waits before its segments can be loaded: for free slots in host memory, and for reads
+from disk. If layers are streamed, it also waits for the first layers. Each wait, and the load after them, gets an equal
+share of `load.deadline_s`, because after this deadline the request is computed without any segment."""
 
 
 def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> SegmentFolders:
@@ -48,7 +48,7 @@ def segment_namespace(
     within one process.
 
     Raises:
-        KeySchemeError, ConfigError: as `engine_namespace`.
+        KeySchemeError, ConfigError: see `engine_namespace`.
     """
     if settings.blend.disk_bytes is None:
         return {"rank": rank}

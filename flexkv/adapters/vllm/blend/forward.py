@@ -264,8 +264,8 @@ class BlendForward:
 
     @contextlib.contextmanager
     def _fresh(self, layers: Sequence[int]) -> Iterator[dict[int, Planes]]:
-        """A context that yields a dict. When one of the given layers calls its attention, the layer's keys and values
-        are added to the dict. The caller removes them before the next layer runs, because they keep the layer's
+        """Context manager that yields a dict. When one of the given layers calls its attention, the layer's keys and
+        values are added to the dict. The caller removes them before the next layer runs, because they keep the layer's
         complete projection in memory.
         """
         seen: dict[int, Planes] = {}

@@ -88,7 +88,7 @@ class BlendPages:
         """The fetch of each request's segments to host memory. When it has ended, the request's load begins."""
         self._loads: dict[RequestId, SegmentLoad] = {}
         self._coming: dict[RequestId, SegmentOrder] = {}
-        """The orders whose outcome was not reported yet."""
+        """The orders, by request, whose outcome has not been reported yet."""
         self._captures: dict[RequestId, Capture] = {}
         self._stores: dict[SegmentStore, NewSegment] = {}
         """The captured segments that are being stored in host memory, in the order in which their stores began."""
@@ -174,14 +174,14 @@ class BlendPages:
         if self._first_layers is None:
             return not load.moves
         has_come = load.has_layers(self._first_layers)
-        # Called after `has_layers`, which counts a failed read as arrived.
+        # This is called after `has_layers`, because `has_layers` counts a failed read as arrived.
         self._drop_lost(load)
         return has_come
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
         """Returns whether a request has to wait for stores to free staging blocks. There may be too few blocks, because
-        the scheduler does not count a store's blocks after its prompt was computed. The request waits only for stores
-        that were in flight when it first lacked blocks, because later stores may follow without end.
+        the scheduler no longer counts the blocks of a store when its prompt has been computed. The request waits only
+        for stores that were in flight when it first lacked blocks, because later stores may follow without end.
         """
         if self._has_room(order):
             return False
@@ -247,7 +247,7 @@ class BlendPages:
         return LoadedRows(rows, self._rows_on, self.dtype, self.device)
 
     def holds(self, request: RequestId) -> bool:
-        """Whether the load of the request's segments was reported, and not released since."""
+        """Whether the request's segments have been loaded and reported, and have not been released since."""
         return request in self._loads and request not in self._coming
 
     def drop_lost(self, request: RequestId, wait: bool = False) -> set[int]:
@@ -419,7 +419,7 @@ class BlendPages:
         """Ends all work within `transfer.close_s`, and closes the cache.
 
         Raises:
-            TransferError: as `SegmentCache.close`.
+            TransferError: see `SegmentCache.close`.
         """
         begun_s, close_s = time.monotonic(), self.cache.unit.close_s
         ends_s = begun_s + (1 - DISK_SHARE) * close_s

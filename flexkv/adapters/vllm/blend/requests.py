@@ -138,7 +138,8 @@ class BlendRequests(CacheListener):
         self._loading: set[RequestId] = set()
         self._stores = itertools.count(1)
         self._storing: dict[int, dict[int, BlendResult]] = {}
-        """For each computed segment, by its number, the results that ranks have reported, until all ranks have."""
+        """Number of a new segment -> rank -> the result that the rank has reported. An entry is removed when all ranks
+        have reported."""
         self._disk_busy: set[int] = set()
         """The ranks that are reading segments from disk or writing them."""
         self.orders = BlendOrders()

@@ -229,7 +229,7 @@ class SelfTest:
         errors = [
             row_error(seen[layer], planes[layer][0][kept].flatten(1)) / limits.keys[layer] for layer in later
         ]
-        # Not `max`, which may ignore a NaN.
+        # Python's `max` is not used, because it may ignore a NaN.
         return float(torch.tensor([*errors, row_error(out[kept], whole[kept]) / limits.output]).amax())
 
     def _run(self, reused: Sequence[ReusedRows], taken: Sequence[TakenRows] = ()) -> Any:

@@ -60,7 +60,7 @@ def _random_rows(pages: BlendPages, blocks: int) -> np.ndarray:
 def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]) -> list[int]:
     layers, wrong = pages.loaded_rows(load, stretches).open(0), []
     try:
-        # Checks one layer more than a load has buffers, so that one buffer is reused.
+        # The loop checks one layer more than a load has buffers, so that one buffer is reused.
         for layer in range(min(pages.cache.prefetch_layers + 1, pages.cache.shape.layers)):
             found = torch.stack(layers.take(layer)).cpu().view(torch.uint8).numpy()
             wanted = [_turned(pages, stretch, layer) for stretch in stretches]
@@ -84,7 +84,7 @@ def _turned(pages: BlendPages, stretch: Stretch, layer: int) -> np.ndarray:
     target = RowPlaces(np.arange(stretch.rows, dtype=np.int64) * shape.row_bytes, head_bytes)
     at = stretch.hit.blocks.astype(np.int64)[old // cache.block_tokens], old % cache.block_tokens
     for plane, table in enumerate(tables):
-        # Gathers the rows token by token, which is not the order in which loads copy them.
+        # The rows are gathered token by token, which is not the order in which loads copy them.
         rows = np.ascontiguousarray(cache.staging.rows[layer][at[0], plane, at[1]])
         pages.rotation.apply(rows, target, out[plane], target, table)
     return out.view(np.uint8)

@@ -40,7 +40,7 @@ ANOTHER = "another rank cannot blend: see its log"
 
 GPU_RUN_ROWS = 16
 """Number of rows in a run on a GPU. Attention kernels read all keys once per tile of queries, and their smallest tile
-has this many. The effect was not measured."""
+has this many queries. The effect was not measured."""
 
 
 def run_rows_of(blend: BlendConfig, device: Any) -> int:
@@ -88,7 +88,8 @@ class BlendWorker:
         except Exception as error:  # vLLM's internal code, which is called here, may raise anything
             logger.warning("blending cannot be prepared", exc_info=True)
             refusal = f"{type(error).__name__}: {error}"
-        # Asks all ranks first, because the test computes on all ranks, and would wait for one that does not take part.
+        # All ranks are asked first, because the test computes on all ranks, and would wait for a rank that does not
+        # take part.
         alone = vllm_config.parallel_config.tensor_parallel_size == 1
         all_can = [test is not None] if alone else _on_all_ranks([test is not None])
         return test.refusal() if test is not None and all(all_can) else refusal
@@ -361,7 +362,7 @@ def _on_all_ranks(here: list[bool]) -> list[bool]:
     group = get_tp_group()
     if group.world_size == 1:
         return here
-    # Summed as float32, because some backends cannot sum other types.
+    # The flags are summed as float32, because some backends cannot sum other types.
     flags = torch.tensor(here, dtype=torch.float32, device=group.device)
     return [count == group.world_size for count in group.all_reduce(flags).cpu().tolist()]
 
