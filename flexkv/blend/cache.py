@@ -131,7 +131,6 @@ class SegmentCache:
         Precondition: if there are folders, `SegmentFolders.asks_again` is set.
 
         Args:
-            segments: tokens of each segment.
             caller: see `begin_load`.
         """
         self._moves.free_late()
@@ -162,7 +161,6 @@ class SegmentCache:
         number of the segment's leading tokens that lookups can find now.
 
         Args:
-            tokens: the segment's tokens.
             layers: returns a layer's keys and values, each [heads, tokens, head_dim], contiguous, in host memory, as
                 arrays or tensors of any library.
             rotation: the rotation of the model's keys.

@@ -75,7 +75,6 @@ class SegmentKeyScheme:
         """The keys of a segment.
 
         Args:
-            tokens: the segment's tokens.
             caller: name of the caller; segments of different callers have different keys.
 
         Raises:

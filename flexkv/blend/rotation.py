@@ -70,7 +70,6 @@ class KeyRotation:
     batch has few distinct rotations and a small table.
 
     Args:
-        spec: the model's rotary embedding.
         heads: number of KV heads.
         dtype: dtype of the keys: float32, bfloat16 or float16.
         frequencies: the model's own radians per position, [rotary_dim / 2]; None to compute them from `spec`.

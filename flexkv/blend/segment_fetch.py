@@ -28,9 +28,6 @@ class SegmentFetch:
         `advance` or `begin_load` repeatedly, until `begin_load` returns a load; or `give_up`.
 
     Args:
-        lookup: looks up the segments.
-        moves: the transfers of the segment cache.
-        segments: tokens of each segment.
         deadline_s: most seconds that each wait of the load lasts.
         caller: see `SegmentCache.begin_load`.
         reads_s: see `SegmentLoad`.

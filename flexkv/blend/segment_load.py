@@ -50,7 +50,6 @@ class SegmentLoad:
     """A load of one prompt's segments from the host pool to the staging pool. Must be closed.
 
     Args:
-        moves: the transfers of the segment cache.
         hits: the hits to load. This object frees their staging blocks.
         deadline_s: most seconds that each wait lasts.
         reads_s: most seconds that all waits for pages together last, if pages are still being read from disk; None if

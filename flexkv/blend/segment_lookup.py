@@ -138,7 +138,6 @@ class SegmentLookup:
         in use, until the copies have finished.
 
         Args:
-            asked: the segments.
             deadline_s: most seconds to wait until the segments' tails have been read from disk; 0 to load only tails
                 that are in host memory.
         """

@@ -38,7 +38,6 @@ class SegmentMoves:
     Args:
         unit: the cache's unit, whose tiers read the pages that loads wait for.
         engine: the transfer engine, which copies pages between staging pool and host pool.
-        staging: the staging pool.
     """
 
     def __init__(self, unit: SegmentUnit, engine: DataPlane, staging: StagingPool) -> None:

@@ -26,9 +26,6 @@ class SegmentStore:
         `advance` until it returns True or raises; or `leave`.
 
     Args:
-        moves: the transfers of the segment cache.
-        manager: the cache's manager.
-        keys: the segment's keys.
         blocks: the staging blocks with the segment's rows, which this object frees; int32 [blocks].
         block_tokens: tokens per block.
         name: returns a new id for a request to the manager.

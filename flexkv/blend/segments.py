@@ -32,7 +32,6 @@ def split_at_separators(tokens: Sequence[int] | Tokens, separator: Sequence[int]
     overlap. Each occurrence becomes a segment that is not reusable. The segments together are the prompt, without gaps.
 
     Args:
-        tokens: the prompt's tokens.
         separator: tokens of the separator's text as they appear *inside* a text, without the token that a tokenizer may
             put at the beginning of a text.
 

@@ -18,7 +18,6 @@ class TurnedKeys:
 
     Args:
         device: the device with the load's buffers.
-        rotation: the rotation of the model's keys.
         chunks: the load's chunks. Rows that no chunk covers are not changed.
         dtype: the dtype of the load's buffers on the device.
 

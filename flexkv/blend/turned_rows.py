@@ -116,9 +116,6 @@ class TurnedRows:
     layer.
 
     Args:
-        cache: the cache of segments.
-        rotation: the rotation of the model's keys.
-        load: the load of the hits.
         stretches: the rows; at least one stretch, in order of positions.
 
     Attributes:

@@ -21,7 +21,6 @@ class TurnedScatter:
 
     Args:
         device: the device with the pipeline's buffers and the paged memory.
-        rotation: the rotation of the model's keys.
         positions: old and new position of each row, equal in every layer.
         paged: the planes of K and V of each layer; the elements of a head must be adjacent.
         slots: the slot in paged memory of each row, int64 [rows].

@@ -170,9 +170,6 @@ def _spacing(
 
     Args:
         runs: see `PageEncoding.of_runs`.
-        stripe_bytes: bytes of a stripe.
-        layers: number of layers.
-        heads: number of heads.
         head_bytes: bytes of K and V of one head in one layer.
 
     Returns:

@@ -47,7 +47,6 @@ def check_tensor(name: str, tensor: TensorLike, rank: int) -> None:
 
     Args:
         name: name of the tensor for the error's text.
-        tensor: the tensor.
         rank: expected number of dimensions.
 
     Raises:
@@ -89,7 +88,6 @@ def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expecte
 
     Args:
         name: name of the tensor for the error's text.
-        shape: the tensor's shape.
         found: the tensor's strides.
         expected: the expected strides.
 

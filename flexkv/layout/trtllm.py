@@ -77,7 +77,6 @@ class TrtllmHandler(GroupTable):
 
         Args:
             pool: a C-contiguous tensor [num_blocks, layers, kv_factor, elements of K or V in a block].
-            model: the model's shape.
             ranks: number of stripes of a page.
 
         Raises:
@@ -118,8 +117,6 @@ class TrtllmHandler(GroupTable):
         """The layout of a pool with one layer group. Block i consists of slot i of every region.
 
         Args:
-            regions: the regions.
-            tokens_per_block: tokens per block.
             interior: the meaning of the bytes of one layer of a block.
             ranks: number of stripes of a page.
             owner: name of the engine that can interpret an OPAQUE interior; otherwise empty.

@@ -17,8 +17,6 @@ class TokenKeys:
 
     Args:
         block_tokens: tokens per block.
-        namespace: the request's namespace.
-        seed: the seed of the token chain.
     """
 
     def __init__(self, block_tokens: int, namespace: bytes, seed: bytes = b"") -> None:

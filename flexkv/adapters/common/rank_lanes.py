@@ -24,7 +24,6 @@ def open_gds_lane(
     """Opens the lane that loads blocks from the slabs on disk without using a slot of the host pool.
 
     Args:
-        slabs: the slabs on the unit's disks.
         stripe: number of the stripe that this rank loads from each page.
         views: a `KvView` of the rank's pool for each KV group.
         tensors: the tensors from which the views were made. They determine which device the pool is on.
@@ -70,7 +69,6 @@ def open_lanes(
         views: a `KvView` of the rank's pool for each KV group.
         tensors: the tensors from which the views were made. They determine which device the pool is on, and are kept
             alive while copies may touch them.
-        pool: the unit's host pool.
         places: for each KV group, the position of this rank's blocks in a slot.
         stream_of: returns a stream for a CUDA device. Copies start after the work enqueued on that stream, unless
             `submit` is given a different point.

@@ -146,7 +146,6 @@ class RankOps:
         """Submits a store. If the lane's queue is full, the store is dropped and reported as cancelled.
 
         Args:
-            graph: the ops of the store.
             urgent: whether a forward pass waits for the store to finish.
             gated: whether a forward pass has yet to write the blocks. If so, no layer is copied before `open_layers`
                 opens it.

@@ -79,7 +79,6 @@ class RankReports:
         """Adds the result of a finished op, and the op's failed blocks if it belongs to a load.
 
         Args:
-            result: the op's terminal result.
             step: number of the last forward pass that had been ordered when the op was submitted.
             load: the job that the op belongs to; None for a store.
         """

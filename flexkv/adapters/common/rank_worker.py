@@ -43,7 +43,6 @@ class RankWorker:
     """The part of the worker side that all adapters share.
 
     Args:
-        config: flexkv's settings.
         rank: number of the rank in its unit.
         current_stream: takes a CUDA device; returns the stream on which the calling thread enqueues the engine's work,
             as an integer.
@@ -132,8 +131,6 @@ class RankWorker:
         given, also starts the lane between the slabs on disk and the engine's pool.
 
         Args:
-            unit: the unit to serve.
-            pool: the unit's host pool.
             places: for each KV group, the position of this rank's blocks in a slot.
             slabs: the slabs on the unit's disks, if loads may bypass host memory; otherwise None.
 
@@ -242,7 +239,6 @@ class RankWorker:
         loads to `layer_loads`. Must be called after the loads were submitted, just before the forward pass.
 
         Args:
-            jobs: the step's loads.
             by_layer: whether the forward pass waits for each layer. If False, layerwise loads are treated like others.
 
         Returns:

@@ -115,9 +115,7 @@ class SettingsReader:
         seconds.
 
         Args:
-            request_id: the engine's id of the request.
             place: the field's path in the request.
-            value: the field's value.
             what: the part of the field that is unknown: "name", "value" or "type".
             allowed: the allowed names or values, in words.
         """

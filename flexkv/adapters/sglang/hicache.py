@@ -136,7 +136,6 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See `PageBatches.store`."""
         batches = self._ready
         blocks = pages_of(host_indices, batches.cache.page_tokens)
         stored: list[bool] = batches.store(keys, blocks).tolist()

@@ -45,8 +45,6 @@ class Offloads:
         """Starts to store a node's pages. If a page gets no slot, the offload completes as not stored.
 
         Args:
-            keys: index keys of the pages.
-            blocks: the engine's pages.
             stream: the copies start after the work that is enqueued on this stream so far; None for the engine's
                 stream.
             ttl_s: seconds after which the pages expire; None if they do not.

@@ -27,7 +27,6 @@ class PageBatches:
     because it releases the lock between two polls.
 
     Args:
-        cache: the rank's cache.
         wait_s: most seconds that a lookup waits for pages on disk.
 
     Attributes:

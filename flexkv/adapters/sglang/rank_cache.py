@@ -41,7 +41,6 @@ class RankCache(RankWorker):
     completions are handled inside `take_results`.
 
     Args:
-        config: flexkv's settings.
         pool: the pool that pages are loaded into and stored from.
         owner: the owner of the pages, whose namespace the keys use.
         stream_of: `current_stream` of `RankWorker`.
@@ -171,8 +170,6 @@ class RankCache(RankWorker):
         """Starts a load that the manager planned. If the lane's queue is full, later polls start it.
 
         Args:
-            request_id: id of the request.
-            graph: the load's ops.
             watcher: called once for each of the ops, when it has finished.
             stream: the copies start after the work that is enqueued on this stream so far; None for the engine's
                 stream.
@@ -195,9 +192,6 @@ class RankCache(RankWorker):
         graph, if it has one, has been submitted.
 
         Args:
-            request_id: id of the request.
-            keys: index keys of the pages.
-            blocks: the engine's pages.
             watcher: called once for each op of the plan's graph, when the op has finished.
             stream: see `load`.
             ttl_s: see `CacheManager.begin_store`.
@@ -210,7 +204,6 @@ class RankCache(RankWorker):
         return plan
 
     def wait_layer(self, job: LoadJob, layer: int, ends_s: float, stream: int | None) -> bool:
-        """See `RankOps.wait_layer`."""
         return self._ops.wait_layer(job, layer, ends_s, stream)
 
     def finish_load(self, *jobs: LoadJob) -> None:

@@ -32,9 +32,6 @@ class Loads:
     """Lookups and loads of one unit.
 
     Args:
-        load: the settings of loads.
-        ranks: the ranks and their unit.
-        counters: the scheduler's counters.
         by_layer: whether a step waits for each layer of its loads separately; see `SchedulerSide`.
 
     Attributes:

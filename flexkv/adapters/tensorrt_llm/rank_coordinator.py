@@ -63,7 +63,6 @@ class RankCoordinator:
         return self.unit.usable and len(self._ready) == self.ranks
 
     def order(self, order: Order) -> None:
-        """Sends an order to every rank."""
         self._listener.broadcast(order)
 
     def poll(self) -> None:

@@ -42,9 +42,6 @@ class EventLog(Announcements):
     There are no events for partial tails, because the engine has no hash for them.
 
     Args:
-        geometry: the engine's pool.
-        namespace: the namespace of the engine's keys.
-        host: the host tier.
         disk: the tier of the unit's own disks; None if the unit has none.
         book: the file in which the engine's next process finds what to announce of the pages on disk; None for no file.
         identity: returns the `hash_identity` of the engine; called by `begin_book`.

@@ -30,7 +30,8 @@ RUN_NAME_BYTES = 16
 """Number of random bytes that identify a run."""
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""Matches a name that is a digest by `mm_hasher_algorithm`: blake3 and sha256 have 32 bytes, sha512 has 64."""
+"""Matches a name that is a digest made with `mm_hasher_algorithm`: digests of blake3 and sha256 have 32 bytes, those of
+sha512 have 64."""
 
 COUNTED = (
     "--no-enable-prefix-caching with --mm-processor-cache-gb 0: vLLM then numbers images and other inputs instead of "

@@ -118,9 +118,9 @@ def check_agent(vllm_config: VllmConfig) -> None:
 
 @contextlib.contextmanager
 def ending_failed_start(config: VllmConfig) -> Iterator[None]:
-    """Wraps a part of an engine's start. If it raises, shuts down the worker's connector that the engine has made in
-    this process. Otherwise vLLM would keep the connector, and every later engine would be refused because of an engine
-    that no longer exists."""
+    """Wraps a part of an engine's start. If that part raises, shuts down the worker's connector that the engine has
+    made in this process. Otherwise vLLM would keep the connector, and every later engine would be refused because of an
+    engine that no longer exists."""
     try:
         yield
     except BaseException:

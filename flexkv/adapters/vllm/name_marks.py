@@ -22,8 +22,8 @@ PREFIX = "client-"
 _IS_MARKING = "flexkv_marks_names"
 MODEL = "model_id"
 EARLIER = "mm_hash"
-"""The argument of `hash_kwargs` with an earlier hash, which vLLM hashes again with the options of one of several
-videos."""
+"""Name of the argument of `hash_kwargs` that is itself a hash: if a request has several videos, vLLM hashes an earlier
+hash again with the options of one video."""
 
 
 def mark_names(hasher: ModuleType) -> None:

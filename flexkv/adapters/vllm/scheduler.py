@@ -98,7 +98,7 @@ class SchedulerSide:
         """Adds handshakes of ranks, and builds the unit when those of all ranks are known. Until then lookups miss.
 
         Raises:
-            ContractError: a rank has already shaken hands for another pool. One of the pools belongs to another engine.
+            ContractError: a rank has already sent a handshake for another pool. One of the pools is another engine's.
             GeometryError: the ranks do not agree.
             CapacityError: host memory does not hold one slot.
         """

@@ -49,8 +49,8 @@ class LayeredModel:
 
     @property
     def frequencies(self) -> Any:
-        """The model's own radians per position for prompts of up to `max_positions` tokens, float64 [rotary_dim /
-        2]."""
+        """The model's own radians per position, float64 [rotary_dim / 2], for prompts of up to `max_positions`
+        tokens."""
         rotary = self.inner.rotary_emb
         own = rotary.original_inv_freq if self.rope.scaling == "dynamic" else rotary.inv_freq
         return own.double().numpy()

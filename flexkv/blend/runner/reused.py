@@ -33,7 +33,6 @@ class ReusedRows:
     """The rows of a prompt that the cache covers.
 
     Args:
-        cache: the cache of segments.
         load: the load of the prompt's cached segments.
         starts: the row in the prompt of each segment's first token.
         rows: number of rows of the prompt.
@@ -57,7 +56,6 @@ class ReusedRows:
         """A context manager that yields the layers of the covered rows, and closes them at its end.
 
         Args:
-            rotation: the rotation of the model's keys.
             past: each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has, which
                 precede the prompt; empty if there are none.
         """
@@ -149,8 +147,8 @@ class ReusedLayers:
         return self.kept[layer]
 
     def _send(self, last: int) -> None:
-        """Runs the pipeline's steps up to the step that loads layer `last`. That step also scatters layer `last` -
-        1."""
+        """Runs the pipeline's steps up to the step that loads layer `last`. That step also scatters the layer before
+        it."""
         assert self._pipeline is not None
         assert self._steps is not None
         while self._sent <= min(last, self._pipeline.num_layers - 1):

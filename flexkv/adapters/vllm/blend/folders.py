@@ -43,8 +43,8 @@ def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> Segm
 def segment_namespace(
     vllm_config: Any, geometry: PoolGeometry, settings: FlexKVConfig, rank: int
 ) -> dict[str, bytes | str | int]:
-    """Returns everything that must be equal before a rank may use a segment. If segments are kept on disk, these are
-    the engine's namespace, the rank and the number of ranks. Otherwise it is the rank, because nothing else can differ
+    """Returns everything that must be equal before a rank may use a segment. If segments are kept on disk, this is the
+    engine's namespace, the rank and the number of ranks. Otherwise the rank suffices, because nothing else can differ
     within one process.
 
     Raises:
