@@ -98,7 +98,7 @@ class TailCandidates:
     """Keys under which the tokens after the last whole block may be stored: one candidate per number of tokens.
 
     Attributes:
-        keys: shape [candidates, KEY_BYTES].
+        keys: the key of each candidate, shape [candidates, KEY_BYTES].
         tokens: number of valid tokens of each candidate, int32, each in [1, block_tokens), all different.
         base_block: number within the request of the partial block, which equals the number of whole blocks before it.
     """
@@ -131,7 +131,7 @@ class GroupMatch(NamedTuple):
         blocks: number of whole blocks after the start that can be restored.
         slots: host slots of the blocks, in order, int32 [blocks]. If the last blocks are loaded straight from another
             tier, they have no host slot, and `slots` is shorter.
-        tail_tokens: tokens of the partial tail block after the last matched block; 0 without a tail.
+        tail_tokens: number of tokens in the partial tail after the last matched block; 0 without a tail.
         tail_slot: host slot of the partial tail; -1 without a tail.
         first_block: number within the request of the block in `slots[0]`. For a FULL group this is the first block
             after the start. For another rule it may be later, and `slots` has only the blocks that the rule needs.
@@ -156,7 +156,7 @@ class MatchResult(NamedTuple):
         start_tokens: number of tokens before the match, which the engine has itself.
         groups: the match of each KV group.
         tokens: number of tokens after the start that all groups can restore in whole blocks; an adapter promises these.
-        tail_tokens: number of tokens of the partial tail after them that all groups can restore; 0 without a tail.
+        tail_tokens: number of tokens in the partial tail after the whole blocks, if all groups can restore it; else 0.
         outcome: what the caller has to do next.
         miss: why no more tokens are promised; None if all are promised or more may come.
         reads: number of fetches, plus number of tiers' answers, for which the request waits.

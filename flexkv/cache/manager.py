@@ -72,7 +72,7 @@ class LocalCacheManager(CacheManager):
         policy: the eviction policy of every tier; one of `c_ext.eviction_policies()`.
         clock: returns seconds and never runs backwards; measures leases, waits and the speed of tiers.
         listener: notified of pages that become visible or are removed; None for no listener.
-        compute_if_faster: whether pages that the engine computes sooner than a tier brings them are not fetched.
+        compute_if_faster: True to not fetch pages that the engine computes sooner than a tier brings them.
         unix_s: returns the wall-clock time in Unix seconds, for times to live.
 
     Attributes:

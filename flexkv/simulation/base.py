@@ -77,10 +77,10 @@ class SimulationConfig:
         source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
             such a failure, loads go through host memory for a minute, which is 6,000 steps.
         integrity_every: number of steps between calls of `check_integrity`; 0 for a call at the end only.
-        store_queue_pages: `ManagerLimits.inflight_store_pages`.
-        load_queue_pages: `ManagerLimits.inflight_load_pages`.
-        asks_again: `ManagerLimits.asks_again`.
-        wait_s: `TierFacts.wait_s` of the disk tier.
+        store_queue_pages: maximum number of pages in stores in flight (`ManagerLimits.inflight_store_pages`).
+        load_queue_pages: maximum number of pages promised or being loaded (`ManagerLimits.inflight_load_pages`).
+        asks_again: whether requests wait for host slots (`ManagerLimits.asks_again`).
+        wait_s: seconds for which a request waits for the disk tier (`TierFacts.wait_s`).
         policy: the eviction policy of every tier.
         disk_places: number of disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to the tiers behind host memory.
@@ -90,7 +90,7 @@ class SimulationConfig:
         stream: whether blocks are promised while they are being read from disk.
         gds_loads: whether blocks on disk are promised and loaded from there without a host slot. With `measured_steps`,
             only if that was measured to be faster.
-        gds_stores: whether stores go only to disk: the ranks write stripes, then the disks' lane writes the trailers.
+        gds_stores: whether stores go only to disk: the ranks write stripes, then the disk lane writes the trailers.
     """
 
     seed: int

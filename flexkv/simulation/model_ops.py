@@ -14,7 +14,7 @@ class ModelOp:
 
     Attributes:
         request_id: the request's id; empty for an op of a tier's own lane.
-        slots: slots in host memory, or NO_SLOT.
+        slots: host slots of the pages; NO_SLOT for a page without a host slot.
         numbers: numbers of the pages in their request; empty for an op of a tier's own lane.
         epoch: the manager's epoch when the op was planned.
         waits_for: ids of the request's loads that were in flight when a store was planned.
@@ -24,7 +24,7 @@ class ModelOp:
         suspect: pages of a load that the manager must forget.
         damaged: pages that failed on some rank because of their content, or for an unknown cause.
         reports: number of ranks that have reported the op.
-        load: id of the first op of the load to which the op belongs.
+        load: id of the first op of the load to which the op belongs; 0 if it is not part of a load.
         abandoned: whether the request of a load has ended.
     """
 
@@ -51,7 +51,8 @@ class ModelFailure:
 
     Attributes:
         loads: ids of the failed loads.
-        first_token: first token that a load from host memory did not bring; None if no such load has failed.
+        first_token: position of the first token that a load from host memory did not bring; None if no such load has
+            failed.
         from_disk: whether a load straight from disk has failed.
     """
 

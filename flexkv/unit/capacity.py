@@ -29,9 +29,9 @@ class TierCapacity:
 
     Attributes:
         tier: the tier's name in the log.
-        blocks: how many blocks the tier holds.
-        block_bytes: bytes of one block on all ranks, including trailer and padding.
-        setting: the name of the setting that sizes the tier.
+        blocks: number of blocks that the tier can hold.
+        block_bytes: size of one block in bytes on all ranks together, including trailer and padding.
+        setting: name of the setting that determines the tier's size.
         shares: number by which the setting's bytes are multiplied to get the tier's size: the number of ranks if the
             setting is per rank, the number of disks in use if it is per disk, otherwise 1.
         groups: KV groups whose pages use the tier's slots.

@@ -186,7 +186,7 @@ def _close_in_turn(parts: Sequence[Plane | Tier], ends_s: float, behind: int) ->
     Returns for each part whether it was closed without loss.
 
     Args:
-        behind: how many further parts the caller closes afterwards, which get shares as well.
+        behind: number of further parts that the caller closes afterwards, each of which gets a share of the time too.
     """
     turns = range(len(parts) + behind, behind, -1)
     return [

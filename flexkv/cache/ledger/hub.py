@@ -75,9 +75,10 @@ class Inserted:
     """Pages that got a slot and that a fetch will bring.
 
     Attributes:
-        positions: positions of the pages in the offered keys.
-        entries: index entries of the pages, pending; pinned once for the fetch and once for the waiting request.
-        slots: host slots of the pages.
+        positions: positions of the pages in the offered keys, uint32 [pages], ascending.
+        entries: index entries of the pages, uint32 [pages], pending; pinned once for the fetch and once for the waiting
+            request.
+        slots: host slots of the pages, int32 [pages].
         whole: whether every offered key is among these pages.
     """
 
@@ -186,7 +187,7 @@ class Hub:
 
         Args:
             tokens: number of valid tokens of each page.
-            expiries: when the pages expire; None if none does.
+            expiries: when the pages expire, in Unix seconds; None if none does.
         """
         if self.tracks_tokens:
             self.tokens[group][slots] = tokens

@@ -157,7 +157,7 @@ def joined_shares(
     Args:
         groups: number of KV groups.
         start_tokens: number of tokens that the engine has itself now.
-        start_block: `start_tokens` in blocks.
+        start_block: number of blocks that `start_tokens` tokens fill.
     """
     if lease is not None and (
         lease.start_tokens != start_tokens or not all(share.is_whole for share in lease.groups)

@@ -195,20 +195,21 @@ class RankOp(Op):
         positions: page i is block `first_block + positions[i]` of the request; integers of any dtype, ascending.
         waits_for: numbers of the request's loads that were in flight when this store was planned. If one of them is
             still in flight when the store ends, the store is not published.
-        digests: for a store straight to a tier, the run digests of every page, by the rank that reported them.
+        digests: for a store straight to a tier, by rank, the run digests that the rank has reported for every page;
+            empty for other ops.
         reported: numbers of the ranks that have reported. A rank that died never reports. The op's pages then stay
             pinned until the unit ends, because the rank's last copy may still run.
-        failed: which pages failed on a rank that has reported.
-        suspect: which pages failed and must be forgotten. A cancelled load makes no page suspect.
-        damaged: which pages failed, perhaps because their content is bad.
-        withheld: for a load straight from a tier, which pages failed because the tier did not deliver them. The tier
-            keeps them, and the failures are counted.
+        failed: which pages failed on a rank that has reported, bool [pages].
+        suspect: which pages failed and must be forgotten, bool [pages]. A cancelled load makes no page suspect.
+        damaged: which pages failed, perhaps because their content is bad, bool [pages].
+        withheld: for a load straight from a tier, which pages failed because the tier did not deliver them, bool
+            [pages]. The tier keeps these pages, and the failures are counted.
         source_failed: for a load straight from a tier, whether pages failed because of the tier or the route from it,
             not because of their content.
-        revoked: which pages must not be published.
+        revoked: which pages of a store must not be published, bool [pages].
         load: number of the first op of the load that this op is part of; None until the whole load is planned.
         abandoned: for a load, whether its request has ended or the engine has withdrawn the load.
-        reasons: what the ranks reported about failures.
+        reasons: what the ranks reported about failures, one text per rank that gave a reason.
         loss: why a rank did not begin this store; None if no rank gave such a reason.
     """
 

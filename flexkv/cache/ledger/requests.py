@@ -22,10 +22,11 @@ class Wait:
         ops: by op number, the tier of each fetch or question that has not ended yet.
         held: pages that are pinned for the request until its next lookup has leased them: the pages that its fetches
             bring, and the pages between them that were already in host memory.
-        skipped: by tier, why the request continues without the tier's pages.
+        skipped: by tier, why the request continues without the tier's pages; tiers that it still uses are missing.
         probed: op number of each question asked for the request, by tier and by whether the question was for the tail.
             Each tier is asked at most once for whole blocks and once for a tail.
-        ready_end: number of leading blocks of the request that were in host memory when the wait began; None before.
+        ready_end: number of leading blocks of the request that were in host memory when the wait began; None before it
+            begins.
         fetched: number of pages that were fetched to host memory for the request, by tier.
     """
 

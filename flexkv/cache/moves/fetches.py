@@ -36,7 +36,7 @@ class WantedPages:
     """Pages of one group that a request needs in host memory.
 
     Attributes:
-        keys: keys of the pages.
+        keys: keys of the pages, shape [pages, KEY_BYTES].
         runs: the leased runs of the pages, perhaps only of the leading pages.
     """
 
@@ -50,9 +50,9 @@ class FetchedPages:
     """Pages of one group in host memory or in flight to it, each pinned once for the request that needs them.
 
     Attributes:
-        entries: the pages' entries in the index of host memory.
-        slots: the pages' host slots.
-        fetches: number of the op that fetches each page; 0 for a page that is in host memory.
+        entries: the pages' entries in the index of host memory, uint32 [pages].
+        slots: the pages' host slots, int32 [pages].
+        fetches: number of the op that fetches each page, 0 for a page that is in host memory, int64 [pages].
     """
 
     entries: EntryIds

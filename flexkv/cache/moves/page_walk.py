@@ -21,8 +21,8 @@ class PageRun:
 
     Attributes:
         tier: number of the tier.
-        entries: the pages' entries in the tier's index.
-        slots: the pages' slots in the tier.
+        entries: the pages' entries in the tier's index, uint32 [pages].
+        slots: the pages' slots in the tier, int32 [pages].
         coming: whether the pages are being fetched to host memory; `tier` is then HUB.
     """
 

@@ -44,7 +44,7 @@ class StoreOnce:
 
     Args:
         number: number of the tier of the peers' pages.
-        keeper: that tier's keeper; the tier also has a follower.
+        keeper: the keeper of the tier of the peers' pages, which also has a follower.
         offer: called with the group and keys of pages that became the unit's own, to write them to the tiers behind
             host memory.
     """

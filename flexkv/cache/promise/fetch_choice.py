@@ -21,9 +21,9 @@ class LeftToEngine:
 
     Attributes:
         tier: number of the tier that has the pages.
-        pages: number of pages.
+        pages: number of pages that the engine computes.
         fetch_s: expected seconds to fetch and load the pages.
-        compute_s: expected seconds to compute their tokens.
+        compute_s: expected seconds to compute the pages' tokens.
     """
 
     tier: TierId
@@ -70,10 +70,10 @@ class FetchChoice:
         Args:
             rest: per group, the leased runs of the same blocks, which begin with block `first` of the request.
             keys: per group, the keys of the request's blocks from block 0 on.
-            counted: whether to count the other blocks as left to the engine.
+            counted: whether to count the blocks that are cut off as left to the engine.
 
         Returns:
-            The remaining runs, and whether any blocks were cut off.
+            The remaining runs per group, and whether any blocks were cut off.
         """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):

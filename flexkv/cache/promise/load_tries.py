@@ -40,7 +40,7 @@ class RequestTries:
 
     Attributes:
         failures: number of loads that failed, at most `TRIES`.
-        last: number of the last failed load; None before the first.
+        last: number of the first op of the last failed load; None before the first failure.
         first_token: position of the first token of the first page that a load from host memory did not bring; None if
             no such load has failed.
         straight: whether a straight load from another tier has failed, so that pages must be fetched to host memory
@@ -63,7 +63,7 @@ class LoadTries:
     """The failed loads of each live request, until `end_request`.
 
     Args:
-        rest_s: `ManagerLimits.rest_s`.
+        rest_s: seconds without new promises after a failed load; see `ManagerLimits.rest_s`.
         clock: returns seconds and never runs backwards.
     """
 

@@ -17,7 +17,7 @@ class Misses:
     """Records the reason of each lookup's miss, and counts it when the engine acts on the lookup.
 
     Args:
-        lookup: made the lookups.
+        lookup: the object that made the lookups.
     """
 
     def __init__(self, tables: CacheTables, lookup: Lookup) -> None:
@@ -28,7 +28,7 @@ class Misses:
     def note(
         self, request_id: str, keys: Sequence[Keys], looked: Looked, ask: Ask | None, asked_tokens: int
     ) -> MissReason | None:
-        """Records why no more than the lease is promised; `count` counts it when the engine acts on the lookup.
+        """Records why no more than the lease is promised, so that `count` can count the reason later.
 
         Args:
             keys: per group, the keys that the engine asked for.

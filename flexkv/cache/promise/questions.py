@@ -92,7 +92,7 @@ class Questions:
 
         Args:
             ask: the lookup that needs the answers.
-            asked: per group, the keys.
+            asked: per group, the keys to ask about.
             saved_tokens: number of tokens that the engine need not compute if a tier has all these pages.
             tail_tokens: number of valid tokens of each key if the keys are candidates of a tail; None for whole blocks.
         """

@@ -45,7 +45,7 @@ class Need:
         held: number of pages that the request has in host memory or in flight to it, by the group that owns their
             slots.
         pages: number of pages to fetch, by tier.
-        fetches: number of fetch ops, by tier.
+        fetches: number of fetch ops needed, by tier.
     """
 
     slots: dict[int, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class PlaceInLine:
         before: number of the engine's second-to-last question about the request; 0 if there was none. The questions
             about all requests are numbered in one sequence.
         asked: number of the engine's last question about the request.
-        asked_s: clock time of that question.
+        asked_s: clock time of the engine's last question about the request.
         waited_s: number of seconds that the request has waited so far.
     """
 
@@ -284,7 +284,7 @@ class RoomLine:
         """Counts, once per request, that it continues without pages for which there were no slots.
 
         Args:
-            pages: number of these pages, by tier.
+            pages: number of pages for which there were no slots, by tier.
         """
         if request_id in self._without or not any(pages.values()):
             return

@@ -100,7 +100,7 @@ class StoreRequest(ABC):
         reached_tokens: the boundaries up to this number of tokens were stored or skipped; see `Boundaries`. For a model
             with states, the last boundary that was stored.
         states_at: the last boundary at which a step of the engine ended, so that the request's table has the states
-            there.
+            there; 0 if there is none.
         next_offer: while `certain` is smaller than this number, the planner has no block to offer. Code that sets a
             cursor back or changes the prompt must set this to 0.
     """

@@ -22,7 +22,7 @@ class Hold:
         ends: per KV group, the end of its pending blocks [`cursor`, end). Only FULL groups have pending blocks.
         blocks: per KV group, the watched blocks; None if no block was pending.
         numbers: per KV group, the index within the request of each watched block, by block number.
-        until_s: time at which the hold expires (`time.monotonic`).
+        until_s: time on the monotonic clock at which the hold expires.
     """
 
     request: StoreRequest

@@ -104,29 +104,29 @@ class TierFacts:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Running totals of one tier.
+    """Running totals of one tier, as numbers of pages, requests, lookups or blocks.
 
     Attributes:
         written: pages whose write succeeded.
         failed_writes: pages whose write failed.
         dropped_writes: pages that were not written because the queue or the tier was full.
         down_writes: pages that were not written because the tier was down.
-        lost: pages that were evicted from host memory, or given up at its end, before they were written.
+        lost: pages that were evicted from host memory, or given up at the unit's end, before they were written.
         read: pages that were fetched to host memory and verified.
         failed_reads: pages that a fetch or straight load did not bring because the tier failed, or that failed
             verification: damaged, torn, or from another write.
         unread: pages whose read was not carried out although neither page nor tier was at fault, or was overtaken by a
             reset.
         expired: pages that were found after the end of their time to live.
-        evicted: pages that were evicted to give their slots in the tier to others.
-        gone: pages that were lost with a volume.
+        evicted: pages that were evicted to give their slots in the tier to other pages.
+        gone: pages that were lost with a disk or folder.
         waits: requests that waited for the tier.
         prefetched: pages whose fetch was begun before a lookup asked for them.
         late: lookups that continued without the tier because it took too long.
         left: lookups that left pages of the tier to the engine, which computes them sooner than the tier brings them.
-        left_pages: pages that lookups left to the engine for this reason.
+        left_pages: pages that lookups left to the engine, which computes them sooner than the tier brings them.
         no_room: requests that continued without some of the tier's pages because host slots or fetches ran short.
-        no_room_pages: pages without which requests continued for this reason.
+        no_room_pages: pages without which requests continued because host slots or fetches ran short.
         gds_read: pages that were loaded and verified without passing through host memory.
         gds_written: pages that were written without passing through host memory; also counted in `written`.
         hits: blocks that the tier supplied and that engines loaded.
@@ -201,7 +201,7 @@ class Source(ABC):
         Args:
             entries: the tier's entry of each key, leased by the lookup; the op takes over the leases.
             places: the tier's slot of each entry.
-            layerwise: fetch ranges of layers one after the other, if the tier can do so.
+            layerwise: whether to fetch ranges of layers one after the other, if the tier can do so.
         """
 
     @abstractmethod
@@ -248,7 +248,7 @@ class Prober(ABC):
 
     @abstractmethod
     def answers(self) -> list[OpId]:
-        """Adds the pages in the answers that have arrived to `presence`. Returns the numbers of the questions that have
+        """Adds to `presence` the pages in the answers that have arrived. Returns the numbers of the questions that have
         ended since the last call.
         """
 
@@ -278,7 +278,7 @@ class Sink(ABC):
             tokens: number of valid tokens of each page.
 
         Returns:
-            Positions of the keys that got a slot, their entries (pinned until `end_write`), and the op, or None.
+            Positions of the keys that got a slot, their entries (pinned until `end_write`), and the op or None.
         """
 
     @abstractmethod
