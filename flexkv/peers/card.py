@@ -108,7 +108,7 @@ class UnitCard:
         weights: digest of the whole content of the weights, 64 hex digits; empty if the fingerprint covers it.
         groups: the unit's KV groups, indexed by the numbers that boards contain.
         host: where the host pool lies; None if host memory is not shared.
-        disk: where the folders lie; None if they are not shared.
+        disk: where the folders lie; None if folders are not shared.
     """
 
     unit: str

@@ -39,7 +39,7 @@ class PoolReader(PageReader):
     the page's tag; the places in the ops have no meaning.
 
     A page is verified only if the board's row of the peer's slot identified the page, with the same version, before and
-    after the copy. If the peer's slots contain run digests, the runs must match these, too.
+    after the copy. If the peer's slots contain run digests, the runs must match these digests too.
 
     Args:
         directory: the pages in peers' host pools.

@@ -41,10 +41,10 @@ same time.
 """
 
 STOP_S = 2.0
-"""How many seconds a close waits for the thread, which itself never waits longer than SCAN_S."""
+"""How many seconds a close waits for the thread. The thread waits SCAN_S at most, unless a peer's disk blocks it."""
 
 MOST_CONNECTIONS = 256
-"""The most units that may follow this one at a time. Connections of others are closed without an answer."""
+"""The most units that may follow this one at a time. Further connections are closed without an answer."""
 
 ASK_STATUS = b"peers?"
 """What `flexkv peers` sends to ask for this unit's status, after it has received the card."""

@@ -111,7 +111,7 @@ class PluginLauncher:
                 self._process.stdin.close()
 
     def close(self) -> bool:
-        """Ends the plugins and waits until the keeper has ended. Returns whether it has ended in time. Idempotent."""
+        """Ends the plugins and waits for the keeper. Returns whether the keeper ended in time. Idempotent."""
         self.begin_close()
         if not self._thread.ident:
             return True

@@ -120,7 +120,8 @@ class DiskOptions:
             full, publishes and evictions stay pending outside it. Records of uses may fill half of it; further ones are
             dropped.
         preallocate: whether to allocate disk space for the slabs when they are opened, so that no write finds the disk
-            full. While a disk is idle, the tier then writes zeros to the slots that will get pages next.
+            full. While a disk is idle, the tier then writes zeros to the slots that will get pages next, because the
+            first write to allocated space is half as fast.
         register_buffers: whether io_uring keeps the host pool's pages pinned. If the system refuses that (for example
             because of a low `memlock` limit), I/O works with unpinned pages.
         sealed_apart: whether ranks write their stripes to the disks themselves, so that the tier only seals the pages

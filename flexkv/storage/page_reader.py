@@ -204,7 +204,7 @@ class PageReader(ABC):
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """Lets the loads that wait for this page continue if it is verified, else fail."""
+        """If the page is verified, the loads that wait for it continue; otherwise they fail."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _put_stripes(

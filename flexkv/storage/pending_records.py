@@ -14,8 +14,8 @@ from flexkv.storage.striping import Slots
 
 
 class PendingRecords:
-    """Passes records to a journal, and keeps those that it does not accept until it has space. At most one publish and
-    one eviction per slot of the disk are kept, which bounds the size.
+    """Passes records to a journal, and keeps those that it does not accept until the journal has space. At most one
+    publish and one eviction per slot of the disk are kept, which bounds the size.
 
     Allocates its arrays when the journal first rejects a record, so that a journal that keeps up costs no memory.
 

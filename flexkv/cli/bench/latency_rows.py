@@ -47,7 +47,7 @@ class LatencyRow:
         what: "load by layer" or "store".
         path: the path that copied most of the bytes.
         multiprocessors: number of multiprocessors that the path takes.
-        p50_us, p99_us: microseconds until `wait` returned.
+        p50_us, p99_us: median and 99th percentile of the microseconds until `wait` returned.
         submit_us: microseconds until `submit` returned, median.
         first_layer_us: microseconds until `wait_layer` returned for the first layer, median; None for stores.
         gbps: rate in 1e9 bytes per second, computed from `p50_us`.

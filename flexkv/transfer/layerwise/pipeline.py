@@ -49,7 +49,7 @@ class Pipeline(ABC):
         deadline_s: the longest that a call makes its caller wait, in seconds.
 
     Attributes:
-        deadline_s: as in the arguments; a caller may change it between two calls.
+        deadline_s: the longest that a call makes its caller wait, in seconds; a caller may change it between two calls.
 
     Raises:
         ContractError: the numbers of slots and rows differ, a slot appears twice, or `buffers` is not allowed.
