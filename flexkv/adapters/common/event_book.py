@@ -303,7 +303,7 @@ class EventBook:
             self._shrinks_at = 2 * self._records
 
     def _shrink(self, log: FrameLog) -> None:
-        """Rewrites the file with one entry for each page that is still on disk. Gives up if the book is closed
+        """Rewrites the file with one entry for each page that is still on disk. Stops if the book is closed
         meanwhile."""
         kept: set[bytes] = set()
 

@@ -122,8 +122,8 @@ class LoraNames:
 
     To make a name, this class reads all of the adapter's weights and configuration while a request waits; the engine
     reads the same bytes to load the adapter. After the files have changed, it is unknown which content the engine
-    computes with. The engine keeps the former content until it loads the adapter again, and it does not report when it
-    does so.
+    computes with. The engine keeps the former content until it loads the adapter again, and it does not report such a
+    load.
 
     The name is valid only in this process in these cases:
       - An error occurs while the files are read. The caller is the engine's scheduler, which must go on.

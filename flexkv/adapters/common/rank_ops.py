@@ -118,8 +118,8 @@ class RankOps:
         graph, ops = job.graph, job.graph.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
-            # The load was planned before the scheduler's side learned that this rank lacks the lane. The ops of a load
-            # do not depend on each other, so the ops for other lanes can still be submitted.
+            # The load was planned before this rank's report that it lacks the lane reached the scheduler's side. The
+            # ops of a load do not depend on each other, so the ops for other lanes can still be submitted.
             without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
         only_those = len(without_lane) == len(ops)

@@ -99,7 +99,7 @@ class RankWorker:
         them. If several ranks hold the same bytes, only the first of them stores.
 
         If this rank already serves a unit, that unit was made for an earlier pool. The rank then refuses every later
-        op, so that a block number of one pool is never taken for a block of the other pool.
+        op, so that a block number of the earlier pool is never taken for a block of the new pool.
         """
         if self.unit != NO_UNIT:
             self._ops.close()

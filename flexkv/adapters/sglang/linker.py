@@ -272,7 +272,7 @@ def _check(params: Any, components: Collection[ComponentType]) -> None:
 
 
 def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
-    """The only transfer in the list, which is that of the only pool."""
+    """The only transfer in the list: flexkv offers SGLang only one pool, that of K and V."""
     [transfer] = transfers
     assert transfer.name == PoolName.KV, f"a transfer of pool {transfer.name}, which was never offered"
     return transfer

@@ -85,8 +85,8 @@ class LoadBatches:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Waits until this layer of the current batch is in place or lost. On a device, waits only until work that is
-        enqueued from now on is sure to start after the layer's copies."""
+        """Waits until this layer of the current batch is in place or lost. On a device, only ensures that work that is
+        enqueued from now on starts after the layer's copies."""
         batch = self._batches.get(self.consumer_index)
         if batch is None or layer < batch.layers or batch.lost:
             return
@@ -105,7 +105,8 @@ class LoadBatches:
         index = next(self._numbers)
         self._batches[index] = batch
         # If direct loads from disk have failed since these pages were promised, the pages are read into host memory
-        # first. The engine stands still meanwhile, so all requests of the batch together wait at most `lookup_wait_s`.
+        # first. The engine computes nothing during these reads, so all requests of the batch together wait at most
+        # `lookup_wait_s`.
         wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
         waits_until_s = time.monotonic() + wait_s
         for request_id, load in queued.items():

@@ -167,8 +167,8 @@ class PageEvents(EngineListener):
 
     def _is_named(self, key: RadixKey) -> bool:
         """Whether the hashes in events distinguish the key's pages from pages of the same tokens without an extra key.
-        In SGLang's own format they do so only if the extra key is the name of an adapter. For any other extra key, a
-        router would take one caller's pages for another caller's.
+        In SGLang's own format, the hashes distinguish these pages only if the extra key is the name of an adapter. For
+        any other extra key, a router would take one caller's pages for another caller's.
         """
         recorder = self._recorder
         return (

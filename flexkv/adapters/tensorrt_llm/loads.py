@@ -113,8 +113,8 @@ class Loads:
         wanted = blocks_of(taken, block_tokens)
         if not wanted:
             # If the engine declined the complete offer, or asked again and was promised nothing, it may still wait for
-            # a load; an empty load ends this wait. If instead a reset withdrew the promise, the engine would compute
-            # with KV that never comes, so its request must go on waiting.
+            # a load; an empty load ends this wait. If instead a reset withdrew the promise, the engine would use KV
+            # that was never loaded, so its request must go on waiting.
             if not self.sync and (offer or (tracker.unsettled and tracker.told == 0)):
                 self._order(tracker, None)
             return

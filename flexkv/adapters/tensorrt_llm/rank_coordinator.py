@@ -32,7 +32,7 @@ class RankCoordinator:
         ranks: number of ranks.
         block_tokens: tokens per block of every rank's pool; 0 as long as the unit is a `NullUnit`.
         namespace: the namespace for requests without salt and adapter; empty as long as the unit is a `NullUnit`.
-        requests: the live requests that were looked up, by id. Their number is bounded by that of the engine's
+        requests: the live requests that were looked up, by id. There are never more of them than the engine has
             requests, because the engine reports the end of each request.
     """
 
@@ -132,8 +132,8 @@ class RankCoordinator:
             if done is not None and done.loss is not None:
                 done.loss.count(self._counters, len(done.failed_blocks))
             if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
-                # The engine has no way to learn that a load failed, so a failed load is not removed from its request:
-                # the request keeps waiting until it is cancelled.
+                # The engine's interface cannot report that a load failed, so a failed load is not removed from its
+                # request: the request keeps waiting until it is cancelled.
                 continue
             tracker = self.requests.get(int(done.request_id))
             if tracker is not None:

@@ -31,8 +31,8 @@ class RequestTracker:
         load: ops of a load between steps that have not yet succeeded on all ranks.
         loading: tokens of that load that the engine has not declined.
         spent: whether the request may get no further load between steps. This is so after its load was cancelled or had
-            no ops: a rank may still have the order of a load whose id the engine never passes on, or may learn late of
-            the cancellation. The engine identifies loads only by the request's id, so the rank could confuse a second
+            no ops: a rank may still have the order of a load whose id the engine never passes on, or may receive the
+            cancellation late. The engine identifies loads only by the request's id, so the rank could confuse a second
             load with the first.
         unsettled: whether the engine was promised a load between steps that was never ordered. The engine may still
             wait for that load, and pass the request's id to the ranks.

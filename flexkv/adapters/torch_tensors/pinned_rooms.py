@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 PAGEABLE = "pageable memory"
 """Name, for log lines, of the small pinned buffer that the CUDA driver uses to copy from memory that is not pinned.
-Such copies are correct too, but the host waits in them until the device has read the data."""
+Copies through this buffer are correct too, but the host waits in them until the device has read the data."""
 
 
 @dataclass(slots=True)

@@ -62,9 +62,9 @@ class FlexKVConnectorV1Impl:
     """The class to which vLLM's built-in `FlexKVConnectorV1` delegates its hooks.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed. Or the engine may sleep, has more than one rank, already has a
-            connector of flexkv, or cannot recompute a failed load although its policy requires it. Or `check_engine`
-            refuses the engine.
+        ConfigError: a setting is unknown or not allowed; `check_engine` refuses the engine; or the engine may sleep,
+            has more than one rank, already has a connector of flexkv, or cannot recompute a failed load although its
+            policy requires it.
         KeySchemeError: the engine's block hashes are not cryptographic.
         CapacityError: host memory does not hold one slot.
     """
@@ -135,7 +135,7 @@ class FlexKVConnectorV1Impl:
         """Prepares the worker's side for the engine's pool, which consists of the tensors `kv_caches`.
 
         Raises:
-            ConfigError: the connector is a child of a MultiConnector, or belongs to another engine. Or the attention
+            ConfigError: the connector is a child of a MultiConnector or belongs to another engine, or the attention
                 backend breaks batch invariance.
             GeometryError: flexkv does not support the KV cache configuration, or the tensors contradict it.
         """

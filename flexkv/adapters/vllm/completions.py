@@ -44,7 +44,7 @@ class CompletionHandler:
     """Passes the workers' reports to the manager, failures first.
 
     Blocks that a step computed are published only after the step's outcome was reported. Until then, it is not known
-    whether a load that the step read, ours or another connector's, has failed.
+    whether a load that the step read, flexkv's or another connector's, has failed.
 
     Args:
         workers: the worker sides of all ranks if the ranks run in this process; otherwise empty.

@@ -69,7 +69,7 @@ def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What the scheduler's side knows about its engine, or about one data-parallel rank of it.
+    """The facts about an engine, or about one data-parallel rank of it, that the scheduler's side uses.
 
     Attributes:
         config: flexkv's settings.

@@ -57,7 +57,7 @@ def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexK
 
     Raises:
         KeySchemeError: the engine's block hashes are not cryptographic.
-        ConfigError: nothing identifies the weights. Or `keys.scheme` is `common`, and other engines could not use this
+        ConfigError: nothing identifies the weights, or `keys.scheme` is `common` and other engines could not use this
             engine's pages.
     """
     check_hash(config.cache_config.prefix_caching_hash_algo)

@@ -38,14 +38,14 @@ folders on this machine's disks."""
 
 
 def forward_spares_loads(geometry: PoolGeometry, output: SchedulerOutput) -> bool:
-    """Whether the model runner touches none of the blocks that the step's async loads fill, from our first hook in the
-    step to the end of its forward pass. These loads then need not wait for the forward pass.
+    """Whether the model runner touches none of the blocks that the step's async loads fill, from flexkv's first hook in
+    the step to the end of the step's forward pass. These loads then need not wait for the forward pass.
 
     The blocks were free when the load got them. The request that had them before is no longer in a batch, and every
     forward pass that used them was enqueued on the engine's stream before the step's first hook. The request that waits
     for the load is not in a batch either, and the rows that pad a batch write to the null block. There are two
-    exceptions. Model Runner V1 copies and clears new blocks after that hook (V2 does so before it). And in hybrid
-    engines, runners move states between blocks.
+    exceptions. Model Runner V1 copies and clears new blocks after that hook (V2 does this before the hook). And in
+    hybrid engines, runners move states between blocks.
     """
     return not (geometry.is_hybrid or output.kv_cache_block_copies or output.new_block_ids_to_zero)
 
@@ -144,7 +144,7 @@ class Loads:
         return [of[: tokens // group.block_tokens] for of, group in zip(keys, self._groups, strict=True)]
 
     def prefetch(self, tracker: RequestTracker, has_cached: Callable[[bytes], bool]) -> int:
-        """Starts to fetch the request's pages to host memory, except those of leading blocks that the engine's own
+        """Starts to fetch the request's pages to host memory, except the pages of leading blocks that the engine's own
         prefix cache has.
 
         Args:

@@ -78,7 +78,7 @@ class StepReport(RankReport):
         step: number of the step that was executed last; 0 if it has not changed since the last report. When a step is
             reported, the outcome of its forward pass is known, including that of another connector's loads.
         handshake: the rank's facts; sent until the rank has a host pool, then None. vLLM itself collects handshakes at
-            the start, but a MultiConnector passes on those of only one of its connectors.
+            the start, but a MultiConnector passes on the handshakes of only one of its connectors.
         blend_arrived: blended requests whose segments have arrived; see `BlendPages.take_arrived`.
         blend_stored: segments whose store has ended; see `BlendPages.take_stored`.
         blend_disk: whether the rank is reading segments from disk or writing them; None if that has not changed since

@@ -329,7 +329,7 @@ class RequestTable:
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:
-        """Records how many tokens of an ended request are certain, without those of steps in flight."""
+        """Records how many tokens of an ended request are certain. Tokens of steps in flight do not count."""
         request = tracker.request
         # The difference may be negative: a preemption or a failed load reduces the computed tokens while their steps
         # are in flight.

@@ -95,7 +95,7 @@ class SchedulerSide:
         self._watch_bound = True
 
     def take_handshake(self, ranks: Mapping[int, Handshake]) -> None:
-        """Adds handshakes of ranks, and builds the unit when those of all ranks are known. Until then lookups miss.
+        """Adds handshakes of ranks, and builds the unit when all ranks have sent theirs. Until then lookups miss.
 
         Raises:
             ContractError: a rank has already sent a handshake for another pool. One of the pools is another engine's.

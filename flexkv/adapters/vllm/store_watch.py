@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 class BlockWatch(StoreWatch):
     """Watches the engine blocks with a store in flight, and the blocks of ended requests that wait for a store.
 
-    The engine's pool has one watcher per block. If a block already has one (another connector's, or vLLM's own), ours
-    calls it, and `close` restores it. If another watcher replaces ours later, the block counts as reused.
+    The engine's pool has one watcher per block. If a block already has a watcher (another connector's, or vLLM's own),
+    flexkv's watcher calls it, and `close` restores it. If another watcher replaces flexkv's later, the block counts as
+    reused.
 
     Args:
         share: the largest share of the pool's blocks that may have a store in flight while no request holds them. It
@@ -54,7 +55,7 @@ class BlockWatch(StoreWatch):
         """Number of blocks with a store in flight that no request holds."""
         self._free: dict[OpId, list[tuple[KVCacheBlock, bytes]]] = {}
         self._watched: dict[OpId, list[int]] = {}
-        """By op, the blocks with a store in flight that have our watcher and that no request holds. Blocks that a
+        """By op, the blocks with a store in flight that have flexkv's watcher and that no request holds. Blocks that a
         request holds are left out, so that `take_reused` does not have to check them, however many there are."""
         self._reused: dict[OpId, set[int]] = {}
         self._checked: tuple[int, int] | None = None
@@ -129,8 +130,8 @@ class BlockWatch(StoreWatch):
         return {op_id: self._positions(op_id, ids) for op_id, ids in reused.items()}
 
     def _find_unwatched(self) -> None:
-        """Records as reused all blocks in `_watched` that no longer have our watcher. Either the engine has called our
-        watcher, which has recorded the block already, or another watcher has replaced ours.
+        """Records as reused all blocks in `_watched` that no longer have flexkv's watcher. Either the engine has called
+        this watcher, which has recorded the block already, or another watcher has replaced it.
         """
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
@@ -160,8 +161,8 @@ class BlockWatch(StoreWatch):
                 self._held.pop(block, None)
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """Returns how many leading blocks still have our watcher. This must be checked, because a watcher that has
-        replaced ours does not call ours."""
+        """Returns how many leading blocks still have flexkv's watcher. This must be checked, because a watcher that has
+        replaced flexkv's does not call it."""
         watchers = self._pool._reuse_watchers
         for number, block in enumerate(block_ids):
             if watchers.get(block) is not self._callback:
@@ -205,7 +206,7 @@ class BlockWatch(StoreWatch):
     # --- life ---
 
     def close(self) -> None:
-        """Removes our watchers from the engine's pool, and restores the watchers that were there before."""
+        """Removes flexkv's watchers from the engine's pool, and restores the watchers that were there before."""
         watchers = self._pool._reuse_watchers
         for block_id in [block_id for block_id, watcher in watchers.items() if watcher is self._callback]:
             if (other := self._others.pop(block_id, None)) is not None:

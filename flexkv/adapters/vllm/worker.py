@@ -297,7 +297,7 @@ class WorkerSide(RankWorker):
     def take_results_early(self) -> list[OpResult]:
         """Returns results of ops to a scheduler in this process before the step's report does, and removes them.
 
-        Returns only results of steps whose outcome the scheduler knows. In a later step a load, ours or another
+        Returns only results of steps whose outcome the scheduler knows. In a later step a load, flexkv's or another
         connector's, may have failed. Blocks computed from it must not be published before the engine has discarded
         their tokens. With two batches in flight, a step is reported after the next one has run.
         """

@@ -210,7 +210,8 @@ class BlendStep:
         """Computes the hidden states once. Returns None if no row is reused or captured.
 
         Args:
-            waits: whether to wait until each segment has arrived completely or is lost, and to reuse only the former.
+            waits: whether to wait until each segment has arrived completely or is lost, and to reuse only complete
+                segments.
 
         Raises:
             RowsLost: some rank has lost segments. All ranks raise this.
@@ -313,7 +314,7 @@ class BlendStep:
             return None, set()
 
     def _find(self, batch: BatchRows, chunk: ChunkOrder, waits: bool) -> tuple[int | None, set[int]]:
-        """Returns the chunk's first row in the batch, and the numbers of those of its segments that this rank has. The
+        """Returns the chunk's first row in the batch, and the numbers of the request's segments that this rank has. The
         row is None if the chunk is not in the batch or this rank lacks its rows."""
         asks, left = chunk.asks, set[int]()
         if isinstance(asks, Reuse):
