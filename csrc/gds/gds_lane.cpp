@@ -256,7 +256,8 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& i
 MoveResult GdsLane::Shared::failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate) {
   const PageMiss miss = miss_of(failure.cause, at_gate);
   const FailureCause cause = failure_cause_of(failure.cause, miss);
-  const std::string why = " at place " + std::to_string(page.place) + ": " + failure.reason;
+  const auto [disk, slot] = striped_slot(page.place, disks());
+  const std::string why = " on " + slot_name(disk, slot) + ": " + failure.reason;
   if (page.kind == OpKind::kGdsWrite) {
     ++counts.write_errors;
     return {failure.status, "gds write" + why, {}, cause};

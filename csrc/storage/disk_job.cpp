@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/unix_clock.h"
 #include "storage/disk.h"
+#include "storage/striping.h"
 
 namespace flexkv {
 namespace {
@@ -171,7 +172,7 @@ void Disk::set_full(const std::string& reason) {
 MoveResult Disk::write_failed(const PageTask& task, const std::string& why) {
   ++counts_.write_errors;
   return {Status::kFailed,
-          "disk write at place " + std::to_string(task.move.place) + ": " + why,
+          "disk write to " + slot_name(number_, task.slot) + ": " + why,
           {},
           FailureCause::kSource};
 }
@@ -190,8 +191,8 @@ void Disk::disk_error(bool write, int32_t error) {
 MoveResult Disk::miss(const Job& job, const PageCheck& check) {
   ++counts_.misses[static_cast<size_t>(check.miss)];
   return {Status::kFailed,
-          std::string("disk miss (") + kMissNames[static_cast<size_t>(check.miss)] + ") at place " +
-              std::to_string(job.task.move.place) + ": " + check.reason,
+          std::string("disk miss (") + kMissNames[static_cast<size_t>(check.miss)] + ") on " +
+              slot_name(number_, job.task.slot) + ": " + check.reason,
           {},
           failure_cause_of(check.miss)};
 }

@@ -4,6 +4,7 @@
 // Raw files (gds/raw/raw_file.h) use the same rule if their `round_robin` is 1. A test compares the two.
 #pragma once
 #include <cstdint>
+#include <string>
 
 namespace flexkv {
 
@@ -14,5 +15,10 @@ struct StripedSlot {
 
 // Preconditions: 0 <= place, 0 < disks.
 constexpr StripedSlot striped_slot(int32_t place, int32_t disks) { return {place % disks, place / disks}; }
+
+// Names a slot in failure reasons as fsck does: by the disk's number and the slot in its slab.
+inline std::string slot_name(int32_t disk, int64_t slot) {
+  return "disk " + std::to_string(disk) + ", slot " + std::to_string(slot);
+}
 
 }  // namespace flexkv

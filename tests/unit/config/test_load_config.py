@@ -136,6 +136,7 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"load.deadline_s": float("nan")}, ["'load.deadline_s'", "nan"]),
         ({"load.deadline_s": float("inf")}, ["'load.deadline_s'", "inf"]),
         ({"transfer.copy_threads": "two"}, ["'transfer.copy_threads'", "'two'", "'auto'"]),
+        ({"transfer.copy_threads": "٣"}, ["'transfer.copy_threads'", "'٣'", "'auto'"]),
         ({"identity.model": 1.5}, ["'identity.model'", "1.5", "string"]),
         ({"identity.model": "a\ud800"}, ["'identity.model'", "'a\\ud800'", "expected text in UTF-8"]),
         ({"remote.tenant": "a\0b"}, ["'remote.tenant'", "'a\\x00b'", "expected text without NUL"]),

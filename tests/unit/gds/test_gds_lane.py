@@ -120,7 +120,7 @@ def test_a_seal_over_other_digests_makes_no_page(world: SlabWorld) -> None:
     wrong = written[0].digests.copy()
     wrong[0, 4] ^= np.uint64(1)
     assert world.seal([3], wrong).reason == ""
-    assert "disk miss (data) at place 3: digest mismatch in run 4" in world.load(0, [3], [1]).reason
+    assert "disk miss (data) on disk 0, slot 3: digest mismatch in run 4" in world.load(0, [3], [1]).reason
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_read_error_is_a_miss_of_that_page(make_disks: MakeDisks, io: str) -> 
     _, generations = world.write(range(4), range(4))
     result = world.read(range(4), range(4), generations)
     assert result.failed.tolist() == [1]
-    assert "disk miss (io) at place 1: Input/output error" in result.reason
+    assert "disk miss (io) on disk 0, slot 1: Input/output error" in result.reason
     assert lost_of(world) == []
 
 
@@ -97,6 +97,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     world = make_disks(2, faults=faults)
     result, generations = world.write(range(6), range(6))
     assert result.failed.tolist() == [1, 3, 5]
+    assert f"disk write to disk 1, slot 0: {text}" in result.reason
     (lost,) = lost_of(world, 1)
     assert lost.disk == 1
     assert text in lost.reason
