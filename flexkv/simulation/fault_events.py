@@ -39,7 +39,7 @@ class FaultEvents:
         )
 
     def _on_disk(self, group: int, keys: list[Key]) -> int:
-        """Returns how many of the keys are known to any tier behind host memory."""
+        """Returns how many of the keys are in a tier behind host memory or being written to one."""
         world = self.world
         if not keys:
             return 0

@@ -74,7 +74,7 @@ class SymbolicVolumes(Volumes):
         self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
         """For each group, by disk slot without a trailer and by rank, the symbol that the rank wrote to the slot."""
         self._named: tuple[bytes, int] | None = None
-        """The weights that were named last, and the epoch at that time; None before."""
+        """The weights that were named last, and the epoch at that time; None if no weights were named yet."""
         self._announced: set[int] = set()
         self.closed = False
 
@@ -83,7 +83,7 @@ class SymbolicVolumes(Volumes):
         """Returns the same disks as a new process finds them: with the rows of the journal and the written pages."""
         tier = cls(former._slots, former.disks)
         tier._alive = list(former._alive)
-        # As on real disks, new generations are higher than any before: there, a count of opens is their highest part.
+        # New generations must be higher than all before. On real disks, the highest part of a generation counts opens.
         tier._generation = former._generation + (1 << 20)
         tier._epoch, tier._named = former._epoch, former._named
         tier.content, tier.journal = former.content, former.journal

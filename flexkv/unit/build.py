@@ -1,4 +1,5 @@
-"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager. A failed build leaves nothing."""
+"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager. A failed build leaves nothing
+open."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ planes and tiers, so that one disk that hangs cannot use up the time in which th
 """
 
 CLOSE_LOOK_S = 0.002
-"""How often a close checks whether the writes have finished."""
+"""Time between two checks, during a close, whether the writes have finished."""
 
 
 class UnitDriver:

@@ -25,7 +25,8 @@ MOST_WAITING = 64
 """Maximum number of calls that wait for the unit's thread: two per connection that the server accepts."""
 
 STATUS_EVERY_S = 1.0
-"""How often the unit's thread copies the unit's status for the server's thread, which answers from the copy."""
+"""Time between two copies of the unit's status. The unit's thread makes them, and the server's thread answers from
+the last one."""
 
 PIN_SHARE = 8
 """All plugins together may pin at most 1 / `PIN_SHARE` of the host slots. The rest is left to requests."""

@@ -195,15 +195,16 @@ class Hub:
         self.note_times(group, slots, keys, expiries)
 
     def filled_by_fetch(self, group: int, slots: SlotIds, tokens: NDArray[np.integer] | None) -> None:
-        """Records the number of valid tokens of each page that a fetch has brought; None if all are whole blocks."""
+        """Records the number of valid tokens of each page that a fetch has brought. `tokens` is None if all pages are
+        whole blocks."""
         if tokens is not None:
             self.any_partial = True
         if self.any_partial:
             self.tokens[group][slots] = self._block_tokens[group] if tokens is None else tokens
 
     def note_times(self, group: int, slots: SlotIds, keys: Keys, expiries: Expiries | int | None) -> None:
-        """Records when the pages that will fill these slots expire; None if none does. Called when the op that fills
-        the slots is planned.
+        """Records when the pages that will fill these slots expire. `expiries` is None if none does. Called when the op
+        that fills the slots is planned.
         """
         if expiries is None:
             if not self.times.any:
@@ -341,7 +342,7 @@ class Hub:
         return removed
 
     def refill_reserve(self, group: int, most: int) -> None:
-        """Evicts up to `most` blocks if fewer slots are free than `reserve_pages` returned for the pool."""
+        """Evicts up to `most` blocks if fewer slots are free than the pool's reserve has (`reserve_pages`)."""
         missing = self._reserve[self._owner[group]] - self.index.free_slots(group)
         if missing > 0:
             self.evict(group, min(missing, most))
@@ -353,7 +354,8 @@ class Hub:
         return self._owner[group]
 
     def by_group(self, group: int, entries: EntryIds) -> list[tuple[int, EntryIds]]:
-        """Splits entries of `group` and of the groups that share its slots by group. Keeps the order in each group."""
+        """Splits entries by group, keeping their order in each group. The entries may belong to `group` and to the
+        groups that share its slots."""
         if not self._shares:
             return [(group, entries)]
         groups = self.index.groups_of(entries)

@@ -234,7 +234,7 @@ class TierWork:
             known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
         for number in self._writes:
             tier = self._tables.tiers[number]
-            # If the tier is down and pages are offered to it as they become visible, they were counted then.
+            # A tier that is down and gets pages as they become visible has counted these pages already.
             if not tier.down or tier.facts.write not in (WriteMode.THROUGH, WriteMode.BACK):
                 tier.counts.lost += int(np.count_nonzero(~known))
 

@@ -50,7 +50,7 @@ NO_PAGES = PageRun(HUB, NO_ENTRIES, NO_PLACES)
 
 
 COMING = 1
-"""State of a run in `Found` or `FoundLengths` whose pages are being fetched."""
+"""In `Found` and `FoundLengths`: the state of a run whose pages are being fetched."""
 
 
 def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
@@ -65,8 +65,8 @@ def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
 
 
 def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
-    """Splits runs after the first `pages` pages, and returns these as one run, and the other runs. Precondition: the
-    first `pages` pages are all in the first run."""
+    """Splits runs after the first `pages` pages. Returns one run of the first pages, and the runs of the other pages.
+    Precondition: the first `pages` pages are all in the first run."""
     if not runs:
         return NO_PAGES, []
     first = runs[0]
@@ -90,8 +90,8 @@ class PageWalk:
         self._tables = tables
 
     def _next(self, group: int, keys: Keys, usable: Sequence[TierId]) -> PageRun | None:
-        """Leases the leading pages of `keys` that the first tier with the first page has. Returns None if no tier has
-        the first page, or a store is filling it."""
+        """Finds the first tier that has the first page, and leases the leading pages of `keys` in that tier. Returns
+        None if no tier has the first page, or if a store is filling it."""
         index = self._tables.hub.index
         entries, slots = index.match_and_pin(group, keys)
         if len(entries):

@@ -39,8 +39,8 @@ ORPHANS_PER_POLL = 512
 
 
 class StoreOnce:
-    """The pages that one unit leaves out, and its copies of peers' pages. Stores and loads look up only their own pages
-    in the index of peers' pages, and a poll without work compares a clock.
+    """The pages that one unit leaves out, and its copies of peers' pages. For a store or load, only its own pages are
+    looked up in the index of peers' pages. A poll without work makes only a few comparisons.
 
     Args:
         number: number of the tier of the peers' pages.

@@ -33,8 +33,8 @@ class LeftToEngine:
 
 
 class FetchChoice:
-    """Decides by the measured times of the tiers and of the engine's steps. Without reliable measurements, pages are
-    fetched.
+    """Decides whether pages are fetched, from the measured times of the tiers and of the engine's steps. Without
+    reliable measurements, pages are fetched.
 
     Args:
         enabled: whether to compare times; if False, all pages are fetched.

@@ -36,7 +36,8 @@ def tokens_in_host(specs: Sequence[GroupSpec]) -> int:
 
 
 def pages_at_end(spec: GroupSpec) -> int:
-    """Returns how many pages a hit of any length needs of a group at most; 0 for a FULL group, which has no limit."""
+    """Returns the maximum number of pages of a group that a hit needs, however long it is; 0 for a FULL group, which
+    has no maximum."""
     if spec.rule is Rule.CHUNK:
         return -(-spec.reach // spec.block_tokens)
     return 1 if spec.rule is Rule.STATE else spec.reach
@@ -238,15 +239,15 @@ class Lookup:
         return looked
 
     def _fitting(self, ask: Ask) -> Ask:
-        """Limits a lookup to hits whose pages fit in host memory together: pages of a longer hit would be fetched in
-        vain, because a hit of such groups is of use only as a whole."""
+        """Limits a lookup to hits whose pages fit in host memory together. Pages of a longer hit would be fetched in
+        vain, because a hit of such groups is useful only if all its pages are there."""
         if self.asked_tokens(ask.keys, ask.start_tokens) <= self._host_tokens:
             return ask
         return ask._replace(keys=self.cut(ask.keys, ask.start_tokens + self._host_tokens))
 
     def _look_up_to_boundary(self, ask: Ask) -> tuple[Looked, int]:
-        """Implements `look` for groups that need different pages. Also returns the end in tokens of the longest hit in
-        all tiers."""
+        """Implements `look` for groups that need different pages. Also returns where the longest hit in all tiers ends,
+        in tokens from the request's start on."""
         found = self._find_boundary(ask)
         end = found.lengths[0] if found.lengths else ask.start_tokens
         asked_end = ask.start_tokens + self.asked_tokens(ask.keys, ask.start_tokens)

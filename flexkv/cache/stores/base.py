@@ -139,8 +139,8 @@ class StoreRequest(ABC):
     @property
     @abstractmethod
     def has_own_names(self) -> bool:
-        """Whether the engine's hash of a block does not identify the block's content, so that keys of this request's
-        blocks must be made from `key_part`."""
+        """True if the engine's hash of a block does not identify the block's content. The keys of this request's blocks
+        must then be made from `key_part`."""
 
     @abstractmethod
     def key_part(self, block: int, block_hash: bytes) -> tuple[bytes, bytes]:
@@ -235,7 +235,7 @@ class StoreWatch:
 
     @property
     def room(self) -> int:
-        """How many more blocks that no request holds may be in stores in flight."""
+        """Number of further blocks that may be in stores in flight without a request that holds them."""
         return 1 << 31
 
     def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
@@ -303,12 +303,12 @@ class StoreWatch:
         raise ContractError("this connector is not given the engine's block pool")
 
     def free_blocks(self, count: int) -> list[PoolBlock]:
-        """Returns, of the `count` blocks that the engine will reuse next, those that are whole and have a hash, in the
-        order of reuse."""
+        """Takes the `count` blocks that the engine will reuse next, and returns those that are whole and have a hash,
+        in the order of reuse. Changes nothing."""
         raise ContractError("this connector is not given the engine's block pool")
 
     def whole_blocks(self, block_ids: Sequence[int]) -> list[PoolBlock]:
-        """Returns those of these blocks that are whole and have a hash."""
+        """Returns those of the blocks `block_ids` that are whole and have a hash."""
         raise ContractError("this connector is not given the engine's block pool")
 
     def engine_key(self, block_hash: bytes) -> bytes:

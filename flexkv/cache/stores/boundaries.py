@@ -2,7 +2,7 @@
 chunks and recurrent states must be stored for that.
 
 Such a page is useful only near the end of a hit, so it is stored only where a hit may end: at the end of a prompt, at
-the end of a request, every `store.checkpoint_tokens` before that, and where earlier prompts have diverged.
+the end of a request, every `store.checkpoint_tokens` tokens before that, and where earlier prompts have diverged.
 
 With recurrent states, a hit can end only where a step of the engine has ended. After a step that ends with block `p`,
 entry `p` of the request's table is the block with the state, until vLLM frees it. In some modes of vLLM, the table also

@@ -3,7 +3,7 @@ are offered several at a time. Windows, chunks and states are offered at the bou
 (`boundary_stores.py`).
 
 If there is no slot or queue entry for a block of full attention, the block is pending. It is offered again at every
-step while its request lives, and then while it is held (`holds.py`). The pending blocks of each table are a range.
+step while its request lives, and then while it is held (`holds.py`). The pending blocks of a table are consecutive.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class EagerStores(RequestStores):
         now_s = time.monotonic()
         for hold in self.holds:
             has_changed = self.holds.drop_lost(hold)
-            # If no slot or queue entry is free, each hold costs a step only a few comparisons.
+            # If no slot or queue entry is free, a step makes only a few comparisons per hold.
             if len(self._full) < len(self._full_groups) and self._watch.room > 0 and self.places > 0:
                 has_changed = True
                 for group in self._full_groups:

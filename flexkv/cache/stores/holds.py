@@ -44,9 +44,8 @@ class Hold:
 class Holds:
     """The holds of one engine, oldest first. Counts, by reason, the pages that are dropped without being stored.
 
-    Several ended requests may have had the same block; each then has it in its hold. All held blocks are in the
-    engine's free queue or are used by other requests. So the size of the engine's pool and `hold_s` limit the number of
-    holds.
+    If several ended requests had the same block, the block is in the hold of each. All held blocks are in the engine's
+    free queue or are used by other requests. So the size of the engine's pool and `hold_s` limit the number of holds.
     """
 
     def __init__(self, manager: CacheManager, watch: StoreWatch, hold_s: float, counters: Counters) -> None:
@@ -82,7 +81,7 @@ class Holds:
 
     def drop_lost(self, hold: Hold) -> bool:
         """Drops the blocks that the engine has reused, and all blocks after these, which no hit could reach. Returns
-        whether the engine has reused any."""
+        whether the engine has reused any block of the hold."""
         has_lost = False
         for group, blocks in enumerate(hold.blocks):
             if blocks is not None and blocks.lost:
@@ -115,8 +114,8 @@ class Holds:
             if blocks is not None:
                 self._watch.end_hold(blocks)
         del self._of_request[hold.request.request_id]
-        # The request ends in the manager only now, because that marks all its blocks as used together, also those that
-        # the hold has stored.
+        # The request ends in the manager only now, because its end marks all its blocks as used together, also those
+        # that were stored during the hold.
         self._manager.end_request(hold.request.request_id)
 
     def end_request(self, request_id: str, reason: PageLoss) -> None:

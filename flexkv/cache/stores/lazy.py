@@ -26,8 +26,8 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 logger = get_logger(__name__)
 
 STEPS_AHEAD = 2
-"""The first blocks in the free queue are kept stored: as many as this number of full steps need. More than one step,
-because the next step may take a step's blocks before the copies planned now have ended."""
+"""The blocks that the next steps will take from the free queue are stored in advance, for this number of full steps.
+One step is too few, because the next step may take its blocks before the copies planned now have ended."""
 
 LAZY_REQUEST = "flexkv-lazy"
 
@@ -224,7 +224,7 @@ class LazyStores(RequestStores, CacheListener):
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
         """Plans stores of the last blocks of an ending request that the engine may reuse in its next step, before the
-        queue is read again. In a small pool these are all its blocks. Like blocks of live requests, they are not
+        queue is read again. In a small pool these may be all its blocks. Like blocks of live requests, they are not
         limited by `store.max_reference_share`.
         """
         if request.stale:

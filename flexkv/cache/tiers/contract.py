@@ -434,7 +434,7 @@ class Tier(ABC):
 
     @abstractmethod
     def poll(self, now_s: float) -> None:
-        """Updates the tier with events of its storage: lost volumes, pages that became durable, a store that does not
+        """Updates the tier with events of its storage: lost disks, pages that became durable, a store that does not
         answer. Called a few times per second."""
 
     def go_down(self, reason: str) -> None:

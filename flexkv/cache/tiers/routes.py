@@ -1,7 +1,7 @@
 """The contracts of routes between engine blocks and a tier: one class per direction.
 
-Contract with the tier's index: an op's entries are pinned until it has ended on every rank, so that no other page gets
-a slot that a rank may still read or write.
+Contract with the tier's index: the entries of an op are pinned until the op has ended on every rank, so that no other
+page gets a slot that a rank may still read or write.
 """
 
 from __future__ import annotations

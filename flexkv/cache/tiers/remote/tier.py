@@ -49,7 +49,7 @@ LIAR_S = 10.0
 """Seconds for which a page counts as absent after the store claimed to have it and did not deliver it."""
 
 REMEMBERED = 65_536
-"""Maximum number of remembered keys of absent pages, and of pages that were not delivered."""
+"""Maximum number of remembered keys of absent pages; also that of keys of pages that were not delivered."""
 
 
 class RemoteLane(Plane, Protocol):
