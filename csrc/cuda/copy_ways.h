@@ -15,8 +15,8 @@
 namespace flexkv::cuda {
 
 // Unit: bytes. For loads, the kernel copies runs shorter than this if batched copies work. The copy engine
-// takes no time from the inference engine's kernels, so it copies all runs that are long enough for a thread
-// to enqueue batches as fast as the link moves them. For stores, the kernel copies runs of any length. While
+// takes no time from the inference engine's kernels, so it copies all runs that are so long that one thread
+// can enqueue batches as fast as the link moves them. For stores, the kernel copies runs of any length. While
 // pages were stored in batches, vLLM's steps took 1.36 times as long as without stores; while the kernel
 // stored them, 1.09 times. The probable cause is that the inference engine's driver calls wait while another
 // thread passes many copies to the driver.

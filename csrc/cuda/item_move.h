@@ -77,7 +77,7 @@ class ItemMove {
  private:
   struct Page {
     int32_t under_way = 0;            // number of parts in flight with this page
-    std::unique_ptr<MoveResult> bad;  // the page's result; null while it is not a failure
+    std::unique_ptr<MoveResult> bad;  // why the page failed; null if it has not failed
     bool through = false;             // all of the item's stages have been copied
     bool finished = false;
   };

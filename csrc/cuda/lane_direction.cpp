@@ -13,8 +13,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: seconds per byte. The bounds to which a measured pace is clamped. Until one was measured, the thread
-// assumes kFastestPace.
+// Unit: seconds per byte. The bounds to which a measured pace is clamped. Before the first measurement, the
+// thread assumes kFastestPace.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
 // No unit. A portion counts as due after this share of the time that it should take.
@@ -25,11 +25,11 @@ constexpr double kEarlyS = 40e-6;
 // Unit: seconds. For this long after a portion was due, the thread polls for its end without a pause.
 constexpr double kPollS = 2e-3;
 // Unit: seconds. The pauses between polls for a portion that is late by more than kPollS, or that waits for
-// the engine's work. The long pause applies after 10 * kPollS.
+// the engine's work. The long pause applies if the portion is late by 10 * kPollS or more.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
-// Unit: items. The most layerwise items that wait to be enqueued at the same time. They take turns, so that
-// the first layers of all arrive soon.
+// Unit: items. While this many layerwise items wait to be enqueued, the thread takes no more. They take
+// turns, so that the first layers of all arrive soon.
 constexpr size_t kItemsByLayer = 8;
 // Unit: bytes. The most stored bytes whose digests the thread makes between two polls for the copies in
 // flight.

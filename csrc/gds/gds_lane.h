@@ -33,8 +33,8 @@ struct GdsGroup {
   std::vector<GdsSlab> slabs;
 };
 
-// Unit: bytes. The most that one transfer moves. That is more than kMostTransferBytes, because the last work
-// item may go beyond it.
+// Unit: bytes. The most that one transfer moves. That is more than kMostTransferBytes, because a transfer's
+// last work item may go beyond this limit.
 int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {

@@ -11,8 +11,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows, or keys in a search. How many a thread processes before it releases the lock, which takes some
-// 100 us.
+// Unit: rows, or keys in a search. How many a thread processes, in some 100 us, before it releases the lock.
 constexpr size_t kRowsAtOnce = 1024;
 
 // Whether the pool's file is large enough for all slots. No product in this function exceeds the file's size

@@ -14,8 +14,8 @@ namespace {
 // Unit: I/Os. When this many reads in a row have overtaken a waiting write, the write goes next.
 constexpr int32_t kReadsBeforeWrite = 16;
 // Unit: bytes. The most bytes in flight on one disk: kMostBytesUnderWay if all are reads, kMostWritesUnderWay
-// if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (32 are no faster on the drive
-// measured), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s. Reads alone may have
+// if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (on the measured drive, 32 are no
+// faster), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s. Reads alone may have
 // twice as many: a page gains nothing by waiting outside the disk's queue, and more pages in the queue keep
 // the disk busy while this thread does not run.
 constexpr int64_t kMostBytesUnderWay = int64_t{64} << 20;

@@ -25,12 +25,11 @@ inline constexpr uint32_t kPageVersion = 1;
 //   tests/unit/storage/test_pages.py contains both versions.
 // - Change HEAD and DIGEST_AT in flexkv/cli/remote/stored_value.py, which also parses the trailer, and the
 //   table in docs/disk-format.md.
-// - If the size changes, change the number 96 in those two files, in docs/remote.md and in tests that damage
-// a
-//   trailer.
-// - If a reader compares a field with an expected value, add the field to PageTag. Its size is also in
-//   csrc/storage/page_tag.h, kTagBytes of csrc/transfer/op.h, TAG_BYTES of flexkv/transfer/graph.py, TAG of
-//   flexkv/storage/tags.py and tests/unit/native_border/arguments.py.
+// - If the size changes, change the number 96 in those two files, in docs/remote.md and in tests that
+//   damage a trailer.
+// - If a reader compares a field with an expected value, add the field to PageTag. The size of PageTag is
+//   also in csrc/storage/page_tag.h, kTagBytes of csrc/transfer/op.h, TAG_BYTES of flexkv/transfer/graph.py,
+//   TAG of flexkv/storage/tags.py and tests/unit/native_border/arguments.py.
 // - If Python reads a field, add the field to trailer() of csrc/bindings/bind_storage.cpp and to
 //   flexkv/c_ext.pyi.
 //

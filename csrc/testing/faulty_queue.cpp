@@ -107,8 +107,8 @@ void FaultyQueue::submit(const IoRequest& request) {
     }
     case IoFaultAction::kCorrupt:
       marked_.push_back({request, *rule});
-      // A write is damaged in its buffer until it has finished, because the bytes cannot be changed anywhere
-      // else.
+      // To damage a write, this flips a bit of its buffer until the write has finished: its bytes cannot be
+      // changed anywhere else.
       if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
       inner_->submit(request);
   }
@@ -153,8 +153,8 @@ void FaultyQueue::take(std::vector<IoDone>& done) {
   hand_over(done, before);
 }
 
-// Handles marked I/Os among those that the inner queue has appended to `done` from index `before` on. Then
-// appends the I/Os that never reached the inner queue.
+// Flips the damaged bit of each marked I/O among those that the inner queue has appended to `done` from index
+// `before` on. Then appends the I/Os that never reached the inner queue.
 void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
   done.insert(done.end(), ready_.begin(), ready_.end());

@@ -47,8 +47,8 @@ struct CudaWorkspace {
   std::string error;  // why the workspace cannot be used; empty if it can
 };
 
-// Keeps workspaces between transfers. While a transformer uses the pool, the pool may outlive its
-// TransformDevice.
+// Keeps workspaces between transfers. This object may outlive its TransformDevice while a transformer uses
+// it.
 class WorkspacePool {
  public:
   explicit WorkspacePool(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}

@@ -15,7 +15,7 @@
 namespace flexkv {
 
 struct BatchResult {
-  std::string error;             // why no page of the batch may be used; empty if they may
+  std::string error;             // why no page of the batch may be used; empty if all may
   std::vector<int32_t> bad_run;  // for each page kNoBadRun, or the lowest run whose digest did not match
 };
 
