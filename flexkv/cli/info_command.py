@@ -118,7 +118,9 @@ def _cufile_words(cufile: Facts) -> str:
 
 
 def copy_ways_words(ways: Facts) -> str:
-    """Says for each GPU which runs its kernel copies instead of the copy engine, and which table decides that."""
+    """Says for each GPU the lengths of the runs that a kernel copies instead of the copy engine, and the table that
+    decides.
+    """
     said = []
     for table in ways["tables"]:
         if table["refused"]:

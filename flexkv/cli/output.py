@@ -36,8 +36,8 @@ class CheckedOutput:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Checks writes to standard output within the `with` block, and flushes it at the end. Characters that its encoding
-    lacks are written as escapes.
+    """Checks writes to standard output within the `with` block, and flushes standard output at the end. Characters that
+    its encoding lacks are written as escapes.
 
     Raises:
         OutputError: some output could not be written.

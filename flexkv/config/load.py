@@ -48,9 +48,10 @@ def load_config(
         environ: the environment variables; None for `os.environ`.
 
     Raises:
-        ConfigError: a name is unknown, or a value is not allowed. The message has the setting, its source, its value,
-            and what is allowed or the nearest known name. All faults are reported together. Every value is checked,
-            even if a stronger source overrides it. Requirements between settings are checked on the merged values.
+        ConfigError: a name is unknown, or a value is not allowed. The message contains the setting, its source, its
+            value, and what is allowed or the nearest known name. All faults are reported together. Every value is
+            checked, even if a stronger source overrides it. Requirements between settings are checked on the merged
+            values.
     """
     environ = os.environ if environ is None else environ
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}

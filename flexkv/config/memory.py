@@ -43,9 +43,8 @@ def read_memory(root: Path = Path("/")) -> MemoryState:
         ConfigError: /proc/meminfo does not say how much memory is available.
         ImportError: the native core was not built.
     """
-    from flexkv import (
-        c_ext,
-    )  # imported here, because reading settings and reporting errors must work without a native core
+    # Imported here, because reading settings and reporting errors must work without a native core.
+    from flexkv import c_ext
 
     meminfo = root / "proc/meminfo"
     try:
@@ -79,8 +78,8 @@ def resolve_host_bytes(
 
     Raises:
         ConfigError: `ranks` is less than 1.
-        CapacityError: the requested size is not available, or is too small for any model's block. The message has the
-            setting and what is allowed.
+        CapacityError: the requested size is not available, or is too small for any model's block. The message says
+            which setting is wrong and what is allowed.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: a unit has at least 1 rank")

@@ -41,7 +41,7 @@ GIB = 1 << 30
 SMALL_MACHINE_CPUS = 4
 """With this many CPUs or fewer, a second copy thread would take CPU time from the engine's own threads."""
 MAX_VERIFY_THREADS = 16
-"""More threads digest a piece of 8 MiB no faster, and the native core accepts no more."""
+"""More threads would not digest a piece of 8 MiB faster, and the native core does not accept more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
 """With two layers, one is filled while the other is used. More than sixteen hide no more latency than sixteen do."""
 

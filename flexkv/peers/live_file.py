@@ -391,7 +391,7 @@ def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
 
 
 def _rows_of(frame: bytes, head: LiveHead) -> tuple[int, int, PlacedRows | None]:
-    """Returns the heartbeat's number, the epoch and the rows of a frame. The rows are None if no unit writes such a
+    """Returns the heartbeat's number, the epoch and the rows of a frame. The rows are None in case of a malformed
     frame.
     """
     if len(frame) < BEAT.size:

@@ -167,7 +167,7 @@ class PeerWatch:
     # --- units that follow this one ---
 
     def _answer(self) -> None:
-        """Sends this unit's card to a process that connects, if it belongs to the same user."""
+        """Sends this unit's card to a process that connects, if the process belongs to the same user."""
         try:
             line, _ = self._door.accept()
         except OSError:

@@ -47,7 +47,7 @@ class UnitClient:
     """A connection to a unit. `connect` makes it. Only one thread may use it at a time.
 
     The unit abandons a call after `deadline_s` seconds, and the client waits `MARGIN_S` longer. The unit carries out
-    all calls except `status` in the engine's steps, so they wait while the engine has nothing to do.
+    all calls except `status` in the engine's steps, so these calls wait while the engine has nothing to do.
 
     Every call raises PluginCallError if the unit refuses it (the message says why), does not answer in time, or is
     gone.

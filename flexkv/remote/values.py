@@ -104,7 +104,7 @@ class ValueFormat:
             key: the block's key, uint8 [16].
             tokens: number of valid tokens.
             expiry: Unix time in seconds at which the page becomes a miss; 0 for never.
-            now: the time now, in unix seconds.
+            now: the time now, in Unix seconds.
         """
         tag = make_tags(key.reshape(1, -1), 0, NO_GENERATIONS, tokens, np.full(1, expiry, np.uint64))
         self._codec.seal_apart(slot, trailer, self._place, 0, tag.tobytes(), now)

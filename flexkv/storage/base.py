@@ -148,7 +148,7 @@ class IndexRows:
         places: place of each page, int32 [n].
         generations: generation of each page, uint64 [n].
         tokens: number of valid tokens in each page, int32 [n].
-        expiries: when each page expires, in unix seconds, uint64 [n]; 0 for never.
+        expiries: when each page expires, in Unix seconds, uint64 [n]; 0 for never.
         groups: number of each page's KV group, int32 [n]; None if only one group uses the slabs.
     """
 

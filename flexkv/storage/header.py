@@ -53,7 +53,7 @@ class SlabHeader:
     """A header's fields, without its tables.
 
     Attributes:
-        created: when the slab was created, in unix seconds.
+        created: when the slab was created, in Unix seconds.
         format: 32-byte digest of the encoding and geometry of the slab's pages; see `slab_format`.
         group: number of the slab's KV group; if several groups share the slab, number of the first. The fields `ranks`,
             `layers`, `block_tokens`, `dtype` and `format_id` describe this group.

@@ -41,7 +41,7 @@ class KeyedUnit:
 
     @classmethod
     def of(cls, folder: Path) -> KeyedUnit | None:
-        """The unit in `folder`; None if the name of its parent folder has a different form."""
+        """The unit in `folder`; None if its parent folder is not named like a model's folder."""
         named = MODEL_FOLDER.fullmatch(folder.parent.name)
         return None if named is None else cls(folder, named[1], named[2])
 

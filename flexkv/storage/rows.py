@@ -25,7 +25,7 @@ def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> 
 
     Args:
         disks: the rows of each disk; None for a disk without rows.
-        now: unix seconds; rows that have expired by then are left out.
+        now: Unix seconds; rows that have expired by then are left out.
         shared: whether several groups use the slabs.
     """
     parts, places = [], []

@@ -38,7 +38,7 @@ def make_tags(
         epoch: epoch of the weights, in [0, 2**32).
         generations: generation of each page, uint64 [pages]; for a read, the one in the index.
         tokens: valid tokens of each page, int32 [pages], or one number for all.
-        expiries: when each page expires, in unix seconds, uint64 [pages], or one number for all; NEVER for never. A
+        expiries: when each page expires, in Unix seconds, uint64 [pages], or one number for all; NEVER for never. A
             read ignores them.
 
     Raises:

@@ -40,12 +40,12 @@ per LOCK_BYTES_PER_S bytes. Then it reads them too.
 class WeightsCheck:
     """Computes the digest of an engine's weights in a thread.
 
-    If a file has changed since the process started, there is no digest, because the engine may have loaded the old
-    content.
+    If a file has changed since `since_ns`, there is no digest, because the engine may have loaded the old content.
 
     Args:
         folder: folder of the node's table of digests (`WeightsTable`); None to use no table.
-        since_ns: a time (unix, ns) before the engine read any of the files; None for the start of the process.
+        since_ns: a time before the engine read any of the files, in Unix nanoseconds; None for the start of the
+            process.
 
     Attributes:
         digest: 32 bytes, equal for equal content and file names; empty until it is known.

@@ -15,7 +15,8 @@ HOST_DEVICE = -1
 def transform_rows(
     device: int | None, multiprocessors: int, total_bytes: int, repeats: int
 ) -> list[ComparisonRow]:
-    """Measures the transform of slots into a layer-first pool, which checks digests, and back, which makes them.
+    """Measures the transform of slots into a layer-first pool, during which digests are checked, and the transform
+    back, during which they are made.
 
     Each direction runs on the multiprocessors that transfers use. On a GPU, it also runs on all `multiprocessors`.
 

@@ -22,7 +22,9 @@ from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
 ASKED_AT_ONCE = 256
-"""The most names in one `exists` call before a put. A call costs Mooncake's master time in proportion to its names."""
+"""The most names in one `exists` call before a put. The time that a call takes on Mooncake's master grows with the
+number of names.
+"""
 
 REMOVE_S = 1.0
 """Deadline of one removal, in seconds. A helper that reads a wrong value removes it. If the removal takes longer, the
