@@ -54,7 +54,12 @@ def none_is_a_word(value: object) -> object:
 def auto_or_count(value: object) -> object:
     """Accepts `auto` or a number of threads. Any other value gets one message, not one from pydantic for each type."""
     text = str(value).strip()
-    if isinstance(value, (int, str)) and text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_COPY_THREADS:
+    if (
+        isinstance(value, (int, str))
+        and text.isascii()
+        and text.isdecimal()
+        and 1 <= int(text) <= MAX_COPY_THREADS
+    ):
         return int(text)
     if value != "auto":
         raise ValueError(f"expected 'auto' or a whole number from 1 to {MAX_COPY_THREADS}")

@@ -141,7 +141,9 @@ def _metric(name: str, kind: MetricKind | None = None) -> Metric:
 
 
 def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
-    """Returns all series of a kind of metric. Keys are the metric's name, then (label, value) in the table's order."""
+    """Returns all series of a kind of metric. A key is the metric's name, then its (label, value) pairs in the table's
+    order.
+    """
     found: dict[tuple[Any, ...], str] = {}
     for metric in METRICS.values():
         if metric.kind is kind:

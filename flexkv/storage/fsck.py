@@ -289,7 +289,7 @@ def _numbers(
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]
     written_epoch = number_if_whole(read_epoch, folder, report.problems.append)
     opens = number_if_whole(read_opens, folder, report.problems.append)
-    # Without pages and index, a crash may have ended the first opening before it wrote these files.
+    # If there are neither pages nor an index, a crash may have ended the first opening before it wrote these files.
     if pages or not no_index:
         report.problems += [
             f"{folder / name} is missing: {WRITTEN_BACK}"

@@ -5,7 +5,7 @@ silently undoes the commit to which its frame belongs, and all later ones. A cra
 the middle of a write. Such a log loses nothing that was committed, so it counts as undamaged.
 
 A power cut during a commit may leave later frames of the commit on the disk without an earlier one. That looks the same
-as a flipped bit in a synced commit, so both count as damage. Rebuilding an index without need only costs a read of the
+as a flipped bit in a synced commit, so both count as damage. Rebuilding an intact index only costs a read of the
 trailers, but an index that lacks a synced commit would lose pages that were reported as durable.
 """
 

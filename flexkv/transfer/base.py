@@ -91,7 +91,7 @@ class DataPlane(ABC):
                 blocks and, for a load, none reads them. Ignored for a gated graph.
 
         Raises:
-            BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet. Nothing was queued.
+            BlockRangeError: a block or slot is out of range, or the slot is not mapped yet. Nothing was queued.
             ContractError: nothing was queued, because the graph has an unknown group, a kind without a lane, an edge
                 that does not lead forward, different numbers of blocks and slots, arrays that are not int32
                 C-contiguous, an op id that is in flight, a load with two pages for one block, or a store with two pages

@@ -83,7 +83,7 @@ class TransferEngine(DataPlane):
     """A `DataPlane` that runs graphs on the native scheduler and its lanes.
 
     Args:
-        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. Movers can be nested.
+        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. A mover may wrap another mover.
         queue_ops: number of queue entries for each kind and priority of op.
         copy_threads: number of threads for host copies. Loads and stores share them, and loads come first. They are
             started on first use and sleep while idle.

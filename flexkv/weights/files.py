@@ -101,7 +101,7 @@ class FileState(NamedTuple):
 
     @property
     def changed_ns(self) -> int:
-        """Time of the last change to content or inode, unix ns."""
+        """Time of the last change to content or inode, in Unix nanoseconds."""
         return max(self.mtime_ns, self.ctime_ns)
 
 
@@ -144,9 +144,9 @@ def _parts_of(file: Path) -> list[Path]:
 
 
 def process_start_ns() -> int:
-    """The time at which this process started, unix ns. It is too late by at most one tick of the kernel's clock (10
-    ms). A file that was written within that tick counts as older than the process, which is harmless, because no engine
-    reads weights that early.
+    """When this process started, in Unix nanoseconds. The result is too late by at most one tick of the kernel's clock
+    (10 ms). A file that was written within that tick counts as older than the process, which is harmless, because no
+    engine reads weights that early.
     """
     ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

@@ -21,8 +21,8 @@ KERNEL_STORES_FROM = 0.6
 stores by the copy engine slow down the inference engine's steps (docs/gpu.md). An H200's kernel reaches 0.72."""
 
 ROUNDS = 3
-"""Rounds of measurement, some seconds apart; the best rate counts. On a shared machine the link once had 0.6 of its
-rate for one length, and one such length decides the table."""
+"""Rounds of measurement, some seconds apart; the best rate counts. On a shared machine, the link once reached only 0.6
+of its usual rate at one length, and a single wrong rate can change the table."""
 
 
 class Rates(Protocol):
