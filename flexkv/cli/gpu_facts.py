@@ -45,7 +45,7 @@ def gpu_facts() -> Facts:
         return facts | {"devices": devices(driver)}
     except DriverRefused as error:
         return facts | {"reason": str(error)}
-    except RuntimeError as error:  # the bindings found no libcuda; their message is long
+    except RuntimeError as error:  # the bindings found no libcuda, and their message is too long
         from flexkv import c_ext  # imported here, because a build may lack the native core
 
         return facts | {

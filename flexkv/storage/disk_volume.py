@@ -112,7 +112,7 @@ class DiskVolume:
     ) -> None:
         self.folder = unit_folder(root, identity, groups)
         self.slots = slots_of(groups, options.bytes_per_disk)
-        with contextlib.suppress(OSError):  # both only log; if a folder cannot be read, FolderLock raises
+        with contextlib.suppress(OSError):  # these only log; if the folder cannot be read, FolderLock raises
             _name_others(self.folder)
             name_other_keys(self.folder)
         self._lock = FolderLock(self.folder)

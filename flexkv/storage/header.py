@@ -298,7 +298,7 @@ def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
         number, group = reader.record()
         if number != slab if not groups else number <= max(groups):
             raise ValueError(f"group {number} after {list(groups)} in the slab of group {slab}")
-        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises if the rule is meaningless
+        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises if the rule is not allowed
         groups[number] = group if number == slab else replace(group, shares=slab)
     if not groups:
         raise ValueError("no group")

@@ -170,7 +170,8 @@ class Journal:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system cannot start another thread
-            self._slabs.clear()  # they hold the folder's lock; journal and thread keep each other alive
+            # The slabs hold the folder's lock, and journal and thread refer to each other, so neither is freed soon.
+            self._slabs.clear()
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
@@ -253,7 +254,7 @@ class Journal:
             self._index.close()
         except DiskError as error:
             self.fail(str(error))
-        self._slabs.clear()  # they hold the folder's lock
+        self._slabs.clear()  # the slabs hold the folder's lock
 
     def _turn(self) -> bool:
         """Does one group commit. Returns False if it was the last one."""

@@ -170,7 +170,7 @@ class PageReader(ABC):
                 moving = self._under_way = UnderWay(op, time.monotonic())
             try:
                 result = self._read(moving)
-            except Exception as error:  # an op without a result would pin its slots forever
+            except Exception as error:  # an op without a result would keep its slots pinned forever
                 logger.exception("reading pages of other units")
                 result = self._broken(moving, error)
             with self._lock:

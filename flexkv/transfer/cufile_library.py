@@ -81,10 +81,8 @@ def _by_pathfinder() -> tuple[tuple[str, ...], str]:
         return (), ""
     try:
         path = pathfinder.load_nvidia_dynamic_lib("cufile").abs_path
-    except (
-        RuntimeError,
-        OSError,
-    ) as error:  # the library was not found or not loaded, or cuda-pathfinder has no entry for it
+    except (RuntimeError, OSError) as error:
+        # The library was not found or not loaded, or cuda-pathfinder has no entry for it.
         return (), " ".join(str(error).split()) or type(error).__name__
     return ((path,) if path else ()), ""
 

@@ -42,9 +42,8 @@ def _close_all() -> None:
     for engine in list(_engines):
         engine.close(max(0.0, deadline - time.monotonic()))
     for kept in _still_moving.values():
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(kept)
-        )  # so that even the interpreter's shutdown does not free it
+        # With one more reference, even the interpreter's shutdown does not free the object.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 class OnDevice(Protocol):

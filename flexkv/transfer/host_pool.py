@@ -121,11 +121,8 @@ class HostPool:
         pool._native = c_ext.HostPool.attach(
             d.pid, d.fd, d.token, d.file_bytes, d.slot_bytes, d.slots, d.extent_bytes
         )
-        pool._logged, pool._warned, pool._creator_missed = (
-            True,
-            False,
-            False,
-        )  # only the creator logs the pool's memory
+        # `_logged` is True, because only the process that created the pool logs its memory.
+        pool._logged, pool._warned, pool._creator_missed = True, False, False
         return pool
 
     @property

@@ -199,9 +199,8 @@ def write_ways(path: Path, key: WaysKey, ways: CopyWays, measured: Sequence[Mapp
 
 def _content(path: str) -> bytes:
     def without_waiting(name: str, flags: int) -> int:
-        return os.open(
-            name, flags | os.O_NONBLOCK
-        )  # without O_NONBLOCK, opening a pipe waits for its other end
+        # O_NONBLOCK, because opening a pipe that has no writer would otherwise wait for one.
+        return os.open(name, flags | os.O_NONBLOCK)
 
     try:
         with open(path, "rb", opener=without_waiting) as stream:

@@ -151,7 +151,7 @@ def _rows_of(
     pairs = {(kind, name): _Pairs() for kind in kinds for name in (*WORKS, LAUNCH)}
     moved: dict[CopyKind, dict[str, int]] = {kind: {} for kind in kinds}
     sets = PAIRS * (1 + len(kinds))
-    for name in WORKS:  # each kind of work is slow when it first runs
+    for name in WORKS:  # not measured, because the first run of each kind of work is slow
         work.run(name, 0.0, _nothing)
     for done in range(PAIRS):
         set_s = _share_s(until_s, sets - done * (1 + len(kinds)))

@@ -69,9 +69,7 @@ class HostStream(Stream):
         try:
             with span(stage):
                 work()
-        except (
-            Exception
-        ) as error:  # whatever a transform or source raises, the layer has failed for this reason
+        except Exception as error:  # a transform or a source may raise anything
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def _await(self, event: Event) -> None:
