@@ -471,8 +471,8 @@ class CacheManager(ABC):
         """Revokes the pages of the request's stores in flight that contain tokens from `first_token` on, so that they
         are not published. Returns the number of pages.
 
-        For blocks that were computed from engine blocks that a load failed to fill, by its own request or by another
-        that shared these engine blocks. The keys may be stored again at once.
+        For blocks computed from engine blocks that a load failed to fill, whether by the load's own request or by
+        another that shared the engine blocks. The keys may be stored again at once.
         """
 
     @abstractmethod

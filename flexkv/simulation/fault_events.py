@@ -10,7 +10,7 @@ from flexkv.simulation.world import World, block_key
 
 
 class FaultEvents:
-    """Each method makes one event happen. `Simulation` decides how often it is called."""
+    """Each public method makes one event happen. `Simulation` decides how often each is called."""
 
     def __init__(self, world: World, requests: Requests) -> None:
         self.world = world

@@ -155,7 +155,7 @@ class Model:
     def evict_for_lookup(
         self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, steps: int
     ) -> None:
-        """Applies evictions with which a lookup freed slots for reads. Checks that it promises no evicted page."""
+        """Applies evictions that freed slots for a lookup's reads. Checks that the lookup promises no evicted page."""
         groups = range(len(keys))
         promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, steps)}
         require(not promised & set(evicted), "a lookup evicted what it promises")

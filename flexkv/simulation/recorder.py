@@ -27,8 +27,8 @@ class Recorder(CacheListener):
         self.resets.append(epoch)
 
     def take_evicted(self) -> list[Key]:
-        """Returns the keys that have left host memory since this was last called, except those in `expiring`. Checks
-        that all keys in `expiring` have left."""
+        """Returns the keys that have left host memory since the last call, except those in `expiring`. Checks that all
+        keys in `expiring` have left."""
         evicted, self.evicted = self.evicted, []
         expiring, self.expiring = self.expiring, set()
         require(expiring <= set(evicted), "a page is still there although its time is over")

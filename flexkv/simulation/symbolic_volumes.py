@@ -216,7 +216,7 @@ class SymbolicVolumes(Volumes):
     # --- what a simulation does to it ---
 
     def lose(self, disk: int) -> None:
-        """Makes a disk fail for good."""
+        """Makes a disk fail permanently."""
         if self._alive[disk]:
             self._alive[disk] = False
             self._lost.append(LostDisk(disk, Path(f"/disk{disk}"), "simulated"))

@@ -100,8 +100,8 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """The first call makes the tiers begin to remove the pages of other weights. The tiers are opened by the first
-        call after they have removed them or `OPEN_S` has passed. Returns whether every tier is now open or down."""
+        """The first call makes the tiers begin to remove the pages of other weights. A call opens the tiers if these
+        pages have been removed or `OPEN_S` has passed. Returns whether every tier is now open or down."""
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))

@@ -129,7 +129,7 @@ class CostModel:
         because the latency and the wait stay the same.
 
         Args:
-            queued_pages: pages in flight in straight loads from the tier, behind which this one would wait.
+            queued_pages: pages in flight in straight loads from the tier, behind which this load would wait.
         """
         line = self.straight(tier)
         if not (line.reliable(now_s) and self.compute.reliable(now_s)):

@@ -41,7 +41,6 @@ class HeldPages(NamedTuple):
     """Pages of one group that are in host memory or being fetched to it, each pinned once for a waiting request.
 
     Attributes:
-        group: number of the KV group.
         entries: the pages' entries in the index of host memory, uint32 [pages].
         slots: the pages' host slots, int32 [pages].
     """
@@ -155,7 +154,6 @@ def joined_shares(
     pages; or pages are held although the lease has blocks that are loaded straight.
 
     Args:
-        groups: number of KV groups.
         start_tokens: number of tokens that the engine has itself now.
         start_block: number of blocks that `start_tokens` tokens fill.
     """

@@ -53,7 +53,6 @@ class ManagerStats:
     missed: dict[MissReason, int] = field(default_factory=dict)
 
     def copy(self) -> ManagerStats:
-        """Returns a copy of the current totals."""
         return replace(self, missed=dict(self.missed))
 
     def add_lookup(self, asked: int, promised: int, tail: bool, cut: bool) -> None:

@@ -242,7 +242,7 @@ class Promotions:
         )
 
     def _gap(self, group: int, keys: Keys, tier: TierId) -> list[PageRun]:
-        """Leases in the tier the leading pages of `keys` that host memory lacks, and returns them as a run."""
+        """Leases the leading pages of `keys` that host memory lacks and the tier has. Returns them as a run."""
         gap = leading(self._tables.hub.index.find(group, keys, ready_only=False) == NO_ENTRY)
         entries = self._tables.tiers[tier].leading(group, keys[:gap])
         if not len(entries):

@@ -85,10 +85,6 @@ class LoadTries:
 
         Call order:
             After each rank's report of failed pages, before the request can be looked up again.
-
-        Args:
-            op: the op of the load that has failed pages.
-            block_tokens: tokens per page.
         """
         if op.abandoned:
             return

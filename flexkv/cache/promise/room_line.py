@@ -130,8 +130,8 @@ class RoomLine:
                 found = index.find(part.group, keys, ready_only=False)
                 known = found[found != NO_ENTRY]
                 lacking = len(keys) - len(known)
-                # The request does not lease pages in host memory that follow a gap. They must not be evicted to free
-                # its slots, so they count as needed.
+                # The request does not lease pages in host memory that follow a gap. These pages must not be evicted to
+                # free slots for the request's fetch, so they count as needed.
                 unleased = int(np.count_nonzero(index.pins_of(known) == 0)) if len(known) else 0
                 need.slots[owner] = need.slots.get(owner, 0) + lacking + unleased
                 need.pages[run.tier] = need.pages.get(run.tier, 0) + lacking
@@ -270,12 +270,11 @@ class RoomLine:
         self._places[request_id].need.slots = slots
 
     def leave(self, request_id: str) -> None:
-        """Removes the request from the queue. Does nothing if it is not in the queue."""
+        """Removes the request from the queue, if it is there."""
         if self._places:
             self._places.pop(request_id, None)
 
     def clear(self) -> None:
-        """Removes all requests from the queue."""
         self._places.clear()
 
     # --- requests that continued without pages ---

@@ -303,8 +303,8 @@ class StoreWatch:
         raise ContractError("this connector is not given the engine's block pool")
 
     def free_blocks(self, count: int) -> list[PoolBlock]:
-        """Takes the `count` blocks that the engine will reuse next, and returns those that are whole and have a hash,
-        in the order of reuse. Changes nothing."""
+        """Returns the whole blocks that have a hash among the `count` blocks that the engine will reuse next, in the
+        order of reuse."""
         raise ContractError("this connector is not given the engine's block pool")
 
     def whole_blocks(self, block_ids: Sequence[int]) -> list[PoolBlock]:
@@ -328,7 +328,6 @@ class StoreParts:
         watch: watches engine blocks for reuse.
         counters: counts pages that are not stored.
         events: notified of planned stores; None if no events are published.
-        groups: the engine's KV groups.
         alignment_tokens: the number of tokens of every hit is a multiple of it.
         states_handed_over: whether the engine says which block has which state (`StepBlocks.states`), because a
             request's table may have states that end within a block.

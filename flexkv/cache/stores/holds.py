@@ -18,7 +18,6 @@ class Hold:
     """The pending blocks of one ended request.
 
     Attributes:
-        request: the request.
         ends: per KV group, the end of its pending blocks [`cursor`, end). Only FULL groups have pending blocks.
         blocks: per KV group, the watched blocks; None if no block was pending.
         numbers: per KV group, the index within the request of each watched block, by block number.

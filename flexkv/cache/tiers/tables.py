@@ -172,4 +172,3 @@ class TierContext:
 
 
 TierFactory = Callable[[TierContext], Tier]
-"""A function that makes a tier of a manager."""

@@ -186,7 +186,7 @@ class PeerKeeper(Keeper):
                 yield group, noted[at : at + most]
 
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
-        """Returns which of the keys it is this unit's turn to copy, bool [keys]."""
+        """Returns which of the keys this unit should copy in the current turn, bool [keys]."""
         number, units = self._share.turn
         # The turns are short enough that every unit has its turn before the ended peer's memory is released.
         turn = int((self._clock() - self._since_s) / min(TURN_S, DEPARTED_S / 4 / units))

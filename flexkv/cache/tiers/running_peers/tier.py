@@ -151,7 +151,7 @@ class LivePeerTier(Tier, Source, Follower):
     def _by_group(
         self, groups: NDArray[np.uint32], first: int
     ) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
-        """Yields each group in `groups`, with the positions at which `groups` has it, each increased by `first`."""
+        """Yields each group that is in `groups`, and its positions there. `first` is added to all positions."""
         if not len(groups):
             return
         if len(self._block_tokens) == 1:
