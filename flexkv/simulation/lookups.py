@@ -109,7 +109,8 @@ class Lookups:
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
         if not result.is_final and world.random.random() < 0.8:
-            # An engine gives no blocks to a request that waits for its lookup. Later it searches its own cache again.
+            # An engine gives no blocks to a request that waits for its lookup. At the request's next lookup, the engine
+            # searches its own cache again.
             request.state = "waiting"
             world.free_blocks(request)
 
