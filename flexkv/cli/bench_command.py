@@ -47,7 +47,8 @@ def command() -> None:
 
 
 def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Returns `path` if a file can be written there. This is checked first, because the measurement takes minutes.
+    """Returns `path` if it is None or a file can be written there. This is checked first, because the measurement takes
+    minutes.
 
     Raises:
         BadParameter: no file can be written at `path`, or a picture's name does not end in .png.

@@ -49,7 +49,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     """Collects all facts, problems and hints.
 
     Args:
-        model: folder of a model that is to be served.
+        model: folder of a model that is to be served; None for none.
 
     Raises:
         ConfigError: the model's configuration cannot be read.

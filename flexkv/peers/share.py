@@ -64,7 +64,7 @@ class PeerShare:
     `show_disk`, then `start`.
 
     Args:
-        folder: the setting `peers.folder`.
+        folder: the setting `peers.folder`; None if it is not set.
         pages: this unit's KV groups.
         host, disk: whether to share host memory, and whether to share folders.
         once: whether `peers.store` is `once`, so that an ended peer's pool stays readable for up to DEPARTED_S.

@@ -27,7 +27,9 @@ DIGEST_DIGITS = 16
 """How many hex digits of a digest a folder's name contains. The slabs' headers contain the full digests."""
 
 LOCK_WAIT_S = 2.0
-"""How long a starting unit waits for its folder's lock. Another unit may hold the lock briefly to read the index."""
+"""How many seconds a starting unit waits for its folder's lock. Another unit may hold the lock briefly to read the
+index.
+"""
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 """The error numbers of flock if another process holds the lock."""

@@ -32,7 +32,7 @@ row takes 51 bytes in the database and 51 in the database's log.
 """
 
 BESIDE_BYTES = 16 << 20
-"""Disk space for the headers and their copies, the log of a small index, and the file `spare`."""
+"""Bytes of disk space for the headers and their copies, the log of a small index, and the file `spare`."""
 
 SMALL_PART = 2
 """On a small file system, such as a test's, BESIDE_BYTES is replaced by 1/SMALL_PART of the file system's bytes if that

@@ -105,7 +105,7 @@ class StripedSlabs(Volumes):
         A disk that cannot be opened counts as lost, and `poll` says why. The other disks are used.
 
         Args:
-            wrapper: wraps the I/O queues through which the lane reads and writes.
+            wrapper: wraps the I/O queues through which the lane reads and writes; None if they need no wrapper.
 
         Raises:
             FolderLockedError: another process, or another tier in this process, uses the unit's folder.

@@ -80,15 +80,16 @@ class DataPlane(ABC):
         Each op occupies a queue entry until its result has been polled.
 
         Args:
-            stream: the engine's device stream (see `StreamLike`; 0 is torch's default), if the engine's pool lies on a
-                device. Copies start after all work that is on the stream now. So a store reads what that work writes,
-                and a load does not overwrite what that work still reads.
+            stream: the engine's device stream (see `StreamLike`; 0 is torch's default). None if the engine's pool is
+                plain memory, or if the data plane itself knows the stream. Copies start after all work that is on the
+                stream now. So a store reads what that work writes, and a load does not overwrite what that work still
+                reads.
             gated: whether to copy each layer only after `open_layers` has opened it. This is for stores of blocks that
                 the engine has not written yet. The graph may contain layerwise D2H ops only. It keeps its queue
                 entries until all layers were copied or `cancel` has ended it.
-            after: a point that an earlier `record` returned. Copies then start after this point instead of after all
-                work that is on the stream now. Allowed only if no work enqueued since that point writes the graph's
-                blocks and, for a load, none reads them. Ignored for a gated graph.
+            after: a point that an earlier `record` returned; None for none. Copies then start after this point instead
+                of after all work that is on the stream now. Allowed only if no work enqueued since that point writes
+                the graph's blocks and, for a load, none reads them. Ignored for a gated graph.
 
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot is not mapped yet. Nothing was queued.

@@ -68,8 +68,8 @@ class BesideRow:
         multiprocessors: number of multiprocessors that the path takes.
         alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: percentiles of the work's time over all windows, alone
             and during copies, in milliseconds; None if nothing was measured.
-        factor: the work's median time during copies divided by its median time alone: the median over all pairs.
-            `factor_least` and `factor_most` are the smallest and the largest factor of a pair.
+        factor: the work's median time during copies divided by its median time alone: the median over all pairs; None
+            if nothing was measured. `factor_least` and `factor_most` are the smallest and the largest factor of a pair.
         load_gbps, store_gbps: rate of the copies in 1e9 bytes per second, median over all pairs; None for a direction
             that did not run.
         pairs: number of pairs of measurements.

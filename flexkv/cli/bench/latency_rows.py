@@ -26,8 +26,8 @@ from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGrap
 RUN_BYTES = (4 << 10, 32 << 10)
 BLOCKS = (1, 16, 256, 1024)
 POOL_BYTES = 512 << 20
-"""Smallest pool on a GPU. With the longer runs it has twice the 1,024 blocks of the largest op, so that these are
-scattered."""
+"""Size in bytes of the smallest pool on a GPU. With the longer runs it has twice the 1,024 blocks of the largest op, so
+that these are scattered."""
 TIMES = 60
 """Measurements of each op, after `WARM_UP` repetitions that do not count."""
 WARM_UP = 5

@@ -26,7 +26,9 @@ RUN_BYTES = tuple(4096 << i for i in range(11))
 
 LAYERS = 8
 STORE_RUN_BYTES = 1 << 20
-"""Run length of the store beside which something else is measured. It is long, so that the copy engine is busy."""
+"""Run length, in bytes, of the store beside which something else is measured. It is long, so that the copy engine is
+busy.
+"""
 WAIT_S = 120.0
 NULL_STREAM = 0
 DIRECTIONS = {"H2D": OpKind.H2D, "D2H": OpKind.D2H}
@@ -46,7 +48,8 @@ class TransferRow:
         share_of_limit: the rate divided by that of one contiguous copy of as many bytes, or for "both", of one copy
             each way at once; None if that was not measured.
         share_of_one_way: for "both", the rate divided by that of the faster direction alone; otherwise None.
-        single_calls_gbps: rate with one driver call per run; None without a GPU, and for "both".
+        single_calls_gbps: rate in 1e9 bytes per second with one driver call per run; None without a GPU, and for
+            "both".
     """
 
     run_bytes: int

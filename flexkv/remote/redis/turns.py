@@ -30,7 +30,7 @@ class TurnWait(NamedTuple):
 
 
 LONGEST_POLL_MS = 1 << 30
-"""The longest wait of one `poll`, which takes an int. A longer wait polls again."""
+"""The longest wait of one `poll`, in milliseconds, which must fit into a C int. A longer wait polls again."""
 
 Turn = TurnWait | None
 """What steps wait for; None to let others run first, without waiting."""
