@@ -1,5 +1,5 @@
 """Raises ConfigError when imported. SGLang's --enable-flexkv is made for the other package named flexkv, and first
-imports its module of this name.
+imports that package's module of this name.
 """
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv

@@ -113,7 +113,7 @@ def copy_ways_facts(settings: TransferConfig) -> Facts:
     """Returns for each GPU the table that decides which runs the kernel copies instead of the copy engine.
 
     `kernel_below_bytes` has the limit for loads and for stores: the kernel copies shorter runs. "all" means runs of
-    every length. It is None for the built-in table, and for a table that is refused.
+    every length. `kernel_below_bytes` is None for the built-in table, and for a table that is refused.
     """
     tables = []
     for device in range(c_ext.cuda_info()["device_count"]):

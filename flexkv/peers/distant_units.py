@@ -136,8 +136,8 @@ class DistantUnits:
         logger.info("unit %s (process %s): its folders are read here", card.unit, whom)
 
     def _left(self, path: str) -> None:
-        """Forgets all pages of a unit that has left, because it no longer reports which of them it replaces. Only the
-        watch's thread calls this: it may close the slabs' files, which a file server may delay.
+        """Forgets all pages of a unit that has left, because the unit no longer reports which of them it replaces. Only
+        the watch's thread calls this: it may close the slabs' files, which a file server may delay.
         """
         with self._lock:
             known = self._joined.pop(path, None)

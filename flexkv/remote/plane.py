@@ -115,8 +115,8 @@ class RemotePlane:
         self._op_of: dict[int, OpId] = {}
         """The op of each message in flight, by the message's number."""
         self._seen_s: dict[OpKind, float] = {}
-        """When the helper last reported progress for ops of each kind. It carries out the ops of a kind one after
-        another.
+        """When the helper last reported progress for ops of each kind. The helper carries out the ops of a kind one
+        after another.
         """
         self._ended: list[OpResult] = []
         self._questions: dict[int, tuple[OpId, float]] = {}

@@ -96,7 +96,7 @@ class HelperProcess:
         return f"its process ended by signal {-code}" if code < 0 else f"its process ended with {code}"
 
     def kill(self) -> None:
-        """Kills the process. It may touch memory as long as `ended` is empty."""
+        """Kills the process, which may still touch memory while `ended` is empty."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

@@ -243,7 +243,7 @@ class DiskVolume:
                 logger.warning("%s: %d pages of group %d found again", self.folder, count, number)
 
     def begin_use(self, opens: int, epoch: int) -> None:
-        """Begins to use the index (`SlotIndex.begin_use`), and reserves disk space for its next opening."""
+        """Begins to use the index (`SlotIndex.begin_use`), and reserves disk space for the index's next opening."""
         self.index.begin_use(opens, epoch)
         take_spare(self.folder)
 

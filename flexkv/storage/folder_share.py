@@ -128,8 +128,8 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
 
 
 def room_for_slabs(free: int, own: int) -> int:
-    """How many bytes the slabs may have in all if headers and index also fit on the file system, which has `free` bytes
-    left. The result is at least `own`, the bytes that the slabs already hold.
+    """How many bytes all slabs together may have so that headers and index also fit on the file system, which has
+    `free` bytes left. The result is at least `own`, the bytes that the slabs already hold.
     """
     return max(own, free + own - room_beside(free + own))
 

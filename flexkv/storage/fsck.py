@@ -41,7 +41,7 @@ from flexkv.storage.weights_name import WEIGHTS_NAME, read_weights
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
-"""How many problems of one kind a printed report lists. It only counts the rest."""
+"""How many problems of one kind a printed report lists. The report only counts the rest."""
 
 
 @dataclass(slots=True)
@@ -283,7 +283,7 @@ def _numbers(
     """Returns the current epoch, and the recorded count of openings (None if its file is missing or damaged).
 
     The epoch is the higher of those in its file and in the index. Without an index, it is the highest in the file and
-    in any page; if the file's epoch is unknown, too, the next even epoch after that.
+    in any page. If the file's epoch is unknown too, it is the next even epoch after the highest in any page.
     """
     no_index = index is None or index.is_new
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]

@@ -306,6 +306,6 @@ def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
 
 
 def read_group(path: str) -> tuple[SlabHeader, DiskGroup]:
-    """Reads the header of the slab at `path`. Returns it and its first group. Raises what `read_header` raises."""
+    """Returns the header of the slab at `path`, and the slab's first group. Raises what `read_header` raises."""
     header, groups = parse_header(raw_header(path), path)
     return header, groups[header.group]

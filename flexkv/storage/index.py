@@ -2,8 +2,8 @@
 
 All rows of a slab are in memory. The database has them in chunks of fixed size, one per database page. An update
 changes a few array elements, and the next commit writes the chunks that contain them. Opening the index is one scan,
-which makes no Python object per row. It detects any damage: each chunk has a digest, and so do the meta values, which
-include the number of chunks.
+which makes no Python object per row. The scan detects any damage: each chunk has a digest, and so do the meta values,
+which include the number of chunks.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ are RETRIES retries, which take 6 s in all.
 """
 
 FULL_PAUSE_S = 2.0
-"""While the disk is full, a commit is retried after every pause of this many seconds. Its pages are served meanwhile,
-but a crash would lose them.
+"""While the disk is full, a commit is retried after every pause of this many seconds. The commit's pages are served
+meanwhile, but a crash would lose them.
 """
 
 
@@ -90,7 +90,8 @@ class Evict:
 @dataclass(slots=True)
 class Use:
     """Records that the pages at `places`, on any disk, were used. Every lookup makes such a record. To save the
-    caller's time, it passes all places to the journal of every disk, and the journal's thread finds those on its disk.
+    caller's time, the lookup passes all places to the journal of every disk, and the journal's thread finds those on
+    its disk.
 
     Attributes:
         slab: number of the slab.

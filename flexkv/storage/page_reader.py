@@ -77,8 +77,8 @@ class PageReader(ABC):
 
     @abstractmethod
     def _bring(self, op: TransferOp, page: int) -> str:
-        """Reads one page of an op into its host slot. Returns why it failed; empty if it did not. Implementations hold
-        `_writing` while they write the slot, and write nothing if the reader is down.
+        """Reads one page of an op into the page's host slot. Returns why that failed; empty if it did not.
+        Implementations hold `_writing` while they write the slot, and write nothing if the reader is down.
         """
 
     def submit(self, graph: TransferGraph) -> int | None:

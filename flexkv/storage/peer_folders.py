@@ -77,8 +77,8 @@ def open_peer_folders(
     pages. Also leaves out, and logs, slabs that cannot be used, for example because their pages cannot be converted
     exactly.
 
-    A folder is locked only while its index is read. Pages that its unit writes later are not found. Pages that it
-    overwrites later are misses, because every slot's trailer identifies its page.
+    A folder is locked only while its index is read. Pages that the folder's unit writes later are not found. Pages that
+    the unit overwrites later are misses, because every slot's trailer identifies its page.
 
     Args:
         group: this unit's KV group.
@@ -124,7 +124,7 @@ def rewrites_of(
 
     Raises:
         GeometryError: no exact conversion exists, or the groups' rules differ. The message says why and, if there are
-            several groups, which one it is about.
+            several groups, for which one.
         ConfigError: see `slab_numbers`.
     """
     if len(theirs) != len(ours):

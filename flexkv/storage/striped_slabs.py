@@ -395,8 +395,8 @@ class StripedSlabs(Volumes):
         self.finish_reset(deadline_s)
 
     def _stop_flushed_journals(self) -> None:
-        """Stops each journal that has no pending records. It then writes its last commit at once, so that a disk that
-        hangs does not delay the others.
+        """Stops each journal that has no pending records. A stopped journal writes its last commit at once, so that a
+        disk that hangs does not delay the others.
         """
         for disk, journal in enumerate(self._journals):
             if journal is not None and not (disk in self._pending and self._pending[disk].waits):

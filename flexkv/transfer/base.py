@@ -85,8 +85,8 @@ class DataPlane(ABC):
                 stream now. So a store reads what that work writes, and a load does not overwrite what that work still
                 reads.
             gated: whether to copy each layer only after `open_layers` has opened it. This is for stores of blocks that
-                the engine has not written yet. The graph may contain layerwise D2H ops only. It keeps its queue
-                entries until all layers were copied or `cancel` has ended it.
+                the engine has not written yet. The graph may contain layerwise D2H ops only. The graph keeps its queue
+                entries until all layers were copied or `cancel` has ended the graph.
             after: a point that an earlier `record` returned; None for none. Copies then start after this point instead
                 of after all work that is on the stream now. Allowed only if no work enqueued since that point writes
                 the graph's blocks and, for a load, none reads them. Ignored for a gated graph.

@@ -84,8 +84,8 @@ class TransferEngine(DataPlane):
     Args:
         mover: copies the pages of host lanes; None for a `c_ext.HostMover`. A mover may wrap another mover.
         queue_ops: number of queue entries for each kind and priority of op.
-        copy_threads: number of threads for host copies. Loads and stores share them, and loads come first. They are
-            started on first use and sleep while idle.
+        copy_threads: number of threads for host copies. Loads and stores share the threads, and loads come first. The
+            threads are started on first use and sleep while idle.
         op_stuck_s: an op without progress for this many seconds takes its lane down; 0 for never.
         lanes: lanes for further kinds of ops, such as `Volumes.lane`. A lane serves one transfer engine.
         device: the CUDA device on which the engine's pools lie; None for plain memory. The device's lane has its own

@@ -1,4 +1,4 @@
-"""Host memory for slot images, in consecutive pieces (extents). It is private, or shared with the unit's worker
+"""Host memory for slot images, in consecutive pieces (extents). The memory is private, or shared with the unit's worker
 processes.
 """
 

@@ -1,4 +1,4 @@
-"""Asks the store which pages it has. It has its own client, so that probes do not wait behind gets and puts."""
+"""Asks the store which pages it has. The prober has its own client, so that probes do not wait behind gets and puts."""
 
 from __future__ import annotations
 

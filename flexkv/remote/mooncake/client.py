@@ -83,8 +83,7 @@ class Client:
         self.why = ""
 
     def ready(self, until_s: float, at_once: bool = False) -> Any:
-        """Returns the library's client, and sets it up if needed. Returns None if that fails; `why` then has the
-        reason.
+        """Returns the library's client, and sets it up if needed. Returns None if that fails; `why` then says why.
 
         Args:
             until_s: time on the monotonic clock at which to give up.

@@ -35,7 +35,7 @@ BATCH_NAMES = 256
 
 INFINIBAND = Path("/sys/class/infiniband")
 PROBE = "flexkv/alive"
-"""The name that `alive` asks for. It is never put."""
+"""The name that `alive` asks for. No value is ever put under this name."""
 
 NO_ROOM, BAD_SIZE, ABSENT, EXISTS, TRANSFER = -200, -600, -704, -705, -800
 CODES = {
