@@ -256,7 +256,7 @@ class PeerDirectory:
         NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]
     ]:
         """Removes and returns the changes of up to `most` pages: keys, groups, tokens, expiries, and whether a peer has
-        the page now. Lost pages come first, each once; a page that a peer has again is also among the later ones.
+        the page now. Lost pages come first. A page that was lost and that a peer has again is returned twice.
         """
     def take_of(
         self, group: int, keys: NDArray[np.uint8]
@@ -394,10 +394,11 @@ class DeviceMemory:
     @property
     def multiprocessors(self) -> int: ...
     def time_copies(self, to_device: bool, call_bytes: int, calls: int) -> float:
-        """Returns the seconds of `calls` copies of `call_bytes` bytes to or from pinned memory, each by one call."""
+        """Returns how many seconds `calls` copies of `call_bytes` bytes to or from pinned host memory take. Each copy
+        is one driver call."""
 
 CUDA_THRESHOLDS: dict[str, int]
-"""The limits that decide how runs are copied to and from a GPU; csrc/cuda/copy_plan.h says where they come from."""
+"""The limits that decide how bytes are copied to and from a GPU. csrc/cuda/copy_ways.h says where most come from."""
 
 class OpResult:
     """The result of an op. `flexkv.transfer.graph.OpResult` describes the fields."""
@@ -509,7 +510,7 @@ class PageCodec:
         self, image: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int, data: bool = True
     ) -> tuple[str, str]:
         """Returns `("none", "")` if the page is good, otherwise the name of the miss and the reason. If `tag` is None,
-        any page is accepted."""
+        any page is accepted. If `data` is False, checks only the trailer, and not the bytes of the runs."""
 
     def seal_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes, written: int
@@ -703,7 +704,7 @@ class EngineKeyChain:
     """The index keys of one request's blocks, made from the engine's own block keys as their number grows.
 
     Args:
-        namespace: 32 bytes from `namespace_digest`, or these and a mark of 2 bytes, with which each key then ends.
+        namespace: 32 bytes from `namespace_digest`. A mark of 2 bytes may follow; each key then ends with it.
         group: number of the KV group.
 
     Raises:
@@ -781,7 +782,8 @@ class BlockIndex:
     Keys are uint8 [blocks, 16]; entries are uint32 [blocks], 0xFFFFFFFF for none; flags are uint8 [blocks].
 
     Raises:
-        ConfigError: there is no group or are too many, or the policy is unknown. CapacityError: too many slots.
+        ConfigError: there are no groups or too many, or `shared_with` or the policy is not allowed.
+        CapacityError: there are too many slots.
     """
 
     def __init__(self, group_slots: list[int], policy: str = "lru", shared_with: list[int] = []) -> None:
@@ -821,7 +823,7 @@ class BlockIndex:
         """Like `pin`, for entries that a lookup found earlier. Each must still belong to the key at its position.
 
         Raises:
-            ContractError: an entry does not; the message names it. Nothing is leased.
+            ContractError: an entry no longer holds the ready block of its key; the message names it. Nothing is leased.
         """
     def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Like `pin`, for entries that are ready, or pending and leased by the op that fills them."""
@@ -852,7 +854,8 @@ class BlockIndex:
 
         Args:
             filler: number of the op that fills the new blocks, for which requests may wait; 0 if they may not wait.
-            leases: number of pins of each new entry besides the insert's own, which `finish` does not end.
+            leases: number of leases that each new entry gets in addition to the insert's own. `finish` ends only the
+                insert's own.
             spare: whether the new blocks are evicted first while spare blocks have more than their share of the slots.
                 A block is no longer spare when a request hits it or it is inserted without `spare`.
         """
@@ -1121,9 +1124,9 @@ class BoundaryLookup:
 # --- gds ----------------------------------------------------------------------------------------------------
 
 class GdsTotals(TypedDict):
-    """Totals of a manager since it was made. `bounced_calls` are the `io_calls` that cuFile sent through a buffer; for
-    `unknown_calls` it does not say whether it did so. `straight_pages` did not pass through a staging slot, although
-    their digests may have."""
+    """Totals of a manager since it was made. `bounced_calls` are the `io_calls` that went through another buffer. For
+    `unknown_calls` nothing shows whether they did. The bytes of `straight_pages` did not pass through a staging slot,
+    although their digests may have."""
 
     transfers: int
     pages: int
@@ -1138,8 +1141,9 @@ class GdsTotals(TypedDict):
 class PoolState(TypedDict):
     """The part of an engine's pool on a GPU that is registered, so that its blocks move straight to and from disk.
 
-    `regions`, `pieces` and `bytes` are those registered now; `registered` and `released` count pieces so far. `refusal`
-    says why blocks pass through staging. It is empty if none does, and for plain memory, which needs no registration.
+    `regions`, `pieces` and `bytes` count what is registered now. `registered` and `released` count how many pieces were
+    registered and released so far. `refusal` says why blocks pass through staging. It is empty if none does, and for
+    plain memory, which needs no registration.
     """
 
     regions: int
@@ -1180,7 +1184,8 @@ class GDSManager:
             gpu_device_id: the GPU of the pool; -1 for a pool in plain memory; None for the current GPU, if any.
             engine_stream: the engine's cudaStream_t as a number; 0 is the legacy default stream.
             deadline_s: seconds for one transfer; pages whose I/O has not begun by then fail.
-            stuck_s: seconds without progress of I/O after which the manager gives up its staging and takes no transfer.
+            stuck_s: if I/O makes no progress for this many seconds, the manager takes no more transfers, and leaves its
+                staging memory to that I/O.
             io: how to access plain memory, or copy through it: "uring", "threads" (POSIX calls), or "auto", which is
                 "uring" if the kernel allows it.
             register_pool: `gds.register_pool`: "off", "auto" or "on".
@@ -1368,8 +1373,8 @@ def transfer_kv_blocks_gds_staged(
     """Moves blocks between raw files and a pool through staging slots, with one I/O call per block whose bytes in the
     file are contiguous.
 
-    Moves between blocks gpu_block_ids[i] and gds_block_ids[i], and returns when all bytes have moved. Tensors are
-    contiguous, of any library that has torch's `data_ptr()` or DLPack.
+    Moves block gpu_block_ids[i] of the pool to block gds_block_ids[i] of the files, or back if `is_read`. Returns when
+    all bytes have moved. Tensors are contiguous, of any library that has torch's `data_ptr()` or DLPack.
 
     Args:
         gpu_layer_id_list: int32, the layers to move; other layers are not changed.
@@ -1438,8 +1443,8 @@ def reserve_gds_staging(
 ) -> None:
     """Allocates the manager's own staging memory for transfers with these arguments, so that they need not do so.
 
-    The blocks are only examples, of which two show how all blocks are aligned; no block is moved. Nothing is allocated
-    if blocks bypass staging.
+    The blocks serve only as examples: two are enough to show how all blocks are aligned. No block is moved. Nothing is
+    allocated if such blocks bypass staging.
 
     Raises:
         CapacityError: there is not enough memory, or a limit leaves no slot; says which settings to change.
