@@ -9,7 +9,8 @@
 
 namespace flexkv {
 
-// Unit: threads. A job usually has at most 32 shares, so each of more threads would get fewer than two.
+// Unit: threads. The limit, and the default. A job usually has at most 32 shares, so with more threads than
+// the limit each would get fewer than two.
 inline constexpr int32_t kMostDigestThreads = 16;
 inline constexpr int32_t kUsualDigestThreads = 4;
 

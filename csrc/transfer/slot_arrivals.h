@@ -10,7 +10,7 @@ namespace flexkv {
 // The number in OpSpec::reads for a page that need not wait for a read.
 inline constexpr int64_t kNoRead = 0;
 // The number of low bits of a word that hold the number of layers. The bits above hold the number of the
-// read.
+// read, which is less than kMostReads.
 inline constexpr int kArrivalBits = 16;
 inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);
 // The value of `layers` for a page that is completely verified.
@@ -53,7 +53,7 @@ class SlotArrivals {
   }
 
  private:
-  static constexpr int32_t kFailed = 0;
+  static constexpr int32_t kFailed = 0;  // in a word, instead of the number of layers: the read failed
 
   void put(int64_t slot, int64_t read, int32_t layers) const {
     const uint64_t word = static_cast<uint64_t>(read) << kArrivalBits | static_cast<uint64_t>(layers);
