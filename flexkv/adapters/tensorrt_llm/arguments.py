@@ -43,6 +43,7 @@ class EngineArguments:
         prompt_limit: the limit from `max_seq_len`; None if that argument is not given. The engine then chooses a limit
             that depends on the model and the memory.
         in_key: plain values of other arguments that determine KV, by their names in the key.
+        attention: limits of which tokens a token attends to; empty if it attends to all before it.
         random_weights: whether the weights are random, so that no file identifies them.
         remote_code: whether Python files in the model's folder are part of the model.
         draft_model: folder or hub name of the draft model; empty if there is none.
@@ -63,6 +64,7 @@ class EngineArguments:
     without_hooks: str = ""
     prompt_limit: PromptLimit | None = None
     in_key: Mapping[str, Any] = field(default_factory=dict)
+    attention: Mapping[str, Any] = field(default_factory=dict)
     random_weights: bool = False
     remote_code: bool = False
     draft_model: str = ""
@@ -109,6 +111,7 @@ class EngineArguments:
                 "settings": ARGUMENTS.values(llm_args)
                 | {"moe_config.backend": None if experts is None else str(experts)},
             },
+            attention=_attention(cache, longest),
             random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
             remote_code=bool(getattr(llm_args, "trust_remote_code", False)),
             draft_model=_draft_model(getattr(llm_args, "speculative_config", None)),
@@ -145,6 +148,15 @@ def _draft_model(speculative: Any) -> str:
     """
     names = ("speculative_model", "speculative_model_dir")
     return str(next((found for name in names if (found := getattr(speculative, name, None))), ""))
+
+
+def _attention(cache: Any, longest: int | None) -> dict[str, Any]:
+    """See `EngineArguments.attention`. The windows of all layers are equal, because others are refused. A window of
+    `longest` tokens, the most that a request may have, limits nothing."""
+    given = set(getattr(cache, "max_attention_window", None) or ())
+    windows = sorted(window for window in given if not longest or window < longest)
+    sinks = getattr(cache, "sink_token_length", None)
+    return {name: value for name, value in (("windows", windows), ("sinks", sinks)) if value}
 
 
 def _without_hooks(llm_args: Any) -> str:

@@ -54,6 +54,9 @@ def engine_namespace(
     if settings.keys.scheme == COMMON:
         if arguments.draft:
             raise draft_refusal(arguments.draft)
+        apart: dict[str, Any] = {"run": RUN.hex()} if arguments.random_weights else {}
+        if arguments.attention:
+            apart["attention"] = dict(arguments.attention)
         shared = SharedModel(
             path=arguments.model,
             weights=weights,
@@ -62,6 +65,7 @@ def engine_namespace(
             block_tokens=block_tokens,
             overrides=arguments.overrides,
             config=arguments.architecture,
+            apart=apart or None,
         )
         return common_namespace(shared, settings)
     # The last item is whether the user names the weights. If so, the key does not contain the commit, which would also
@@ -84,6 +88,8 @@ def engine_namespace(
         "run": RUN if arguments.random_weights else None,
         "namespace": settings.identity.namespace,
     }
+    if arguments.attention:
+        fields["attention"] = dict(arguments.attention)
     if arguments.draft_model:
         # `arguments.draft` contains only the draft model's path, which says nothing about its content.
         fields["draft_weights"] = weights_identity(arguments.draft_model, None, DEFAULT_REVISION)

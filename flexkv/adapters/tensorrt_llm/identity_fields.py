@@ -29,7 +29,8 @@ ARGUMENTS = FieldTable(
         "speculative_config": "all of it",
         "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
         "moe_config": "its `backend`, because some backends quantise the inputs of the experts",
-        "kv_cache_config": "its `dtype`, and the tokens per block of the pool",
+        "kv_cache_config": "its `dtype`, `max_attention_window` (if below `max_seq_len`) and `sink_token_length`, and "
+        "the tokens per block of the pool",
         "tensor_parallel_size": "not in the key: pages of another number of ranks have another format, so that they "
         "are never found",
     },

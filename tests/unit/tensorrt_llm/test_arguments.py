@@ -179,6 +179,27 @@ def test_what_changes_kv_changes_the_namespace() -> None:
     assert request_namespace(engine, SimpleNamespace(multimodal_hashes=[[1]])) is None
 
 
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_windows_and_random_weights_change_the_namespace(scheme: str) -> None:
+    """A layer's KV depends on the tokens to which the layers before it attend."""
+    settings = load_config({"identity.model": "m", "keys.scheme": scheme}, {})
+
+    def keys(**given: Any) -> bytes:
+        return engine_namespace(EngineArguments.of(arguments(**given)), settings, 4, "float16")
+
+    others = [
+        keys(cache={"max_attention_window": [512]}),
+        keys(cache={"max_attention_window": [1024]}),
+        keys(cache={"sink_token_length": 4}),
+        keys(load_format="dummy"),
+    ]
+    assert len({keys(), *others}) == 5
+    # Control: the same window for each of several layers is the same window.
+    assert keys(cache={"max_attention_window": [512, 512]}) == others[0]
+    assert keys(cache={"max_attention_window": None}) == keys()
+    assert keys(cache={"max_attention_window": [512]}, max_seq_len=512) == keys(max_seq_len=512)
+
+
 def test_every_argument_that_the_connector_gets_is_in_one_list() -> None:
     names = [*ARGUMENTS.names(), *left_out(ARGUMENTS)]
     assert len(set(names)) == len(names)
