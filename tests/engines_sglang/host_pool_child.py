@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _build_mha_mla_host_pool
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from flexkv.adapters.sglang import hicache
+from flexkv.adapters.sglang import engine_watch, hicache
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.pools import HOST_LAYOUTS
 from flexkv.errors import ConfigError, ContractError, DiskError, GeometryError
@@ -50,22 +53,27 @@ def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicac
         prompt_limit=lambda _: None,
         Place=SimpleNamespace(of_this_process=lambda: place),
     )
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
+    storage = hicache.FlexKVHiCache(storage_config(**settings))
+    storage.register_mem_pool_host(pool)
+    return storage
+
+
+def storage_config(
+    tp_rank: int = 0, attn_cp_size: int = 1, is_mla_model: bool = False, **settings: Any
+) -> HiCacheStorageConfig:
+    return HiCacheStorageConfig(
+        tp_rank=tp_rank,
+        tp_size=tp_rank + 1,
         pp_rank=0,
         pp_size=1,
         attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
+        attn_cp_size=attn_cp_size,
+        is_mla_model=is_mla_model,
         enable_storage_metrics=False,
         is_page_first_layout=False,
         model_name=None,
         extra_config={"interface_v1": 1, "host.bytes": 4 << 20, "host.verify": True, **settings},
     )
-    storage = hicache.FlexKVHiCache(config)
-    storage.register_mem_pool_host(pool)
-    return storage
 
 
 def slots(*pages: int) -> torch.Tensor:
@@ -126,6 +134,83 @@ def refusal(pool: Any, **changed: Any) -> str:
     except GeometryError as error:
         return str(error)
     return ""
+
+
+def dtypes_of_keys() -> dict[str, Any]:
+    """Returns the dtype in the namespace of each pool's pages, for engines with two values of `kv_cache_dtype`."""
+    found: dict[str, Any] = {}
+    for name in ("mha fp8", "mla fp8", "mha fp16"):
+        pool = build_host_pool(name, "page_first")
+        found[name] = [
+            hicache._kv_dtype(pool, SimpleNamespace(kv_cache_dtype=dtype))
+            for dtype in ("fp8_e4m3", "fp8_e5m2")
+        ]
+    return found
+
+
+def writers_of_latents() -> dict[str, Any]:
+    """Returns whether SGLang lets the second of two ranks store latents, before and after flexkv's storage is made."""
+    config = storage_config(tp_rank=1, is_mla_model=True)
+    before = config.is_storage_writer
+    hicache.FlexKVHiCache(config)
+    return {"before": before, "after": config.is_storage_writer}
+
+
+def refused_context_parallelism() -> dict[str, Any]:
+    try:
+        hicache.FlexKVHiCache(storage_config(attn_cp_size=2))
+    except GeometryError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+def new_weights() -> dict[str, Any]:
+    """Changes the weights as SGLang does while HiCache's thread still has a page of the former weights to store. Then
+    empties the engine's tree, and attaches a second storage to the engine, as SGLang can at any time.
+    """
+    pool = build_host_pool("mha fp16", "page_first")
+    storage = make_storage(pool)
+    updater = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    updater.metrics_collector = None
+    keys = hashes_of("former", "late", "new")
+    try:
+        storage.batch_set_v1(keys[:1], slots(2))
+        with updater._observe_weight_load("disk"):
+            pass
+        storage.batch_set_v1(keys[1:2], slots(5))
+        found = {"former": storage.exists(keys[0]), "late": storage.exists(keys[1])}
+        empty_tree()
+        found["late, after the flush"] = storage.exists(keys[1])
+        storage.batch_set_v1(keys[2:], slots(6))
+        empty_tree()
+        found["new, after another flush"] = storage.exists(keys[2])
+    finally:
+        storage.close()
+    return found
+
+
+def attached_later() -> dict[str, Any]:
+    """Looks up a page on disk that a storage left, with a storage of the same owner: in an engine with the weights of
+    its start, and in one whose weights have changed before the storage was attached.
+    """
+    pool = build_host_pool("mha fp16", "page_first")
+    key, number, found = hashes_of("page"), next(numbers), {}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
+        for name, changed in (("first", False), ("weights of the start", False), ("other weights", True)):
+            with patch.object(engine_watch, "_weights_changed", changed):
+                storage = make_storage(pool, number, **settings)
+            found[name] = storage.batch_exists(key)
+            if name == "first":
+                storage.batch_set_v1(key, slots(2))
+            storage.close()
+    return found
+
+
+def empty_tree() -> None:
+    """Calls the method of SGLang's tree that empties it, for a tree without content."""
+    tree = MagicMock(linker=None, buffer_pipeline=None, cache_controller=None)
+    UnifiedRadixCache.reset(tree)
 
 
 def registered_again() -> dict[str, Any]:
@@ -200,9 +285,14 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     import hicache_on_cpu  # type: ignore[import-not-found]
 
     hicache_on_cpu.activate()
-    runtime_context.get_server_args = lambda: None
+    runtime_context.get_server_args = lambda: SimpleNamespace(kv_cache_dtype="auto")
     for name, layout in POOLS:
         yield f"{name} {layout}", round_trip(build_host_pool(name, layout))
     yield "refused", {"layout": refusal(build_host_pool("mha fp16", "page_first"), layout="page_unified")}
+    yield "dtypes of keys", dtypes_of_keys()
+    yield "writers of latents", writers_of_latents()
+    yield "context parallelism", refused_context_parallelism()
+    yield "attached later", attached_later()
+    yield "new weights", new_weights()
     yield "registered again", registered_again()
     yield "refused late", held_by_a_refused_storage()

@@ -101,9 +101,32 @@ def unlisted(names: list[str], table: FieldTable) -> dict[str, list[str]]:
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     fields = list(ServerArgs.__struct_fields__)
     yield "lists", unlisted(fields, ARGUMENTS)
+    yield "places", places()
     yield "control: a made-up argument", unlisted([*fields, "made_up"], ARGUMENTS)
     with tempfile.TemporaryDirectory() as place, patch.object(identity, "get_lora", _no_adapters):
         yield from _keys(Path(place))
+
+
+def places() -> dict[str, Any]:
+    """Returns the names of places that differ only in which heads or layers the rank's pages hold: the second of four
+    ranks, with and without data parallelism of the attention, and the second of three stages, with three partitions of
+    the layers.
+    """
+    heads = {"two heads per replica": _place(tp_size=4, tp_rank=1, attn_tp_size=2, attn_tp_rank=1)}
+    heads["four ranks"] = _place(tp_size=4, tp_rank=1, attn_tp_size=4, attn_tp_rank=1)
+    layers = {}
+    for partition in ("8,12,12", "10,12,10", ""):
+        with patch.dict("os.environ", {identity.STAGE_LAYERS: partition}):
+            layers[partition] = _place(pp_size=3, pp_rank=1)
+            layers[f"one stage, {partition}"] = _place()
+    return {"heads": heads, "layers": layers}
+
+
+def _place(**changed: int) -> str:
+    sizes = dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes", "attn_tp_size", "attn_cp_size"), 1)
+    ranks = dict.fromkeys(("tp_rank", "pp_rank", "dp_rank", "attn_tp_rank"), 0)
+    with patch.object(identity, "get_parallel", lambda: SimpleNamespace(**{**sizes, **ranks, **changed})):
+        return identity.Place.of_this_process().name
 
 
 def _no_adapters() -> Any:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -195,6 +196,58 @@ def reset() -> dict[str, Any]:
     return found
 
 
+def new_weights(kind: type[FlexKVLinker]) -> dict[str, Any]:
+    """Stores a page after the weights have changed and before the engine's tree is emptied, as SGLang does for a
+    request that runs meanwhile or has a prefix in the tree. Returns what is found afterwards.
+    """
+    pool = make_pool("mha fp16")
+    linker = make_linker(kind, pool)
+    fill(pool)
+    updater = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    updater.metrics_collector = None
+    offload(linker, "a", 2)
+    with updater._observe_weight_load("disk"):
+        pass
+    offload(linker, "b", 5)
+    found = {"before": linker.lookup("1", transfers("a")), "between": linker.lookup("2", transfers("b"))}
+    linker.reset()
+    found["between, after the flush"] = linker.lookup("3", transfers("b"))
+    offload(linker, "c", 6)
+    linker.reset()
+    found["after"] = linker.lookup("4", transfers("c"))
+    linker.close()
+    return found
+
+
+class Trusting(FlexKVLinker):
+    """Control: a linker that takes every stored page for one of the current weights."""
+
+    def reset(self) -> None:
+        self._settle()
+
+
+def written_by_rdma() -> dict[str, Any]:
+    """Begins and ends an update in which SGLang is not called when the weights are written. Returns whether a page that
+    was stored before each call is found before and after the call.
+    """
+    pool = make_pool("mha fp16")
+    linker = make_linker(FlexKVLinker, pool)
+    fill(pool)
+    updater = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    updater._session, updater.tp_worker, updater.draft_worker = None, MagicMock(), None
+    updater.tp_worker.weight_update_runners.return_value = []
+    updater.tp_cpu_group = None
+    found = {}
+    with patch.object(torch.distributed, "barrier"):
+        for name, call in (("a", updater.begin_weight_update), ("b", updater.end_weight_update)):
+            offload(linker, name, 2)
+            before = linker.lookup("before", transfers(name))
+            assert call(SimpleNamespace(selector="all")).success
+            found[call.__name__] = [before, linker.lookup("after", transfers(name))]
+    linker.close()
+    return found
+
+
 class Stalling(FlexKVLinker):
     """A linker whose copies from the pool wait until `mover.release()`."""
 
@@ -374,6 +427,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "cancelled", cancelled()
     yield "never refused", never_refused()
     yield "reset", reset()
+    yield "new weights", new_weights(FlexKVLinker)
+    yield "control: new weights", new_weights(Trusting)
+    yield "written by RDMA", written_by_rdma()
     yield "released", released(hooked=True)
     yield "released without the hook", released(hooked=False)
     yield "released under a copy that hangs", released(hooked=True, ends=False)

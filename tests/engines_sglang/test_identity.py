@@ -24,6 +24,26 @@ def test_files_quantisation_and_version_are_in_the_keys(parts: Parts) -> None:
     assert parts["identity_child"]["keys"] == {"apart": 7, "as usual": ["remote code"]}
 
 
+def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) -> None:
+    """With two KV heads, the second of four ranks holds the first head, but the second head if each two ranks have the
+    attention of other requests. With other partitions, the second stage has as many layers, but others.
+    """
+    found = parts["identity_child"]["places"]
+    assert found["heads"] == {
+        "four ranks": "dp0.pp0of1.tp1of4",
+        "two heads per replica": "dp0.pp0of1.tp1of4.attn1of2",
+    }
+    assert found["layers"] == {
+        "8,12,12": "dp0.pp1of3.layers8-12-12.tp0of1",
+        "10,12,10": "dp0.pp1of3.layers10-12-10.tp0of1",
+        "": "dp0.pp1of3.tp0of1",
+        # Control: SGLang ignores the partition if there is one stage.
+        "one stage, 8,12,12": "dp0.pp0of1.tp0of1",
+        "one stage, 10,12,10": "dp0.pp0of1.tp0of1",
+        "one stage, ": "dp0.pp0of1.tp0of1",
+    }
+
+
 def test_weights_and_files_that_an_argument_names_count_by_content(parts: Parts) -> None:
     names = ["kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path"]
     assert parts["identity_child"]["weights"] == {

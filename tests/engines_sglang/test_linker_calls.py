@@ -39,6 +39,24 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
     }
 
 
+def test_pages_stored_between_new_weights_and_the_flush_are_forgotten(parts: Parts) -> None:
+    """SGLang may update weights while requests run, or keep its tree, and flush it later. Until then it stores KV that
+    the former weights computed in part.
+    """
+    assert parts["linker_child"]["new weights"] == {
+        "before": [],
+        "between": [1],
+        "between, after the flush": [],
+        "after": [1],
+    }
+    assert parts["linker_child"]["control: new weights"]["between, after the flush"] == [1]
+
+
+def test_weights_that_are_written_without_a_call_empty_the_cache(parts: Parts) -> None:
+    found = {"begin_weight_update": [[1], []], "end_weight_update": [[1], []]}
+    assert parts["linker_child"]["written by RDMA"] == found
+
+
 def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
     """SGLang's own code releases the memory without asking its caches whether copies are in flight. flexkv hooks it to
     wait for the copies.

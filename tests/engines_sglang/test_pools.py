@@ -62,6 +62,45 @@ def test_pages_of_a_host_pool_come_back_byte_for_byte(parts: Parts, name: str) -
     }
 
 
+def test_kinds_of_fp8_that_a_host_pool_holds_as_bytes_have_different_keys(parts: Parts) -> None:
+    found = parts["host_pool_child"]["dtypes of keys"]
+    for name in ("mha fp8", "mla fp8"):
+        assert found[name] == ["torch.uint8, fp8_e4m3", "torch.uint8, fp8_e5m2"]
+    # Control: other pools keep their dtype, which distinguishes them.
+    assert found["mha fp16"] == ["torch.float16"] * 2
+
+
+def test_every_rank_stores_its_latents(parts: Parts) -> None:
+    """Without flexkv's storage, SGLang lets only the first rank store them. The other ranks would never have a hit, and
+    therefore none at all.
+    """
+    assert parts["host_pool_child"]["writers of latents"] == {"before": False, "after": True}
+
+
+def test_context_parallelism_with_hicache_is_refused(parts: Parts) -> None:
+    found = parts["host_pool_child"]["context parallelism"]
+    assert found == {"refused": "attention context parallelism of 2; flexkv works with 1"}
+
+
+def test_pages_of_former_weights_that_hicache_stores_late_are_forgotten(parts: Parts) -> None:
+    assert parts["host_pool_child"]["new weights"] == {
+        "former": False,
+        # Until the flush, SGLang's own tiers serve such KV too.
+        "late": True,
+        "late, after the flush": False,
+        # Control: a flush without new weights forgets nothing.
+        "new, after another flush": True,
+    }
+
+
+def test_a_storage_attached_after_new_weights_serves_no_earlier_page(parts: Parts) -> None:
+    assert parts["host_pool_child"]["attached later"] == {
+        "first": 0,
+        "weights of the start": 1,
+        "other weights": 0,
+    }
+
+
 def test_another_layout_of_a_host_pool_is_refused(parts: Parts) -> None:
     assert "'page_unified'; allowed are layer_first" in parts["host_pool_child"]["refused"]["layout"]
 

@@ -35,6 +35,9 @@ class EngineListener:
     def new_weights(self) -> None:
         """Called when the weights are about to change."""
 
+    def emptied(self) -> None:
+        """Called when the engine has emptied its tree. No store of KV that was in the tree is under way."""
+
     def end_copies(self) -> None:
         """Called when the pool's memory is about to be released.
 
@@ -71,6 +74,12 @@ class EngineListener:
 _listeners: dict[str, WeakSet[EngineListener]] = {}
 """Registered listeners, by the name of the method that they are registered for."""
 _hooked: set[str] = set()
+_weights_changed = False
+
+
+def weights_changed() -> bool:
+    """Whether the engine's weights have changed since `watch` was first called for `new_weights`."""
+    return _weights_changed
 
 
 def watch(listener: EngineListener, *calls: str) -> None:
@@ -80,7 +89,8 @@ def watch(listener: EngineListener, *calls: str) -> None:
         ConfigError: see `put_hook`.
     """
     for call in calls:
-        put_hook(call)
+        for hook in (call, *_ALSO.get(call, ())):
+            put_hook(hook)
         _listeners.setdefault(call, WeakSet()).add(listener)
 
 
@@ -138,6 +148,9 @@ def add_to_extra_key(request: Any, mark: str, name: str) -> None:
 _HOOKS: dict[str, tuple[str, Callable[..., Any], HookType]] = {}
 """Name of a listener's method -> (path of the method of SGLang to hook, the hook, when the hook runs)."""
 
+_ALSO = {"new_weights": ("begin_update", "end_update")}
+"""Name of a listener's method -> further entries of `_HOOKS` whose hooks call that method."""
+
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -156,11 +169,22 @@ def _all(call: str) -> list[Any]:
 
 
 @_hook("new_weights", f"{_UPDATER}._observe_weight_load", HookType.BEFORE)
+@_hook("begin_update", f"{_UPDATER}.begin_weight_update", HookType.BEFORE)
+@_hook("end_update", f"{_UPDATER}.end_weight_update", HookType.BEFORE)
 def _tell_of_weights(*_arguments: object, **_named: object) -> None:
-    """SGLang calls the hooked method for every update of weights in place (from disk, tensors, IPC or distributed),
-    before the first byte changes."""
+    """SGLang calls the first method for every update of weights in place (from disk, tensors, IPC or distributed),
+    before the first byte changes. Between the other two, weights may also be written by RDMA, without a call."""
+    global _weights_changed
+    _weights_changed = True
     for listener in _all("new_weights"):
         listener.new_weights()
+
+
+@_hook("emptied", f"{_TREE}.reset", HookType.AFTER)
+def _tell_of_flush(*_arguments: object, **_named: object) -> None:
+    """SGLang calls the hooked method when it flushes its cache. HiCache's threads have then ended their stores."""
+    for listener in _all("emptied"):
+        listener.emptied()
 
 
 @_hook("end_copies", f"{_UPDATER}.release_memory_occupation", HookType.BEFORE)

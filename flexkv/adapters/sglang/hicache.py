@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.common.start import log_start, read_settings
-from flexkv.adapters.sglang.engine_watch import EngineListener, watch
+from flexkv.adapters.sglang.engine_watch import EngineListener, watch, weights_changed
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.adapters.sglang.pages import pages_of
@@ -37,6 +37,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
 
     Raises:
         ContractError: the extra config lacks `"interface_v1": 1`.
+        GeometryError: the engine has attention context parallelism.
         ConfigError: a setting is unknown or not allowed.
     """
 
@@ -45,6 +46,13 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ContractError('flexkv needs "interface_v1": 1 in --hicache-storage-backend-extra-config')
+        if storage_config.attn_cp_size != 1:
+            raise GeometryError(
+                f"attention context parallelism of {storage_config.attn_cp_size}; flexkv works with 1"
+            )
+        # SGLang lets only the first of several ranks store latents, because it takes a storage for one that the ranks
+        # share. Each rank has its own here, and a page that one rank lacks is no hit.
+        storage_config.is_mla_model = False
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
         self._config = share_of_node(read_settings(settings), self._place.units_on_node)
@@ -74,13 +82,13 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             )
         # The hook is installed first. If it is missing, this method fails, and then the storage must not hold any
         # memory or folders.
-        watch(self, "new_weights")
+        watch(self, "new_weights", "emptied")
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)
         from sglang.srt.runtime_context import get_server_args
 
         server_args = get_server_args()
-        owner = owner_of(server_args, pool, self._place, self._config, str(mem_pool_host.dtype))
+        owner = owner_of(server_args, pool, self._place, self._config, _kv_dtype(mem_pool_host, server_args))
         cache = RankCache(
             self._config,
             pool,
@@ -95,6 +103,9 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
         except BaseException:
             cache.close()
             raise
+        if weights_changed():
+            # SGLang attaches this storage to a running engine, whose weights the namespace does not identify.
+            self._batches.new_weights()
 
     @log_refusal(logger)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -155,12 +166,26 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
         if self._batches is not None:
             self._batches.new_weights()
 
+    def emptied(self) -> None:
+        """Called when the engine has emptied its tree and its host tier."""
+        if self._batches is not None:
+            self._batches.tree_emptied()
+
     # --- the older interface, which SGLang does not use with "interface_v1" ---
 
     def get(self, *_arguments: Any, **_named: Any) -> Any:
         raise NotImplementedError('pages move by batch_get_v1 and batch_set_v1: set "interface_v1": 1')
 
     batch_get = set = batch_set = get
+
+
+def _kv_dtype(mem_pool_host: Any, server_args: Any) -> str:
+    """Name of the dtype of the pages' numbers. A host pool holds every kind of fp8 as bytes, so the argument
+    distinguishes them. If that is `auto`, the files that say how the model is quantised decide, and these are in the
+    namespace."""
+    if mem_pool_host.dtype != torch.uint8:
+        return str(mem_pool_host.dtype)
+    return f"{mem_pool_host.dtype}, {server_args.kv_cache_dtype}"
 
 
 def _no_stream(device: int) -> int:

@@ -4,6 +4,7 @@ disk."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,17 @@ NO_COMMIT = "default"
 """Stands for the unknown commit of weights other than the model's that are given by a hub name. No argument of SGLang
 says which commit is meant, so nothing identifies these weights permanently."""
 
+STAGE_LAYERS = "SGLANG_PP_LAYER_PARTITION"
+"""Environment variable of SGLang with the number of layers of each pipeline stage, separated by commas."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """One rank's place among all ranks that hold KV. Every rank has its own cache.
 
     Attributes:
-        name: the rank's numbers and the sizes of its groups, such as `dp0.pp0of1.tp1of2`.
+        name: the rank's numbers and the sizes of its groups, such as `dp0.pp0of1.tp1of2`. Everything after the first
+            dot determines which layers and heads the rank's pages hold.
         units_on_node: number of caches that share this node's memory and disks: one per rank on the node, over all
             data-parallel replicas.
         is_whole: whether the rank's pages hold all heads and layers.
@@ -64,7 +69,12 @@ class Place:
     def of_this_process(cls) -> Place:
         parallel = get_parallel()
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
+        if parallel.pp_size > 1 and (layers := os.environ.get(STAGE_LAYERS)):
+            stage += f".layers{layers.replace(',', '-')}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
+        if parallel.attn_tp_size != parallel.tp_size:
+            # Ranks of the same number hold other heads than without data parallelism of the attention.
+            rank += f".attn{parallel.attn_tp_rank}of{parallel.attn_tp_size}"
         is_whole = parallel.tp_size == parallel.pp_size == 1
         is_alone = parallel.attn_tp_size == parallel.pp_size == parallel.attn_cp_size == 1
         name = f"dp{parallel.dp_rank or 0}.{stage}.{rank}"
@@ -112,8 +122,8 @@ def _fields(
         "kv_dtype": kv_dtype,
         "layers": pool.layers,
         "page_tokens": pool.block_tokens,
-        # Heads and layers are split over ranks: with a different split, a page of the same tokens has different
-        # bytes.
+        # Heads and layers are split over ranks: with a different split, a page of the same tokens has different bytes,
+        # even if its format is the same.
         "place": place.name.partition(".")[2],
         # The algorithm enters the key because with EAGLE the engine hashes pairs of tokens.
         "speculative": str(server_args.speculative_algorithm),

@@ -209,8 +209,9 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
 
     def reset(self) -> None:
         """Called when the engine empties its tree. Waits for all copies, so that none is in flight when this returns.
-        Stored pages stay valid."""
+        Stored pages stay valid, except those that may hold KV of former weights."""
         self._settle()
+        self._cache.tree_emptied()
 
     def end_copies(self) -> None:
         """Waits for all copies, because the pool's memory is about to be released.

@@ -122,6 +122,12 @@ class PageBatches:
             if not self._closed:
                 self.cache.new_weights()
 
+    def tree_emptied(self) -> None:
+        """See `RankCache.tree_emptied`."""
+        with self.lock:
+            if not self._closed:
+                self.cache.tree_emptied()
+
     def close(self) -> None:
         """Writes the pages that still have to go to disk, and frees the memory. Idempotent."""
         with self.lock:

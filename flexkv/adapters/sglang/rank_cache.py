@@ -73,6 +73,7 @@ class RankCache(RankWorker):
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
         self._announcements: Announcements | None = None
+        self._tree_is_old = self._stored_old = False
         self.take_group(pool)
         facts = self.facts()
         assert facts is not None
@@ -196,6 +197,7 @@ class RankCache(RankWorker):
             stream: see `load`.
             ttl_s: see `CacheManager.begin_store`.
         """
+        self._stored_old |= self._tree_is_old
         plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0, ttl_s=ttl_s)
         PageLoss.NO_SLOT.count(self.counters, plan.dropped)
         if plan.graph is not None:
@@ -299,9 +301,20 @@ class RankCache(RankWorker):
         The former namespace identifies the weights with which the engine was started. Nothing identifies its current
         weights.
         """
+        self._tree_is_old, self._stored_old = True, False
         self.manager.reset()
         self._namespace = namespace_digest({"before": self._namespace, "run": os.urandom(16)})
         self.counters.add("flexkv_resets_total")
+
+    def tree_emptied(self) -> None:
+        """Must be called when the engine has emptied its tree, and no store of KV that was in it is under way.
+
+        Between new weights and this call, the engine may store KV that the former weights computed, or that depends on
+        such KV. All that was stored in between is forgotten.
+        """
+        if self._stored_old:
+            self.new_weights()
+        self._tree_is_old = False
 
     def close(self) -> None:
         """Closes the lanes, writes the pages that still have to go to disk, and frees the memory. Waits up to

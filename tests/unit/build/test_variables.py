@@ -27,6 +27,7 @@ PATTERNS = (
 ANY_READ = re.compile(r"\b(?:os\.environ|os\.getenv|(?:secure_)?getenv)\b(?!`)")
 READERS = {
     "flexkv/config/load.py": "the settings",
+    "flexkv/adapters/sglang/identity.py": "`SGLANG_PP_LAYER_PARTITION`",
     "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`",
     "flexkv/adapters/common/metric_report.py": "`FOLDER_VARIABLE`",
     "flexkv/remote/mooncake/client.py": "`CLIENT_ENVIRONMENT`",
@@ -37,8 +38,8 @@ READERS = {
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
 """For each file of the product that reads the environment, which variables it reads. They are variables of launchers
-(docs/tensorrt-llm.md), one that prometheus_client reads too (docs/metrics.md), those that Mooncake's library reads, and
-all variables where a process is started, which inherits them."""
+(docs/tensorrt-llm.md), one of SGLang (docs/identity.md), one that prometheus_client reads too (docs/metrics.md), those
+that Mooncake's library reads, and all variables where a process is started, which inherits them."""
 
 
 def reads() -> Iterator[tuple[str, str]]:
