@@ -1,9 +1,11 @@
-"""Checks that the native core beside this package was built from the same source."""
+"""Explains a native core that is missing, or that was built from another version of the source."""
 
 from __future__ import annotations
 
 import hashlib
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from flexkv.errors import NativeCoreError
 
@@ -24,6 +26,19 @@ def missing_core(error: ImportError) -> NativeCoreError | None:
         "build the core with `make build`; if flexkv is also installed, start from another folder, because Python "
         "finds this one first"
     )
+
+
+def import_with_core(module: str, name: str) -> Any:
+    """Imports a module of this package and returns its attribute `name`.
+
+    Raises:
+        NativeCoreError: the native core is missing. The message says what to do.
+        ImportError: another module cannot be imported.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except ImportError as error:
+        raise missing_core(error) or error from None
 
 
 def check_native_core() -> None:

@@ -6,10 +6,9 @@ doing so must not import the engine's memory pools.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from flexkv.native_core import missing_core
+from flexkv.native_core import import_with_core
 
 _PLACES = {
     "FlexKVHiCache": "flexkv.adapters.sglang.hicache",
@@ -22,7 +21,4 @@ __all__ = ["FlexKVHiCache", "FlexKVLinker"]
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(_PLACES[name]), name)
-    except ImportError as error:
-        raise missing_core(error) or error from None
+    return import_with_core(_PLACES[name], name)

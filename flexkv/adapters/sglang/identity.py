@@ -26,7 +26,7 @@ from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.rank_pool import RankPool
-from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
+from flexkv.adapters.common.weights import NO_COMMIT, resolved_commit, weights_content, weights_identity
 from flexkv.adapters.sglang.engine_watch import put_hook
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
 from flexkv.adapters.sglang.node_units import units_on_node
@@ -35,10 +35,6 @@ from flexkv.errors import ConfigError
 from flexkv.facts.ranks import UnitOwner
 from flexkv.unit.capacity import PromptLimit
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
-
-NO_COMMIT = "default"
-"""Stands for the unknown commit of weights other than the model's that are given by a hub name. No argument of SGLang
-says which commit is meant, so nothing identifies these weights permanently."""
 
 STAGE_LAYERS = "SGLANG_PP_LAYER_PARTITION"
 """Environment variable of SGLang with the number of layers of each pipeline stage, separated by commas."""

@@ -11,7 +11,7 @@ from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_names
 from flexkv.adapters.common.framed import framed, plain_namespace
 from flexkv.adapters.common.model_files import code_files, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
-from flexkv.adapters.common.weights import weights_content, weights_identity
+from flexkv.adapters.common.weights import NO_COMMIT, weights_content, weights_identity
 from flexkv.adapters.tensorrt_llm.api import engine_version
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.cache.keys import namespace_digest
@@ -20,10 +20,6 @@ from flexkv.weights.files import NAMED, WeightsContent
 
 RUN = os.urandom(16)
 """Random bytes that distinguish this run of the engine from all others."""
-
-DEFAULT_REVISION = "default"
-"""Stands for the unknown commit of a draft model that is given by its hub name. No argument says which commit is meant,
-so nothing identifies such weights permanently."""
 
 NOT_IN_TOKENS = (
     "multimodal_hashes",
@@ -92,7 +88,7 @@ def engine_namespace(
         fields["attention"] = dict(arguments.attention)
     if arguments.draft_model:
         # `arguments.draft` contains only the draft model's path, which says nothing about its content.
-        fields["draft_weights"] = weights_identity(arguments.draft_model, None, DEFAULT_REVISION)
+        fields["draft_weights"] = weights_identity(arguments.draft_model, None, NO_COMMIT)
     return plain_namespace(fields)
 
 
@@ -105,7 +101,7 @@ def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> Weight
         content = weights_content(arguments.model, arguments.revision)
     if not arguments.draft_model:
         return content
-    return content.joined(weights_content(arguments.draft_model, None, DEFAULT_REVISION))
+    return content.joined(weights_content(arguments.draft_model, None, NO_COMMIT))
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:

@@ -6,10 +6,9 @@ which must not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from flexkv.native_core import missing_core
+from flexkv.native_core import import_with_core
 
 __all__ = ["FlexKVConnector"]
 
@@ -17,7 +16,4 @@ __all__ = ["FlexKVConnector"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module("flexkv.adapters.vllm.connector"), name)
-    except ImportError as error:
-        raise missing_core(error) or error from None
+    return import_with_core("flexkv.adapters.vllm.connector", name)

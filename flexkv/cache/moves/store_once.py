@@ -29,6 +29,7 @@ from flexkv.cache.tiers.contract import Keeper
 from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys, first_words
+from flexkv.transfer.graph import NEVER
 
 SWEEP_S = 0.25
 """Seconds between two searches for copies that no load has used, because their request ended or continued without
@@ -100,7 +101,7 @@ class StoreOnce:
 
     def kept(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Returns for which of the keys peers keep pages that do not expire, bool [keys]."""
-        return self._keeper.kept(group, keys, 0)
+        return self._keeper.kept(group, keys, NEVER)
 
     def end_store(self, op: RankOp) -> None:
         """Called before the pages of a store to host memory become visible. Records that they are the unit's own."""

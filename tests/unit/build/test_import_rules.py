@@ -295,7 +295,7 @@ def reached_modules(sources: dict[str, str], roots: tuple[str, ...]) -> set[str]
 def not_serving(page: str) -> list[str]:
     """Returns the modules and packages that, according to the page, a serving engine does not import."""
     paragraph = " ".join(page.partition("Three quarters of the Python lines")[2].partition("\n\n")[0].split())
-    rest = paragraph.partition("imports the rest:")[2]
+    rest = paragraph.partition("the remaining modules:")[2]
     return [
         name.removesuffix(".py").rstrip("/").replace("/", ".")
         for name in re.findall(r"`(flexkv/[^`]+)`", rest)

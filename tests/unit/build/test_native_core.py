@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from build_support.ninja_file import interface_id
-from flexkv import c_ext
+from flexkv import c_ext, native_core
 from flexkv.errors import NativeCoreError
 from flexkv.native_core import STUB
 
@@ -105,7 +105,7 @@ def test_an_adapter_says_what_to_do_if_the_core_is_missing(
         def importing(_: str) -> ModuleType:
             raise error
 
-        monkeypatch.setattr(package, "import_module", importing)
+        monkeypatch.setattr(native_core, "import_module", importing)
 
     fail(missing)
     with pytest.raises(NativeCoreError, match="start from another folder"):

@@ -91,7 +91,10 @@ def cross_reads(world: DiskWorld, of: int) -> dict[int, str]:
 
 def test_a_page_of_one_group_read_as_anothers_is_a_miss(make_disks: MakeDisks) -> None:
     world = shared(make_disks)
-    assert "disk miss (group) on disk 0, slot 5: page of KV group 1, wanted 0" in cross_reads(world, WINDOW)[FULL]
+    assert (
+        "disk miss (group) on disk 0, slot 5: page of KV group 1, wanted 0"
+        in cross_reads(world, WINDOW)[FULL]
+    )
     assert "disk miss (group)" in cross_reads(world, FULL)[WINDOW]
     assert "disk miss (trailer)" in cross_reads(world, FULL)[STATE], "stripes lie where its trailer would"
     cross_reads(world, STATE)
