@@ -9,9 +9,10 @@ import pytest
 
 from demo.engine_process import SEPARATE_CORE
 
-from .conftest import Engines
+from .conftest import BLOCKS_OF_ALL_GROUPS, Engines
 from .session import EngineSession, Prompt
 from .test_disk import start, wait_durable
+from .transformers_models import write_llama_4
 
 pytestmark = pytest.mark.long
 
@@ -85,3 +86,22 @@ def test_control_another_rotary_embedding_has_other_answers_and_other_keys(
     [answer] = session.ask(STORED)
     assert answer.cached == 0
     assert tuple(answer.tokens) != session.reference.tokens(STORED)
+
+
+def test_a_llama_4_that_scales_its_queries_has_other_keys(engines: Engines, tmp_path: Path) -> None:
+    """The schedulers run in other processes than the model, whose loading changes the configuration."""
+    shape = {"no_rope_layers": [1, 0, 1, 1], "floor_scale": 16, "attn_scale": 1.0}
+    engine: dict[str, Any] = {
+        "model": str(write_llama_4(tmp_path / "model")),
+        "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
+        "hf_overrides": shape,
+    }
+    session = start(engines, tmp_path / "disk", engine=engine)
+    [usual] = session.ask(STORED)
+    wait_durable(session)
+    [hit] = start(engines, tmp_path / "disk", SEPARATE_CORE, engine=engine).ask(STORED)
+    assert (hit.cached, hit.tokens) == (STORED.whole_blocks, usual.tokens)
+    engine["override_generation_config"] = {"attn_temperature_tuning": True}
+    [scaled] = start(engines, tmp_path / "disk", SEPARATE_CORE, engine=engine).ask(STORED)
+    assert scaled.cached == 0
+    assert scaled.tokens != usual.tokens

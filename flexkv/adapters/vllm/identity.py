@@ -23,7 +23,15 @@ from flexkv.adapters.common.model_files import (
 )
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
-from flexkv.adapters.vllm.identity_fields import LOAD, LORA, MODEL, SPECULATIVE, settings_of, unusual_settings
+from flexkv.adapters.vllm.identity_fields import (
+    LOAD,
+    LORA,
+    MODEL,
+    SPECULATIVE,
+    environment,
+    settings_of,
+    unusual_settings,
+)
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, KeySchemeError
@@ -34,6 +42,12 @@ if TYPE_CHECKING:
 
 QUANTIZATION_FILE = "quantization_config_file"
 """The entry of `hf_overrides` with the path of a file that describes the quantisation."""
+
+TUNING = "attn_temperature_tuning"
+"""Entry of a Llama 4's configuration: whether queries are scaled by their position."""
+
+TUNED_ABOVE_TOKENS = 32768
+"""vLLM scales a Llama 4's queries if it allows longer requests than this, unless the generation config has `TUNING`."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
@@ -117,7 +131,8 @@ def _apart(config: VllmConfig) -> Any:
     """Returns everything on which this engine's KV depends in addition to the fields of `SharedModel`; None if there is
     nothing."""
     seed = _seed_of_weights(config)
-    if more := unusual_settings(config) | _files(config.model_config, inputs=False):
+    model = config.model_config
+    if more := unusual_settings(config) | environment() | _tuning(model) | _files(model, inputs=False):
         return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
     # With batch invariance a user expects the same bits each time, which only vLLM's own kernels give.
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
@@ -134,6 +149,9 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
     speculative = config.speculative_config
     # VLLM_BATCH_INVARIANT selects other kernels, which give different bits.
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
+    mode |= _tuning(model)
+    if variables := environment():
+        mode["environment"] = variables
     if geometry.is_hybrid:
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
     first = geometry.groups[0]
@@ -174,7 +192,22 @@ def _architecture(model: ModelConfig) -> Any:
     """Returns the model's configuration, including overrides: only the text model's or, if the model takes images or
     other inputs, all of it."""
     whole = model.hf_config if _takes_inputs(model) else model.hf_text_config
-    return plain_config(whole.to_dict())
+    said = plain_config(whole.to_dict())
+    if getattr(model, "model_impl", None) != "transformers":
+        # vLLM's own model does not read this entry. It replaces it, but only in the process that loads the model.
+        for part in (said, said.get("text_config")):
+            if isinstance(part, dict):
+                part.pop(TUNING, None)
+    return said
+
+
+def _tuning(model: ModelConfig) -> dict[str, bool]:
+    """Returns whether vLLM scales a Llama 4's queries by their position, which changes the KV of later layers; empty
+    for other models."""
+    if TUNING not in model.hf_text_config.to_dict():
+        return {}
+    said = model.try_get_generation_config() | model.override_generation_config
+    return {TUNING: bool(said.get(TUNING, model.max_model_len > TUNED_ABOVE_TOKENS))}
 
 
 def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, Any]:

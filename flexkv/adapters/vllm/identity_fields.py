@@ -1,4 +1,5 @@
-"""Lists the fields of vLLM's configuration that determine the KV of a block and are therefore part of its key."""
+"""Lists the fields of vLLM's configuration, and the environment variables, that determine the KV of a block and are
+therefore part of its key."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from vllm import envs
+
 from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.common.loader_settings import EXTRA_RULE, FORMAT_RULE, files_of_format, loader_settings
+from flexkv.adapters.common.model_identity import plain_config
 
 ENGINE = FieldTable("VllmConfig", "", taken=("additional_config",))
 
@@ -32,7 +36,10 @@ MODEL = FieldTable(
         "hf_config_path": "by the configuration that is read from it",
         "hf_overrides": "by the resulting configuration of the model, and the content of a `quantization_config_file`",
         "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
-        "max_model_len": "if the model has LongRoPE, by the factors that it selects",
+        "max_model_len": "if the model has LongRoPE, by the factors that it selects; if it is a Llama 4, by whether "
+        "vLLM scales queries by their position",
+        "generation_config": "if the model is a Llama 4 and this file says whether to scale queries by their position",
+        "override_generation_config": "in the same way as `generation_config`",
         "multimodal_config": "it has a table of its own, and the processor's files enter, except the chat template",
     },
 )
@@ -142,6 +149,25 @@ KERNEL = FieldTable(
 )
 """Fields that select kernels. They change KV because some kernels of quantised layers also quantise their inputs."""
 
+ENVIRONMENT: dict[str, Any] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DISABLED_KERNELS": [],
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
+    "VLLM_MOE_USE_DEEP_GEMM": True,
+    "VLLM_USE_DEEP_GEMM": True,
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+}
+"""Environment variables that change KV, each with vLLM's default: they quantise weights or the inputs of layers, reduce
+their precision, select kernels that do so, or replace the routing to experts. A variable is in the key if its value
+differs from the default."""
+
 OF_ALL = (ENGINE, MODEL, MULTIMODAL, CACHE, LOAD, ATTENTION, MAMBA, KERNEL)
 """The tables whose values are in the keys of every request."""
 
@@ -186,6 +212,12 @@ def unusual_settings(config: Any) -> dict[str, Any]:
     return said
 
 
+def environment() -> dict[str, Any]:
+    """Returns the variables of `ENVIRONMENT` whose values differ from vLLM's defaults, as plain values."""
+    values = {name: getattr(envs, name, usual) for name, usual in ENVIRONMENT.items()}
+    return {name: plain_config(value) for name, value in values.items() if value != ENVIRONMENT[name]}
+
+
 def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yields the name and default value of each field of a configuration object that has a default."""
     if owner is None or not is_dataclass(owner):
@@ -204,4 +236,16 @@ def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
 
 def markdown() -> str:
     """Returns all tables in Markdown, for the docs."""
-    return "\n\n".join(table.markdown() for table in TABLES)
+    rows = [f"| `{name}` | if it is not {_shown(usual)} |" for name, usual in ENVIRONMENT.items()]
+    variables = [
+        "### Variables of the environment",
+        "",
+        "| variable | when it enters the key |",
+        "|---|---|",
+        *rows,
+    ]
+    return "\n\n".join([*(table.markdown() for table in TABLES), "\n".join(variables)])
+
+
+def _shown(usual: Any) -> str:
+    return f"`{int(usual) if isinstance(usual, bool) else usual}`" if usual not in (None, "", []) else "empty"

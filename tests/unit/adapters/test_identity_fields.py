@@ -18,7 +18,8 @@ import pytest
 import torch
 import vllm.config
 from safetensors.torch import save_file
-from transformers import Idefics3Config, Idefics3VisionConfig, LlamaConfig
+from transformers import Idefics3Config, Idefics3VisionConfig, Llama4TextConfig, LlamaConfig
+from vllm import envs
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -30,6 +31,7 @@ from flexkv.adapters.vllm.block_keys import RequestNamespaces
 from flexkv.adapters.vllm.identity import CRYPTOGRAPHIC_HASHES, _fields, adapter_settings, engine_namespace
 from flexkv.adapters.vllm.identity_fields import (
     ENGINE,
+    ENVIRONMENT,
     LORA,
     MODEL,
     MULTIMODAL,
@@ -350,6 +352,108 @@ def test_how_fast_a_loader_reads_changes_no_key(text_folder: Path, scheme: str) 
     assert keys(enable_multithread_load=True, num_threads=4) == usual
     assert keys(concurrency=16, memory_limit=1 << 30, distributed=True) == usual
     assert keys(pattern="other-{rank}.safetensors") != usual, "the control"
+
+
+# --- environment variables ---
+
+OTHER_VALUES = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": "1",
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VLLM_DISABLED_KERNELS": "MarlinLinearKernel",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": "1",
+    "VLLM_FLOAT32_MATMUL_PRECISION": "medium",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "int4"}',
+    "VLLM_HUMMING_USE_F16_ACCUM": "1",
+    "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_MOE_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+}
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_variables_that_change_kv_are_in_the_keys(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    config, settings = resolved(text_folder, dtype="float16"), load_config({"keys.scheme": scheme}, {})
+    found = {"": engine_namespace(config, geometry, settings)}
+    for name, value in OTHER_VALUES.items():
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            found[name] = engine_namespace(config, geometry, settings)
+    assert len(set(found.values())) == 1 + len(ENVIRONMENT)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    assert engine_namespace(config, geometry, settings) == found[""], "the control"
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_the_listed_defaults_of_variables_are_those_of_vllm() -> None:
+    assert {name: getattr(envs, name) for name in ENVIRONMENT} == ENVIRONMENT
+
+
+# --- Llama 4 ---
+
+TUNED = {"attn_temperature_tuning": True}
+
+
+@pytest.fixture
+def llama_4(tmp_path: Path) -> Path:
+    """Writes the files that vLLM reads to configure a Llama 4. The weights are never loaded."""
+    shape = Llama4TextConfig(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        head_dim=32,
+        vocab_size=128,
+        max_position_embeddings=1 << 17,
+        attention_chunk_size=None,
+    )
+    shape.architectures = ["Llama4ForCausalLM"]
+    shape.save_pretrained(tmp_path)
+    write_weights(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_whether_a_llama_4_scales_its_queries_is_in_the_keys(llama_4: Path, scheme: str) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+
+    def keys(replaced: bool | None = None, **arguments: Any) -> bytes:
+        """Args:
+        replaced: the value with which vLLM's model replaces the entry of the configuration; None for none.
+        """
+        config = resolved(llama_4, dtype="float16", **arguments)
+        if replaced is not None:
+            config.model_config.hf_config.attn_temperature_tuning = replaced
+        return engine_namespace(config, geometry, settings)
+
+    usual, scaled = keys(), keys(max_model_len=32769)
+    assert usual != scaled
+    assert keys(max_model_len=32768) == usual == keys(replaced=False)
+    assert keys(override_generation_config=TUNED) == scaled == keys(replaced=True, max_model_len=40000)
+    (llama_4 / "generation_config.json").write_text(json.dumps(TUNED))
+    assert keys() == scaled
+    assert keys(override_generation_config={"attn_temperature_tuning": False}) == usual
+
+
+def test_the_configuration_decides_in_the_model_of_transformers(llama_4: Path) -> None:
+    engines = [
+        resolved(llama_4, model_impl="transformers", hf_overrides={"attn_temperature_tuning": tuned})
+        for tuned in (True, False)
+    ]
+    assert len({namespace(config) for config in engines}) == 2
 
 
 LEFT_OUT = {
