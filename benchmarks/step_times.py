@@ -123,7 +123,7 @@ def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
         ended = sum(copy.end_s <= step.end_s for copy in during)
         if during:
             pages = sum(copy.pages for copy in during)
-            found.append(f"{len(during)} {kind}s of {pages} blocks under way ({begun} began, {ended} ended)")
+            found.append(f"{len(during)} {kind}s of {pages} blocks in flight ({begun} began, {ended} ended)")
     return "; ".join(found) or "nothing beside it"
 
 

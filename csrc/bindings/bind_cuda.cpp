@@ -94,8 +94,8 @@ void bind_cuda(py::module_& m) {
   thresholds["portion_copies"] = cuda::kPortionCopies;
   thresholds["transform_multiprocessors"] = kTransformBlocks;
   thresholds["sub_batch_bytes"] = kSubBatchBytes;
-  thresholds["load_portions_under_way"] = cuda::kPortionsUnderWay[0];
-  thresholds["store_portions_under_way"] = cuda::kPortionsUnderWay[1];
+  thresholds["load_portions_in_flight"] = cuda::kPortionsInFlight[0];
+  thresholds["store_portions_in_flight"] = cuda::kPortionsInFlight[1];
   m.attr("CUDA_THRESHOLDS") = thresholds;
 }
 

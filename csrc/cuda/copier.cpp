@@ -121,7 +121,7 @@ std::string Copier::wait(const uint32_t* passed, uint32_t value, StreamId stream
   std::string error = kernels_.wait(passed, value, reinterpret_cast<void*>(stream));
   if (!error.empty()) {
     give_up(&Capabilities::stage_words,
-            "loads by layer are launched layer by layer, and those under way are waited for on the host: " +
+            "loads by layer are launched layer by layer, and those in flight are waited for on the host: " +
                 error);
   }
   return error;

@@ -35,10 +35,10 @@ inline constexpr std::array<int, 2> kKernelMultiprocessors = {2, 1};
 // Unit: portions. The most portions for the copy engine that a stream has in flight, for loads and for
 // stores. While one portion moves, the others are queued, so the copy engine need not wait for the thread. An
 // op that the inference engine's stream waits for is enqueued without regard to this limit.
-inline constexpr std::array<size_t, 2> kPortionsUnderWay = {2, 3};
+inline constexpr std::array<size_t, 2> kPortionsInFlight = {2, 3};
 // Unit: launches. The most copy kernels that a stream has in flight. An op that the inference engine's stream
 // waits for must itself wait until these kernels have ended.
-inline constexpr size_t kLaunchesUnderWay = 2;
+inline constexpr size_t kLaunchesInFlight = 2;
 // Unit: bytes. The largest portion for the copy engine, for loads and for stores. Each step of the inference
 // engine ends with a small copy to the host, which waits for one portion of a store: 0.05 ms, or 0.1 ms if
 // portions were twice as large.

@@ -152,7 +152,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   for (const size_t index : part->indices) {
     const PageMove page = item_->page(index);
     part->pages.push_back({page.block, view_.stripe(page.slot), view_.pool().pieces().piece_of(page.slot)});
-    ++pages_[index].under_way;
+    ++pages_[index].in_flight;
   }
   if (counts_stages_) {
     for (int32_t stage = part->first_stage; stage <= part->last_stage; ++stage) {
@@ -172,7 +172,7 @@ void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = std::make_unique<MoveResult>(why);
   --good_;
-  if (page.under_way > 0) ++refused_under_way_;
+  if (page.in_flight > 0) ++refused_in_flight_;
 }
 
 void ItemMove::stop(const MoveResult& why) {
@@ -189,7 +189,7 @@ void ItemMove::stop(const MoveResult& why) {
 
 void ItemMove::finish_if_over(size_t index) {
   Page& page = pages_[index];
-  if (page.finished || page.under_way > 0) return;
+  if (page.finished || page.in_flight > 0) return;
   if (over_ && !page.bad && !page.through) spoil(index, *over_);
   if (!page.bad && !page.through) return;
   if (!page.bad) --good_;
@@ -203,7 +203,7 @@ void ItemMove::end(const Part& part) {
   for (const size_t index : part.indices) {
     Page& page = pages_[index];
     const bool was_refused = page.bad != nullptr;
-    if (--page.under_way == 0 && was_refused) --refused_under_way_;
+    if (--page.in_flight == 0 && was_refused) --refused_in_flight_;
     if (part.bad.status != Status::kOk && !page.bad) spoil(index, part.bad);
     page.through = !page.bad && part.last_stage == item_->last_stage();
     finish_if_over(index);

@@ -53,7 +53,7 @@ class ItemMove {
   const std::shared_ptr<Part>& part(DigestCrew& digests, int64_t layers_bytes = kLayersLaunchBytes);
   // Whether part() may be enqueued now. This is false while earlier layers of a refused page are in flight.
   // Their copies must end before the page ends, and before later layers are reported.
-  bool may_enqueue() const { return !over_ && refused_under_way_ == 0 && (now_ || has_next()); }
+  bool may_enqueue() const { return !over_ && refused_in_flight_ == 0 && (now_ || has_next()); }
   // The first stage of the current part, or of the next part if there is none.
   int32_t stage() const { return now_ ? now_->first_stage : stage_; }
   // Call when the current part is completely enqueued.
@@ -76,7 +76,7 @@ class ItemMove {
 
  private:
   struct Page {
-    int32_t under_way = 0;            // number of parts in flight with this page
+    int32_t in_flight = 0;            // number of parts in flight with this page
     std::unique_ptr<MoveResult> bad;  // why the page failed; null if it has not failed
     bool through = false;             // all of the item's stages have been copied
     bool finished = false;
@@ -103,7 +103,7 @@ class ItemMove {
   Ended ended_;
   size_t unfinished_;
   size_t good_;
-  size_t refused_under_way_ = 0;
+  size_t refused_in_flight_ = 0;
   std::optional<MoveResult> over_;
   std::shared_ptr<Part> now_;
   // Where the next part begins: stage_ and page_. A pass copies all pages through the stages from

@@ -78,10 +78,10 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
 
 // Whether another portion may be enqueued on the queue's stream for an item that takes its turn.
 bool LaneDirection::has_room(const Queue& queue) const {
-  if (queue.under_way.empty()) return true;
-  const bool by_kernel = queue.under_way.back().by_kernel;
-  return queue.under_way.size() <
-         (by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)]);
+  if (queue.in_flight.empty()) return true;
+  const bool by_kernel = queue.in_flight.back().by_kernel;
+  return queue.in_flight.size() <
+         (by_kernel ? kLaunchesInFlight : kPortionsInFlight[static_cast<size_t>(direction_)]);
 }
 
 // Takes items until enough of them wait to be enqueued. Also extends items in flight by stages that may now
@@ -126,7 +126,7 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
     move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
     // Only kernels of stores are stopped, because a forward may wait for the copies of a load.
     if (direction_ == Direction::kToHost) {
-      for (Portion& portion : queue.under_way) {
+      for (Portion& portion : queue.in_flight) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
         portion.stopped = queue.stream->stop(portion.mark).empty();
       }
@@ -152,7 +152,7 @@ void LaneDirection::say_issued(WorkSource& source, const ItemMove& move, int32_t
 bool LaneDirection::end_portions(WorkSource& source) {
   bool any = false;
   for (Queue& queue : queues_) {
-    while (!queue.under_way.empty() && queue.stream->reached(queue.under_way.front().mark)) {
+    while (!queue.in_flight.empty() && queue.stream->reached(queue.in_flight.front().mark)) {
       end_portion(source, queue, {});
       any = true;
     }
@@ -161,10 +161,10 @@ bool LaneDirection::end_portions(WorkSource& source) {
 }
 
 void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::string& error) {
-  const Portion portion = std::move(queue.under_way.front());
-  queue.under_way.pop_front();
+  const Portion portion = std::move(queue.in_flight.front());
+  queue.in_flight.pop_front();
   learn_pace(queue, portion);
-  if (!queue.under_way.empty()) set_due(queue);
+  if (!queue.in_flight.empty()) set_due(queue);
   Part& part = *portion.part;
   portion.move->item()->touch();
   if (!error.empty()) {
@@ -187,7 +187,7 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
 // Sets when the oldest portion is due. Precondition: that portion begins to move now, because the one before
 // it has ended or its fence has just been reached.
 void LaneDirection::set_due(Queue& queue) {
-  Portion& next = queue.under_way.front();
+  Portion& next = queue.in_flight.front();
   const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
   next.due = Clock::now() + to_duration(kRestShare * pace * static_cast<double>(next.bytes));
 }
@@ -196,7 +196,7 @@ void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
   // It is known when the portion began only if it directly followed another portion.
-  const bool followed = std::exchange(queue.went_on, !queue.under_way.empty());
+  const bool followed = std::exchange(queue.went_on, !queue.in_flight.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];
   const double seen = std::clamp(took / static_cast<double>(ended.bytes), kFastestPace, kSlowestPace);
@@ -305,8 +305,8 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
     if (std::string unmarked = queue.stream->mark(); error.empty()) error = std::move(unmarked);
   }
   ++part->portions;
-  queue.under_way.push_back(std::move(portion));
-  if (queue.under_way.size() == 1) set_due(queue);
+  queue.in_flight.push_back(std::move(portion));
+  if (queue.in_flight.size() == 1) set_due(queue);
   if (!error.empty()) {
     part->bad = {Status::kFailed, error, {}, FailureCause::kTransport};
     part->enqueued = true;
@@ -364,11 +364,11 @@ void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& p
 
 // If the stream is broken, ends all portions in flight on it.
 void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
-  if (queue.under_way.empty()) return;
+  if (queue.in_flight.empty()) return;
   const std::string failure = queue.stream->failure();
-  while (!failure.empty() && !queue.under_way.empty()) {
+  while (!failure.empty() && !queue.in_flight.empty()) {
     // Portions that ended before the failure have succeeded.
-    const bool ended = queue.stream->reached(queue.under_way.front().mark);
+    const bool ended = queue.stream->reached(queue.in_flight.front().mark);
     end_portion(source, queue, ended ? std::string() : failure);
   }
 }
@@ -376,7 +376,7 @@ void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
 // Returns when to poll next for the end of the oldest portion. If that is `now`, the caller polls again
 // without a pause.
 Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clock::time_point now) {
-  Portion& oldest = queue.under_way.front();
+  Portion& oldest = queue.in_flight.front();
   const double late = std::chrono::duration<double>(now - oldest.due).count();
   const auto pause = to_duration(late < 10 * kPollS ? kShortPauseS : kLongPauseS);
   if (oldest.fence) {
@@ -399,7 +399,7 @@ bool LaneDirection::rest(WorkSource& source) {
   const auto now = Clock::now();
   auto look = Clock::time_point::max();
   for (Queue& queue : queues_) {
-    if (!queue.under_way.empty()) look = std::min(look, next_look(source, queue, now));
+    if (!queue.in_flight.empty()) look = std::min(look, next_look(source, queue, now));
   }
   if (look <= now) {
     std::this_thread::yield();

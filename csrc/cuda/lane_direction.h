@@ -1,6 +1,6 @@
 // One direction of a GPU's lane: a thread that takes work items, enqueues their copies, and finishes pages
 // whose copies have ended. The copy engine gets portions of limited size, so that it serves other streams
-// between them; kPortionsUnderWay of them are in flight. The kernel gets larger portions, up to the limits in
+// between them; kPortionsInFlight of them are in flight. The kernel gets larger portions, up to the limits in
 // copy_ways.h. If the inference engine's stream waits for an op, the op is enqueued at once, however much is
 // in flight. When a portion is due, the thread polls for its end in a loop that does not call the driver. A
 // portion that is late probably waits behind the engine's work, so the thread then polls only from time to
@@ -48,7 +48,7 @@ class LaneDirection {
   };
   struct Queue {
     std::unique_ptr<CopyStream> stream;
-    std::deque<Portion> under_way;
+    std::deque<Portion> in_flight;
     std::shared_ptr<StreamEvent> waited_for;
     Clock::time_point last_end;
     bool went_on = false;  // another portion was in flight when the last one ended

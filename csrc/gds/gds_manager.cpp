@@ -145,7 +145,7 @@ void GDSManager::release_pool() {
   const std::lock_guard pool_lock(pool_mutex_);
   {
     const std::lock_guard lock(mutex_);
-    if (!running_.empty()) throw ContractError("release_pool: transfers of the pool are under way");
+    if (!running_.empty()) throw ContractError("release_pool: transfers of the pool are in flight");
   }
   if (pool_ != nullptr) pool_->release();
 }

@@ -193,7 +193,7 @@ class Disk {
   std::vector<size_t> free_ios_;
   std::deque<size_t> unsubmitted_;
   uint64_t next_sequence_ = 1;
-  int32_t under_way_ = 0;       // number of I/Os in flight
+  int32_t in_flight_ = 0;       // number of I/Os in flight
   int32_t running_jobs_ = 0;    // number of jobs with unfinished I/Os
   int32_t running_writes_ = 0;  // number of writes among the running jobs
   int64_t running_bytes_ = 0;   // total size of the running jobs' I/Os

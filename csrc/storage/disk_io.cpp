@@ -13,13 +13,13 @@ namespace {
 
 // Unit: I/Os. When this many reads in a row have overtaken a waiting write, the write goes next.
 constexpr int32_t kReadsBeforeWrite = 16;
-// Unit: bytes. The most bytes in flight on one disk: kMostBytesUnderWay if all are reads, kMostWritesUnderWay
+// Unit: bytes. The most bytes in flight on one disk: kMostBytesInFlight if all are reads, kMostWritesInFlight
 // if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (on the measured drive, 32 are no
 // faster), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s. Reads alone may have
 // twice as many: a page gains nothing by waiting outside the disk's queue, and more pages in the queue keep
 // the disk busy while this thread does not run.
-constexpr int64_t kMostBytesUnderWay = int64_t{64} << 20;
-constexpr int64_t kMostWritesUnderWay = int64_t{32} << 20;
+constexpr int64_t kMostBytesInFlight = int64_t{64} << 20;
+constexpr int64_t kMostWritesInFlight = int64_t{32} << 20;
 // Unit: bytes. After sealing this many bytes, the thread calls IoQueue::take, so that the queue does not hold
 // back these pages while more are sealed. This is 0.1 ms of sealing: one call per large page, or per 16 pages
 // of 64 KiB.
@@ -217,7 +217,7 @@ bool Disk::pick(PageTask& task) {
   if (!write_first && reads_.empty()) return false;
   std::deque<PageTask>& from = write_first ? writes_ : reads_;
   const DiskGroup& group = (*groups_)[static_cast<size_t>(from.front().move.group)];
-  const int64_t most = write_first || running_writes_ > 0 ? kMostWritesUnderWay : kMostBytesUnderWay;
+  const int64_t most = write_first || running_writes_ > 0 ? kMostWritesInFlight : kMostBytesInFlight;
   if (running_jobs_ > 0 && running_bytes_ + group.codec->image_bytes() > most) return false;
   reads_in_row_ = !write_first && write_waits ? reads_in_row_ + 1 : 0;
   task = std::move(from.front());
@@ -227,10 +227,10 @@ bool Disk::pick(PageTask& task) {
 
 void Disk::submit_ios(IoQueue& queue) {
   const nvtx::Range range("flexkv disk submit");
-  while (!unsubmitted_.empty() && under_way_ < options_.depth) {
+  while (!unsubmitted_.empty() && in_flight_ < options_.depth) {
     queue.submit(ios_[unsubmitted_.front()].request);
     unsubmitted_.pop_front();
-    ++under_way_;
+    ++in_flight_;
   }
 }
 
@@ -240,7 +240,7 @@ void Disk::io_done(const IoDone& done) {
   Job& job = jobs_[at];
   const int64_t wanted = ios_[io].request.bytes;
   free_ios_.push_back(io);
-  --under_way_;
+  --in_flight_;
   if (done.result < 0) {
     if (job.error == 0) job.error = static_cast<int32_t>(-done.result);
   } else {

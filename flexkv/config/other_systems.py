@@ -96,7 +96,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "use_ce_transfer_d2h": OtherName(
         TACO, "transfer.copy_kernel", "the opposite: false takes the copy engine"
     ),
-    "iouring_entries": OtherName(TACO, "disk.depth", "reads and writes under way at once on one disk"),
+    "iouring_entries": OtherName(TACO, "disk.depth", "reads and writes in flight at once on one disk"),
     "instance_num": OtherName(TACO, "host.units_per_node", "data-parallel ranks of all engines on the node"),
     "log_level": OtherName(TACO, "observe.log_level", "'debug', 'info', 'warning' or 'error'"),
     "tokens_per_block": OtherName(TACO, how=ENGINE_BLOCK),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.peers.page_formats import OtherFormat
 from flexkv.storage.base import DiskGroup
-from flexkv.storage.page_reader import DIGEST, PageReader, UnderWay
+from flexkv.storage.page_reader import DIGEST, InFlight, PageReader
 from flexkv.storage.tags import TagFields, tag_fields
 from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
 from flexkv.transfer.host_pool import HostPool
@@ -65,7 +65,7 @@ class PoolReader(PageReader):
         self.outcomes = np.zeros(len(OUTCOMES), np.int64)
         self._image: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
-    def _read(self, moving: UnderWay) -> OpResult:
+    def _read(self, moving: InFlight) -> OpResult:
         op, reason = moving.op, ""
         for first in range(0, op.pages, PAGES_AT_ONCE):
             with self._lock:

@@ -56,14 +56,14 @@ class Requests:
         if request is None or request.state != "new":
             return
         start = 0 if world.random.random() < 0.7 else world.random.randint(0, len(request.path))
-        under_way = set(world.disk_lane.ops)
+        in_flight = set(world.disk_lane.ops)
         world.expire_pages()
         world.manager.prefetch(request.request_id, request.arrays, start * world.config.step_tokens)
         world.model.evict(world.recorder.take_evicted())
         self.lookups.orders_planned()
         require(not world.manager.leased_pages(request.request_id), "a prefetch promises something")
         require(not world.manager.waits(request.request_id), "a request waits that nobody has asked for")
-        begun = [op for op_id, op in world.disk_lane.ops.items() if op_id not in under_way]
+        begun = [op for op_id, op in world.disk_lane.ops.items() if op_id not in in_flight]
         if begun:
             require(not len(world.line), "a prefetch takes room that somebody waits for")
             reads = [op for op in world.disk_lane.ops.values() if op.kind is OpKind.DISK_READ]

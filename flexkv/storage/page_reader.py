@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class UnderWay:
+class InFlight:
     """The op in flight.
 
     Attributes:
@@ -67,7 +67,7 @@ class PageReader(ABC):
         self._lock = threading.Condition()
         self._writing = threading.Lock()
         """Held while a host slot is written. An op is abandoned only when this lock is free."""
-        self._under_way: UnderWay | None = None
+        self._in_flight: InFlight | None = None
         self._down = ""
         self._waiting: deque[TransferOp] = deque()
         self._ended: deque[OpResult] = deque()
@@ -113,12 +113,12 @@ class PageReader(ABC):
         disk that hangs.
         """
         with self._lock:
-            moving = self._under_way
+            moving = self._in_flight
             if not self._down and moving is not None and time.monotonic() - moving.since_s >= self._stuck_s:
                 self._give_up(moving, f"a page was not read within {self._stuck_s:.0f} s")
             return self._down
 
-    def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
+    def _give_up(self, moving: InFlight, reason: str, wait_s: float = 0.0) -> None:
         """Stops the reader for good, and fails the op in flight and all waiting ops. Does nothing if a page of the op
         is still being copied to its host slot after `wait_s` seconds. The caller holds the lock.
         """
@@ -153,9 +153,9 @@ class PageReader(ABC):
         with self._lock:
             if not self._thread.is_alive():
                 return True
-            if not self._down and self._under_way is not None:
+            if not self._down and self._in_flight is not None:
                 self._give_up(
-                    self._under_way, f"closed, and a page was not read within {deadline_s:.1f} s", WRITE_S
+                    self._in_flight, f"closed, and a page was not read within {deadline_s:.1f} s", WRITE_S
                 )
             return False
 
@@ -167,19 +167,19 @@ class PageReader(ABC):
                 if not self._waiting:
                     return
                 op = self._waiting.popleft()
-                moving = self._under_way = UnderWay(op, time.monotonic())
+                moving = self._in_flight = InFlight(op, time.monotonic())
             try:
                 result = self._read(moving)
             except Exception as error:  # an op without a result would keep its slots pinned forever
                 logger.exception("reading pages of other units")
                 result = self._broken(moving, error)
             with self._lock:
-                self._under_way = None
+                self._in_flight = None
                 if self._down:
                     return  # `_give_up` has put a result for the op into `_ended`
                 self._ended.append(result)
 
-    def _read(self, moving: UnderWay) -> OpResult:
+    def _read(self, moving: InFlight) -> OpResult:
         op, reason = moving.op, ""
         for page in range(op.pages):
             with self._lock:
@@ -195,7 +195,7 @@ class PageReader(ABC):
         status = OpStatus.FAILED if moving.failed else OpStatus.OK
         return OpResult(op.op_id, status, np.array(moving.failed, np.int32), reason)
 
-    def _broken(self, moving: UnderWay, error: Exception) -> OpResult:
+    def _broken(self, moving: InFlight, error: Exception) -> OpResult:
         op = moving.op
         with self._lock:
             if not self._down:

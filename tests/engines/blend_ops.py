@@ -326,7 +326,7 @@ def blend_let_reads_go(llm: Any) -> dict[str, Any]:
     unit = _segment_unit()
     late = unit.driver._planes[DISK]
     ends_s = time.monotonic() + 30.0
-    while len(late.ended) < len(late.under_way):
+    while len(late.ended) < len(late.in_flight):
         if time.monotonic() > ends_s:
             raise TimeoutError("the disk has not ended its reads")
         unit.poll()

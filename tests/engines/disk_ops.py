@@ -20,19 +20,19 @@ class LateReads:
 
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
-        self.under_way: set[OpId] = set()
+        self.in_flight: set[OpId] = set()
         self.ended: list[OpResult] = []
 
     def submit(self, graph: TransferGraph) -> int | None:
         ticket = self.plane.submit(graph)
         if ticket is not None:
-            self.under_way.update(op.op_id for op in graph.ops if op.kind is OpKind.DISK_READ)
+            self.in_flight.update(op.op_id for op in graph.ops if op.kind is OpKind.DISK_READ)
         return ticket
 
     def poll(self) -> list[OpResult]:
         results = self.plane.poll()
-        self.ended += [result for result in results if result.op_id in self.under_way]
-        return [result for result in results if result.op_id not in self.under_way]
+        self.ended += [result for result in results if result.op_id in self.in_flight]
+        return [result for result in results if result.op_id not in self.in_flight]
 
     def close(self, deadline_s: float) -> bool:
         return self.plane.close(deadline_s)
@@ -66,7 +66,7 @@ def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
     planes = unit.driver._planes
     late = planes[DISK]
     ends_s = time.monotonic() + deadline_s
-    while len(late.ended) < len(late.under_way):
+    while len(late.ended) < len(late.in_flight):
         if time.monotonic() > ends_s:
             raise TimeoutError(f"the disk has not ended its reads after {deadline_s:g} s")
         unit.poll()

@@ -181,7 +181,7 @@ def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int
         "stuck_load", victim=prompt.wire(), others=[other.wire() for other in others], wait_s=1.0, abort=abort
     )
     assert reply["late"]["status"] in ("WAITING_FOR_REMOTE_KVS", "FINISHED_ABORTED")
-    assert reply["late"]["held"] >= len(prompt.ids) // 32, "the blocks of a copy under way were given away"
+    assert reply["late"]["held"] >= len(prompt.ids) // 32, "the blocks of a copy in flight were given away"
     for other, result in zip(others, reply["requests"][1:], strict=True):
         assert tuple(result["tokens"]) == session.reference.tokens(other)
     if not abort:

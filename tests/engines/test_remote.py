@@ -289,7 +289,7 @@ def test_the_process_with_the_client_is_killed_under_gets(session: EngineSession
     assert grown.by() == (1,)
 
 
-def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
+def test_a_reset_with_gets_in_flight_takes_nothing_from_the_store(
     engines: Engines, session: EngineSession, redis: RedisServer, stream: int
 ) -> None:
     prompts = in_the_store_alone(session, stream)

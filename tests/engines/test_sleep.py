@@ -36,7 +36,7 @@ def sleep(session: EngineSession, stream: int, mode: str, ends_copies: bool = Tr
         mode=mode,
         ends_copies=ends_copies,
     )
-    assert reply["before"] > 0, "nothing was under way, so nothing was shown"
+    assert reply["before"] > 0, "nothing was in flight, so nothing was shown"
     if mode == "keep":
         for prompt, result in zip(prompts, reply["requests"], strict=True):
             assert tuple(result["tokens"]) == session.reference.tokens(prompt)
@@ -47,7 +47,7 @@ def sleep(session: EngineSession, stream: int, mode: str, ends_copies: bool = Tr
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
-def test_no_copy_is_under_way_when_the_engine_loses_its_memory(
+def test_no_copy_is_in_flight_when_the_engine_loses_its_memory(
     session: EngineSession, stream: int, mode: str
 ) -> None:
     assert sleep(session, stream, mode)["at_sleep"] == 0

@@ -64,9 +64,9 @@ void reset(const Settings& settings) {
   const std::lock_guard lock(w.mutex);
   w.settings = settings;
   w.calls = {};
-  w.bytes_under_way = {};
-  w.kernels_under_way = {};
-  w.long_stores_under_way = 0;
+  w.bytes_in_flight = {};
+  w.kernels_in_flight = {};
+  w.long_stores_in_flight = 0;
   w.violations.clear();
   if (!w.streams.empty()) w.violations.emplace_back("streams of an earlier test are left");
   if (!w.registered.empty()) w.violations.emplace_back("memory of an earlier test is still registered");

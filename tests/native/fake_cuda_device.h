@@ -49,8 +49,8 @@ struct World {
   std::vector<std::string> violations;
   std::set<FakeStream*> streams;
   std::map<void*, size_t> registered;
-  std::array<int64_t, 2> bytes_under_way{}, kernels_under_way{};  // [0]: loads, [1]: stores
-  int64_t long_stores_under_way = 0;
+  std::array<int64_t, 2> bytes_in_flight{}, kernels_in_flight{};  // [0]: loads, [1]: stores
+  int64_t long_stores_in_flight = 0;
   std::map<void*, size_t> allocations;  // declared by a test
   std::map<std::string, std::pair<int64_t, cuda::Code>> refusals;
   std::function<void()> on_free;

@@ -67,18 +67,18 @@ void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) 
   w.calls.bytes += count;
   w.calls.bytes_of_device[stream->device] += count;
   w.calls.longest_copy[to_host] = std::max(w.calls.longest_copy[to_host], count);
-  w.bytes_under_way[to_host] += count;
-  w.calls.peak_bytes[to_host] = std::max(w.calls.peak_bytes[to_host], w.bytes_under_way[to_host]);
-  w.long_stores_under_way += is_long ? 1 : 0;
-  w.calls.peak_long_stores = std::max(w.calls.peak_long_stores, w.long_stores_under_way);
+  w.bytes_in_flight[to_host] += count;
+  w.calls.peak_bytes[to_host] = std::max(w.calls.peak_bytes[to_host], w.bytes_in_flight[to_host]);
+  w.long_stores_in_flight += is_long ? 1 : 0;
+  w.calls.peak_long_stores = std::max(w.calls.peak_long_stores, w.long_stores_in_flight);
   const bool breaks = w.break_next;
   ++stream->moving;
   push(stream, [=] {
     if (!breaks) std::memcpy(dst, src, bytes);
     const std::lock_guard lock(world().mutex);
     if (breaks) stream->error = kIllegalAddress;
-    world().bytes_under_way[to_host] -= count;
-    world().long_stores_under_way -= is_long ? 1 : 0;
+    world().bytes_in_flight[to_host] -= count;
+    world().long_stores_in_flight -= is_long ? 1 : 0;
     --stream->moving;
   });
 }
@@ -264,8 +264,8 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
   World& w = world();
   const size_t to_host = job.to_device ? 0 : 1;
   w.calls.multiprocessors[to_host] = std::max(w.calls.multiprocessors[to_host], int64_t{multiprocessors});
-  ++w.kernels_under_way[to_host];
-  w.calls.peak_kernels[to_host] = std::max(w.calls.peak_kernels[to_host], w.kernels_under_way[to_host]);
+  ++w.kernels_in_flight[to_host];
+  w.calls.peak_kernels[to_host] = std::max(w.calls.peak_kernels[to_host], w.kernels_in_flight[to_host]);
   const bool corrupts = w.settings.kernel_corrupts;
   push(one, [job, own, one, corrupts, to_host] {
     if (job.stage_ends != nullptr) {
@@ -276,7 +276,7 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
     if (corrupts && !job.to_device)
       *reinterpret_cast<std::byte*>(job.pages[0].host + job.chunks[0].page_offset) ^= std::byte{1};
     const std::lock_guard inner(world().mutex);
-    --world().kernels_under_way[to_host];
+    --world().kernels_in_flight[to_host];
     --one->moving;
   });
   return {};

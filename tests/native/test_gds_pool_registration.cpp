@@ -257,7 +257,7 @@ TEST_CASE("pool registration: released before the memory goes, registered again 
   CHECK(fake.buffers.empty());
 }
 
-TEST_CASE("pool registration: a transfer under way keeps the registration") {
+TEST_CASE("pool registration: a transfer in flight keeps the registration") {
   reset_fake();
   PoolWorld world;
   world.start();

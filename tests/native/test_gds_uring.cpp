@@ -108,42 +108,42 @@ TEST_CASE("a manager that is given its I/O refuses options that ask for another"
   }
 }
 
-TEST_CASE("calls that break off leave nothing under way, and the next ones hear of none of them") {
+TEST_CASE("calls that break off leave nothing in flight, and the next ones hear of none of them") {
   if (!uring_refusal().empty()) return;
   // A queue that accepts `left` requests and throws std::bad_alloc at the next one.
   class BreakingQueue : public IoQueue {
    public:
-    BreakingQueue(std::unique_ptr<IoQueue> inner, int& left, int& under_way)
-        : inner_(std::move(inner)), left_(left), under_way_(under_way) {}
+    BreakingQueue(std::unique_ptr<IoQueue> inner, int& left, int& in_flight)
+        : inner_(std::move(inner)), left_(left), in_flight_(in_flight) {}
     const char* name() const override { return inner_->name(); }
     int32_t depth() const override { return inner_->depth(); }
     void submit(const IoRequest& request) override {
       if (left_-- == 0) throw std::bad_alloc();
       inner_->submit(request);
-      ++under_way_;
+      ++in_flight_;
     }
     void take(std::vector<IoDone>& done) override { inner_->take(done); }
     void wait(std::vector<IoDone>& done) override {
       const size_t before = done.size();
       inner_->wait(done);
-      under_way_ -= static_cast<int>(done.size() - before);
+      in_flight_ -= static_cast<int>(done.size() - before);
     }
     void wake() override { inner_->wake(); }
 
    private:
     std::unique_ptr<IoQueue> inner_;
     int& left_;
-    int& under_way_;
+    int& in_flight_;
   };
   int left = 20;
-  int under_way = 0;
+  int in_flight = 0;
   std::vector<unsigned char> memory;
   RingWorld world;
   world.io = std::make_unique<UringFileIo>(world.files, [&](std::unique_ptr<IoQueue> queue, int32_t) {
-    return std::make_unique<BreakingQueue>(std::move(queue), left, under_way);
+    return std::make_unique<BreakingQueue>(std::move(queue), left, in_flight);
   });
   CHECK_THROWS_AS(world.read(memory, 100), std::bad_alloc);
-  CHECK(under_way == 0);
+  CHECK(in_flight == 0);
   for (const IoOutcome& outcome : world.read(memory, 100)) CHECK(outcome.bytes == 4096);
   CHECK(memory == world.content);
 }

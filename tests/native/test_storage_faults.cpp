@@ -266,17 +266,17 @@ TEST_CASE("a disk whose queue breaks ends the pages that have arrived and those 
   CHECK(read.failed == std::vector<int32_t>{0});
 }
 
-TEST_CASE("no more I/Os are under way than a queue may have, even of pages read by layers") {
+TEST_CASE("no more I/Os are in flight than a queue may have, even of pages read by layers") {
   const auto hooks = std::make_shared<HookedQueue::Hooks>();
-  std::atomic<int64_t> under_way{0};
+  std::atomic<int64_t> in_flight{0};
   std::atomic<int64_t> most{0};
-  hooks->submitted = [&](const IoRequest&) { most = std::max(most.load(), ++under_way); };
-  hooks->ended = [&](size_t count) { under_way -= static_cast<int64_t>(count); };
+  hooks->submitted = [&](const IoRequest&) { most = std::max(most.load(), ++in_flight); };
+  hooks->ended = [&](size_t count) { in_flight -= static_cast<int64_t>(count); };
   DiskWorld world(IoBackend::kThreads, {}, 30.0, hooked(hooks, 0));
   store_all(world);
   CHECK(read_pages(world, 0, kWorldPlaces, true).status == Status::kOk);
   CHECK(most <= 8);  // depth of DiskWorld's queues
-  CHECK(under_way == 0);
+  CHECK(in_flight == 0);
 }
 
 }  // namespace flexkv

@@ -173,7 +173,7 @@ TEST_CASE("cuda lane: graphs name the engine's stream, and engines without strea
   CHECK_THROWS_AS(cuda::Device::open(1, world.loaded.driver), ConfigError);
 }
 
-TEST_CASE("cuda lane: close with copies under way waits for them") {
+TEST_CASE("cuda lane: close with copies in flight waits for them") {
   CudaWorld world({}, {}, {});
   world.fill(0, 4);
   fake_cuda::hold_all(true);
@@ -215,9 +215,9 @@ bool reused_blocks_stay(bool cancels) {
   while (fake_cuda::calls().bytes - before < 2 * cuda::kPortionBytes[0] && seconds_until(deadline) > 0) {
     std::this_thread::yield();
   }
-  constexpr int32_t kUnderWay = 2 * cuda::kPortionBytes[0] / (2 << 20);
+  constexpr int32_t kInFlight = 2 * cuda::kPortionBytes[0] / (2 << 20);
   std::vector<int32_t> dropped;
-  for (int32_t i = kUnderWay; i < 20; ++i) dropped.push_back(i);
+  for (int32_t i = kInFlight; i < 20; ++i) dropped.push_back(i);
   if (cancels) world.engine->cancel(ticket);
   // Pages in flight may still be written, so the load has no result yet.
   CHECK_FALSE(world.engine->wait(ticket, 0.05));
@@ -227,7 +227,7 @@ bool reused_blocks_stay(bool cancels) {
   REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
   const OpResult result = world.engine->poll(1).front();
   CHECK(result.failed == (cancels ? dropped : std::vector<int32_t>{}));
-  for (int32_t i = 0; i < kUnderWay; ++i) CHECK(world.holds(20 + i, i + 1));
+  for (int32_t i = 0; i < kInFlight; ++i) CHECK(world.holds(20 + i, i + 1));
   CHECK(world.run(world.op(OpKind::kH2D, {20}, {5})).status == Status::kOk);
   CHECK(world.holds(20, 6));
   return std::all_of(dropped.begin(), dropped.end(), [&](int32_t i) { return world.holds(20 + i, 90 + i); });
@@ -240,7 +240,7 @@ TEST_CASE("cuda lane: cancelled in flight, the dropped pages' blocks are the eng
   CHECK_FALSE(reused_blocks_stay(false));
 }
 
-TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing is freed for them") {
+TEST_CASE("cuda lane: tables of several kernels in flight are apart, and nothing is freed for them") {
   CudaShape shape;
   shape.layers = 9000;  // tables of 288 KB
   shape.run_bytes = 1;

@@ -86,7 +86,7 @@ bool loads(CudaWorld& world, int32_t slot) {
 
 }  // namespace
 
-TEST_CASE("cuda long pages: the later ranges of one under way behind a forward are enqueued before it ends") {
+TEST_CASE("cuda long pages: the later ranges of one in flight behind a forward are enqueued before it ends") {
   auto world = make_either_world(kLong);
   CHECK(store_behind_forward(*world, {2}, false, true).status == Status::kOk);
   CHECK(slots_are_whole(*world, {2}));
@@ -180,7 +180,7 @@ TEST_CASE("cuda long pages: the lane keeps nothing of stores that have ended") {
   CHECK(kept.expired());
 }
 
-TEST_CASE("cuda long pages: a store that was cancelled with one under way is ordered all the same") {
+TEST_CASE("cuda long pages: a store that was cancelled with one in flight is ordered all the same") {
   auto world = make_either_world(kLong);
   const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}));
   REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));

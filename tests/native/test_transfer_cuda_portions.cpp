@@ -26,8 +26,8 @@ std::vector<int32_t> all_of(const CudaShape& shape) {
 }
 
 // Unit: bytes. The most that the copy engine has in flight in one direction.
-int64_t most_under_way(size_t direction) {
-  return static_cast<int64_t>(cuda::kPortionsUnderWay[direction]) * cuda::kPortionBytes[direction];
+int64_t most_in_flight(size_t direction) {
+  return static_cast<int64_t>(cuda::kPortionsInFlight[direction]) * cuda::kPortionBytes[direction];
 }
 
 // Stores all blocks, loads them into the blocks in reverse order, and returns what the fake driver counted.
@@ -72,9 +72,9 @@ TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
   CHECK(calls.kernel == 2 * 3);  // launches of 4, 64 and 12 MiB in each direction
 }
 
-TEST_CASE("cuda portions: two launches are under way in a direction, and further items wait for their turn") {
+TEST_CASE("cuda portions: two launches are in flight in a direction, and further items wait for their turn") {
   CudaWorld world({}, {}, kAll);
-  const auto most = static_cast<int64_t>(cuda::kLaunchesUnderWay);
+  const auto most = static_cast<int64_t>(cuda::kLaunchesInFlight);
   for (const OpKind kind : {OpKind::kD2H, OpKind::kH2D}) {
     std::vector<int64_t> tickets;
     const int64_t before = fake_cuda::calls().kernel;
@@ -90,12 +90,12 @@ TEST_CASE("cuda portions: two launches are under way in a direction, and further
   }
 }
 
-TEST_CASE("cuda portions: the copy engine has a few portions under way, and no long copy to the host") {
+TEST_CASE("cuda portions: the copy engine has a few portions in flight, and no long copy to the host") {
   const CudaShape shape{.layers = 4, .blocks = 96, .run_bytes = 64 << 10, .extent_slots = 96};
   const fake_cuda::Calls calls = there_and_back(shape, kBatches);
   CHECK(calls.batch == 6 + 12);  // 24 MiB in each direction
   for (const size_t direction : {kLoads, kStores}) {
-    CHECK(calls.peak_bytes[direction] <= most_under_way(direction));
+    CHECK(calls.peak_bytes[direction] <= most_in_flight(direction));
     CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes[direction]);
   }
   CHECK(calls.longest_copy[kStores] <= cuda::kStoreCopyBytes);
@@ -117,8 +117,8 @@ TEST_CASE("cuda portions: long copies to the host are cut without batches, too")
   const fake_cuda::Calls calls = there_and_back(shape, kSingle);
   CHECK(calls.peak_long_stores == 0);
   CHECK(calls.longest_copy[kStores] == cuda::kStoreCopyBytes);
-  CHECK(calls.peak_bytes[kStores] <= most_under_way(kStores));
-  CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));
+  CHECK(calls.peak_bytes[kStores] <= most_in_flight(kStores));
+  CHECK(calls.peak_bytes[kLoads] <= most_in_flight(kLoads));
 }
 
 TEST_CASE("cuda portions: without batches neighbours to the host are not joined to a long copy") {
@@ -132,7 +132,7 @@ TEST_CASE("cuda portions: without batches neighbours to the host are not joined 
   CHECK(fake_cuda::calls().longest_copy[kLoads] > cuda::kStoreCopyBytes);
 }
 
-TEST_CASE("cuda portions: control: two long copies given to the copier at once are both under way") {
+TEST_CASE("cuda portions: control: two long copies given to the copier at once are both in flight") {
   const CudaShape shape{.layers = 1, .blocks = 4, .run_bytes = 3 << 20, .extent_slots = 1};
   CudaWorld world(shape, {}, kSingle);
   const cuda::Current here(*world.device);
@@ -159,7 +159,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for three portions 
       Forward forward(world, [] {});
       const int64_t before = fake_cuda::calls().bytes;
       const int64_t ticket = world.submit(world.op(OpKind::kD2H, all_of(shape), all_of(shape)));
-      const int64_t most = expedited ? int64_t{96} << 20 : most_under_way(kStores);
+      const int64_t most = expedited ? int64_t{96} << 20 : most_in_flight(kStores);
       if (expedited) CHECK(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
       CHECK(comes_true([&] { return fake_cuda::calls().bytes - before >= most; }));
       CHECK_FALSE(world.engine->wait(ticket, 0.05));
@@ -170,7 +170,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for three portions 
     }
     return calls;
   };
-  CHECK(ahead_of_a_small_copy(false).bytes == most_under_way(kStores));
+  CHECK(ahead_of_a_small_copy(false).bytes == most_in_flight(kStores));
   // If the next engine step waits for the copies anyway, all of them are enqueued at once.
   CHECK(ahead_of_a_small_copy(true).bytes == int64_t{96} << 20);
 }
@@ -187,8 +187,8 @@ TEST_CASE("cuda portions: a page of layers or of one long one arrives whole, in 
                               .digests = true,
                               .extent_slots = 1};
         const fake_cuda::Calls calls = there_and_back(shape, switches, layerwise);
-        CHECK(calls.peak_bytes[kStores] <= most_under_way(kStores));
-        CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));
+        CHECK(calls.peak_bytes[kStores] <= most_in_flight(kStores));
+        CHECK(calls.peak_bytes[kLoads] <= most_in_flight(kLoads));
       }
     }
   }
@@ -416,7 +416,7 @@ TEST_CASE("cuda portions: a cancelled store's kernel is told to stop, and its pa
   CHECK(world.slot_holds(63, 64));
 }
 
-TEST_CASE("cuda portions: nothing is polled when nothing is under way") {
+TEST_CASE("cuda portions: nothing is polled when nothing is in flight") {
   CudaWorld world({}, {}, kAll);
   CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
   const auto cpu_s = [] {

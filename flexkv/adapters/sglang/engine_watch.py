@@ -36,7 +36,7 @@ class EngineListener:
         """Called when the weights are about to change."""
 
     def emptied(self) -> None:
-        """Called when the engine has emptied its tree. No store of KV that was in the tree is under way."""
+        """Called when the engine has emptied its tree. No store of KV that was in the tree is in flight."""
 
     def end_copies(self) -> None:
         """Called when the pool's memory is about to be released.

@@ -19,15 +19,15 @@ class Offload:
     Attributes:
         request_id: the offload's id in the manager.
         stored: whether every page of the node is stored, as far as is known.
-        under_way: number of ops that have not finished.
+        in_flight: number of ops that have not finished.
     """
 
     request_id: str
     stored: bool = True
-    under_way: int = 0
+    in_flight: int = 0
 
     def ended(self, done: Completion) -> None:
-        self.under_way -= 1
+        self.in_flight -= 1
         self.stored = self.stored and not len(done.failed_blocks)
 
 
@@ -54,12 +54,12 @@ class Offloads:
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream, ttl_s)
         # The number is set only now, because `ended` is called only in later polls, even for ops that were refused
         # because a queue was full.
-        offload.under_way = 0 if plan.graph is None else len(plan.graph.ops)
+        offload.in_flight = 0 if plan.graph is None else len(plan.graph.ops)
         offload.stored = not plan.dropped
 
     def completed(self) -> int:
         """Number of finished offloads at the head of the queue, before the first unfinished one."""
-        return sum(1 for _ in takewhile(lambda offload: not offload.under_way, self._queue))
+        return sum(1 for _ in takewhile(lambda offload: not offload.in_flight, self._queue))
 
     def pop(self) -> bool:
         """Removes the oldest offload, and returns whether all its pages are stored."""

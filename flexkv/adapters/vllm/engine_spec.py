@@ -171,7 +171,7 @@ def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
 
 
 ASYNC_SCHEDULING = (
-    "with async scheduling the next step is under way before a failed load is reported, and vLLM would keep the token "
+    "with async scheduling the next step is in flight before a failed load is reported, and vLLM would keep the token "
     "which that step sampled",
     "--no-async-scheduling",
 )

@@ -55,7 +55,7 @@ class OpStream:
             for number, kind in enumerate(kinds)
         }
         self._turn = dict.fromkeys(kinds, 0)
-        self._under_way: dict[OpId, tuple[OpKind, int, Ticket]] = {}
+        self._in_flight: dict[OpId, tuple[OpKind, int, Ticket]] = {}
         self._ended: dict[OpKind, list[tuple[float, int]]] = {
             kind: [(time.perf_counter(), 0)] for kind in kinds
         }
@@ -74,7 +74,7 @@ class OpStream:
         """
         self._count()
         for kind, parts in self._parts.items():
-            missing = len(parts) - sum(under_way is kind for under_way, _, _ in self._under_way.values())
+            missing = len(parts) - sum(in_flight is kind for in_flight, _, _ in self._in_flight.values())
             for _ in range(missing):
                 self._submit(kind, parts)
 
@@ -85,12 +85,12 @@ class OpStream:
             ContractError: an op has not finished after `DRAIN_S` seconds, or a copy failed.
         """
         ends_s = time.monotonic() + DRAIN_S
-        for _, _, ticket in list(self._under_way.values()):
+        for _, _, ticket in list(self._in_flight.values()):
             if not self._engine.wait(ticket, max(0.0, ends_s - time.monotonic())):
                 raise ContractError(f"a copy did not end in {DRAIN_S:.0f} s")
-        while self._under_way:
+        while self._in_flight:
             if time.monotonic() > ends_s:
-                raise ContractError(f"{len(self._under_way)} copies have no result after {DRAIN_S:.0f} s")
+                raise ContractError(f"{len(self._in_flight)} copies have no result after {DRAIN_S:.0f} s")
             self._count()
 
     def wait_one(self, deadline_s: float) -> None:
@@ -99,7 +99,7 @@ class OpStream:
         Raises:
             ContractError: the op has not finished after `deadline_s` seconds.
         """
-        for _, _, ticket in self._under_way.values():
+        for _, _, ticket in self._in_flight.values():
             if not self._engine.wait(ticket, deadline_s):
                 raise ContractError(f"a copy did not end in {deadline_s:.0f} s")
             return
@@ -134,12 +134,12 @@ class OpStream:
         ticket = self._engine.submit(TransferGraph((op,), ()), stream=self._stream)
         if ticket is None:
             raise ContractError("an op found its queue full")
-        self._under_way[op_id] = kind, len(ids), ticket
+        self._in_flight[op_id] = kind, len(ids), ticket
 
     def _count(self) -> None:
         for result in self._engine.poll():
             if result.status is not OpStatus.OK:
                 raise ContractError(f"a copy failed: {result.reason}")
-            kind, pages, _ = self._under_way.pop(result.op_id)
+            kind, pages, _ = self._in_flight.pop(result.op_id)
             ended = self._ended[kind]
             ended.append((time.perf_counter(), ended[-1][1] + pages * self._page_bytes))

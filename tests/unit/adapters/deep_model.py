@@ -35,7 +35,7 @@ class Context:
     slot_mapping: dict[str, Any]
 
 
-under_way: list[Context] = []
+in_flight: list[Context] = []
 """Stack of forward contexts. The last one belongs to the running forward pass and overrides those before it."""
 
 
@@ -56,7 +56,7 @@ class Attention(torch.nn.Module):
         pool[slots, 0], pool[slots, 1] = keys.view(-1, HEADS, HEAD), values.view(-1, HEADS, HEAD)
 
     def forward(self, query: Any, keys: Any, values: Any) -> Any:
-        metadata = under_way[-1].attn_metadata[self.layer_name]
+        metadata = in_flight[-1].attn_metadata[self.layer_name]
         self._write(self, keys, values, self.kv_cache, metadata.slots)
         out = torch.empty_like(query)
         starts = metadata.runs.starts.tolist()
@@ -131,12 +131,12 @@ def make_test(patch: pytest.MonkeyPatch, model: DeepModel, dtype: Any) -> SelfTe
 
     @contextlib.contextmanager
     def override(context: Any) -> Iterator[None]:
-        under_way.append(context)
+        in_flight.append(context)
         yield
-        under_way.pop()
+        in_flight.pop()
 
     group = SimpleNamespace(world_size=1)
-    patch.setattr(forward, "get_forward_context", lambda: under_way[-1])
+    patch.setattr(forward, "get_forward_context", lambda: in_flight[-1])
     patch.setattr(forward, "override_forward_context", override)
     patch.setattr(forward, "get_tp_group", lambda: group)
     patch.setattr(selftest, "get_tp_group", lambda: group)

@@ -60,7 +60,7 @@ class RandomRequests:
         """
         engine = self.engine
         # vLLM also refuses during a step, which may still write blocks of a request that the reset would preempt.
-        if engine.waiting_hold_blocks or engine.steps_under_way:
+        if engine.waiting_hold_blocks or engine.steps_in_flight:
             return False
         engine.scheduler.reset_prefix_cache(
             reset_running_requests=True, reset_connector=self.random.random() < 0.5

@@ -163,7 +163,7 @@ class ScheduledEngine:
         self._overlap = overlap
         self._give = give or do_now
         self.sample: Callable[[], None] = nothing
-        self._under_way: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self._watch_hits()
         self._watch_new_blocks()
 
@@ -215,9 +215,9 @@ class ScheduledEngine:
         self._give(partial(self.memory.fill_, SPOILED))
 
     @property
-    def steps_under_way(self) -> int:
+    def steps_in_flight(self) -> int:
         """Number of steps whose result the scheduler does not know yet."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     @property
     def waiting_hold_blocks(self) -> bool:
@@ -249,10 +249,10 @@ class ScheduledEngine:
         between: called after the step's forward pass, before the scheduler knows the step's result.
         """
         output = self.scheduler.schedule()
-        self._under_way.append((output, self._run(output)))
+        self._in_flight.append((output, self._run(output)))
         between()
-        while len(self._under_way) > int(self._overlap and output.total_num_scheduled_tokens > 0):
-            self.scheduler.update_from_output(*self._under_way.pop(0))
+        while len(self._in_flight) > int(self._overlap and output.total_num_scheduled_tokens > 0):
+            self.scheduler.update_from_output(*self._in_flight.pop(0))
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         copies = output.kv_cache_block_copies or ()

@@ -197,7 +197,7 @@ def test_a_request_that_ends_before_its_load_begins_leaves_nothing(
     assert sorted(pages.cache.staging.free) == free
 
 
-def test_new_weights_make_a_store_under_way_a_miss(
+def test_new_weights_make_a_store_in_flight_a_miss(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Held(pages, monkeypatch):

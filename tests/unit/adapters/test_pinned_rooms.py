@@ -130,7 +130,7 @@ def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
     rooms._module = Events(never=True)
     found = pass_layers(rooms, seen)
     first = {rows.data_ptr() for rows in seen[: 2 * CHUNKS]}
-    assert not first & {rows.data_ptr() for rows in seen[2 * CHUNKS :]}, "a copy out of it is under way"
+    assert not first & {rows.data_ptr() for rows in seen[2 * CHUNKS :]}, "a copy out of it is in flight"
     for number, rows in enumerate(found):
         assert (rows == 10 * (number // CHUNKS) + number % CHUNKS).all()
     warning = f"cached rows pass through {PAGEABLE}: the copy before is not over after {SHORT_S:g} s"

@@ -53,7 +53,7 @@ def test_a_load_that_ended_well_may_be_invalidated(world: World, ops: RankOps, t
     )
 
 
-def test_lanes_are_polled_only_while_an_op_is_under_way(
+def test_lanes_are_polled_only_while_an_op_is_in_flight(
     world: World, ops: RankOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     polls: list[int] = []

@@ -229,7 +229,7 @@ def test_a_reset_before_a_sleep_ends_every_copy(make_sleeping: Make) -> None:
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
-def test_control_other_resets_leave_copies_under_way(make_sleeping: Make) -> None:
+def test_control_other_resets_leave_copies_in_flight(make_sleeping: Make) -> None:
     engine, mover = store_stalls(make_sleeping)
     assert engine.side.reset()
     assert engine.workers[0]._ops._ops

@@ -35,7 +35,7 @@ def steps(*lengths_ms: float, prefill: int = 0, running: int = 1, from_ms: float
     return found
 
 
-def test_a_step_is_beside_a_copy_that_was_under_way_during_any_of_it() -> None:
+def test_a_step_is_beside_a_copy_that_was_in_flight_during_any_of_it() -> None:
     five = steps(2, 2, 2, 2, 2)
     copies = [Copy("load", 0.003, 0.005, 8), Copy("store", 0.009, 0.1, 8)]
     assert beside(five, copies, "load") == five[1:3]
@@ -68,8 +68,8 @@ def test_the_cause_of_a_step_names_all_that_went_on() -> None:
     copies = [Copy("store", 0.041, 0.2, 512), Copy("load", 0.0405, 0.045, 7)]
     assert cause(three[0], three, copies) == "computed 8192 tokens of other requests"
     assert cause(three[1], three, copies) == (
-        "follows a step of 8192 such tokens; 1 loads of 7 blocks under way (1 began, 1 ended); "
-        "1 stores of 512 blocks under way (1 began, 0 ended)"
+        "follows a step of 8192 such tokens; 1 loads of 7 blocks in flight (1 began, 1 ended); "
+        "1 stores of 512 blocks in flight (1 began, 0 ended)"
     )
     assert cause(three[2], three, []) == "nothing beside it"
     assert [row["ms"] for row in longest(three, copies)] == [40.0, 9.0, 2.0]
@@ -163,6 +163,6 @@ def test_the_page_shows_steps_and_verdicts_of_what_was_written(tmp_path: Any) ->
     assert "| flexkv | prompts computed: decoding steps beside stores | 600 | 2.150 |" in page
     assert "| beside stores: p50 / alone | 1.05 | 1.075 | **missed** |" in page
     assert "| beside loads: p50 / alone | 1.1 | 1.075 | reached |" in page
-    assert "- 2.150: 1 loads of 512 blocks under way" in page
+    assert "- 2.150: 1 loads of 512 blocks in flight" in page
     (tmp_path / RESULT).write_text("{")
     assert f"No result, because {RESULT} cannot be read" in "\n".join(vllm_section(tmp_path))

@@ -92,11 +92,11 @@ def test_two_requests_wait_for_one_read() -> None:
     assert (world.match(keys, "a").blocks, world.match(keys, "b").blocks) == (4, 4)
 
 
-def test_of_pages_under_way_only_those_that_nobody_reads_are_read() -> None:
+def test_of_pages_in_flight_only_those_that_nobody_reads_are_read() -> None:
     keys = chain(6)
     world = written(keys)
     assert world.match(keys[:4], "short").reads == 1
-    assert world.match(keys, "long").reads == 2, "the read under way, and one for the rest"
+    assert world.match(keys, "long").reads == 2, "the read in flight, and one for the rest"
     assert [op.pages for op in world.take()] == [4, 2]
     # A third request finds that all its pages are being read, and plans nothing.
     assert world.match(keys, "late").reads == 2
@@ -106,7 +106,7 @@ def test_of_pages_under_way_only_those_that_nobody_reads_are_read() -> None:
     assert [world.match(keys, name).blocks for name in ("short", "long", "late")] == [6, 6, 6]
 
 
-def test_a_read_under_way_is_joined_where_no_other_may_begin() -> None:
+def test_a_read_in_flight_is_joined_where_no_other_may_begin() -> None:
     keys = chain(4)
     world = written(keys, limits=traffic(fetch_ops=1))
     assert world.match(keys, "a").reads == 1

@@ -139,7 +139,7 @@ def test_write_back_waits_for_a_quiet_disk() -> None:
     world.match(keys)
     (read,) = world.take()
     world.store(others)
-    assert world.take() == [], "a read is under way"
+    assert world.take() == [], "a read is in flight"
     world.end(read)
     assert world.run() == [OpKind.DISK_WRITE]
     assert world.tier.counts.written == 7

@@ -151,7 +151,7 @@ def test_all_kernels_are_looked_at(kernels: dict[tuple[str, str], dict[str, Entr
     assert launching == set(SOURCES)
 
 
-def test_as_many_loads_are_under_way_as_the_code_says(
+def test_as_many_loads_are_in_flight_as_the_code_says(
     kernels: dict[tuple[str, str], dict[str, Entry]],
 ) -> None:
     """In the copy kernel and in the transform, a thread issues eight loads before it stores any of their data."""

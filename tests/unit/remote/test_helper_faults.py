@@ -255,7 +255,7 @@ def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer
     try:
         assert child.stdout is not None
         helper = int(child.stdout.readline())
-        wait_for(plan.reached.exists, "the get is under way")
+        wait_for(plan.reached.exists, "the get is in flight")
         assert state_of(helper) not in ("", "Z")
     finally:
         child.kill()

@@ -97,13 +97,13 @@ class Killing:
             while time.monotonic() < ends_s:
                 victim.unit.poll()
             os.kill(victim.helper_pid, signal.SIGKILL)
-        under_way = {moving.op.kind for moving in victim.plane._moving.values()}
+        in_flight = {moving.op.kind for moving in victim.plane._moving.values()}
         wanted = OpKind.DISK_WRITE if deed == "put" else OpKind.DISK_READ
-        self.hits[deed if wanted in under_way else "too late"] += 1
+        self.hits[deed if wanted in in_flight else "too late"] += 1
         # Meanwhile the reader loads pages, and then the victim does.
         self.reader.lose_host()
         self.load(self.reader, self._random.choice(self.prompts + self._put[-2:]))
-        victim.poll_until(lambda: not victim.unit.busy, "what was under way ends")
+        victim.poll_until(lambda: not victim.unit.busy, "what was in flight ends")
         self.load(victim, prompt)
 
     def check(self) -> None:

@@ -364,7 +364,7 @@ def test_questions_are_bounded_and_late_ones_count() -> None:
     played.ask(3)
 
 
-def test_close_ends_what_was_under_way_once_the_process_is_reaped(played: PlayedPlane) -> None:
+def test_close_ends_what_was_in_flight_once_the_process_is_reaped(played: PlayedPlane) -> None:
     played.get(1)
     played.ask(2)
     played.helper.closes = False

@@ -169,10 +169,10 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
     # Makes the first offload count as in flight again, so the offloads after it must wait.
-    first.under_way = 1
-    assert second.under_way == third.under_way == 0
+    first.in_flight = 1
+    assert second.in_flight == third.in_flight == 0
     assert world.offloads.completed() == 0
-    first.under_way = 0
+    first.in_flight = 0
     assert world.offloads.completed() == 3
     assert [world.offloads.pop() for _ in range(3)] == [True] * 3
 

@@ -147,7 +147,7 @@ def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> No
     world.check()
 
 
-def test_a_load_under_way_is_taken_back_whole(make_world: Make) -> None:
+def test_a_load_in_flight_is_taken_back_whole(make_world: Make) -> None:
     world, request, faults = stalled_load(make_world)
     world.scheduler.cancel_load(request, 0, WHOLE)
     steps(world)
@@ -172,7 +172,7 @@ def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make)
     assert names(world, [], []) == ([], [900])
 
 
-def test_a_load_under_way_that_is_taken_back_in_two_pieces_is_awaited_no_more(make_world: Make) -> None:
+def test_a_load_in_flight_that_is_taken_back_in_two_pieces_is_awaited_no_more(make_world: Make) -> None:
     """The load fails, so the rank returns it only after the engine has handed all of it back. The two ranges meet
     inside a block."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))

@@ -137,7 +137,7 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     assert wrong == list(range(WHOLE))
 
 
-def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
+def test_a_load_that_was_reset_in_flight_is_the_last(make_world: Make) -> None:
     """The first load ends while the request asks again. Late messages about it could make the rank report a second load
     that fails as loaded, so there is no second load.
     """

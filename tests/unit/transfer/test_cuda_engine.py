@@ -66,7 +66,7 @@ def test_a_pool_is_not_pinned_where_there_is_no_device(world: World) -> None:
 
 def test_the_thresholds_are_told() -> None:
     assert c_ext.CUDA_THRESHOLDS["load_portion_bytes"] == 4 << 20
-    assert c_ext.CUDA_THRESHOLDS["store_portions_under_way"] == 3
+    assert c_ext.CUDA_THRESHOLDS["store_portions_in_flight"] == 3
     assert c_ext.CUDA_THRESHOLDS["store_multiprocessors"] == 1
 
 

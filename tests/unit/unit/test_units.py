@@ -174,7 +174,7 @@ def test_the_pool_is_polled_until_all_of_it_is_up_and_logged(
 
 
 @EVERY_STATE
-def test_what_is_under_way_ends(state: UnitState, build: Build) -> None:
+def test_what_is_in_flight_ends(state: UnitState, build: Build) -> None:
     if state is UnitState.AWAITING_RANKS:
         with pytest.raises(ContractError, match="nothing was planned"):
             NullUnit().manager.complete(0, OpResult.cancelled(1, 1, ""))  # type: ignore[arg-type]

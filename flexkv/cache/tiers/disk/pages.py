@@ -156,7 +156,7 @@ class DiskPages(StoredTier, Sink):
         generations[there] = self._fields(group, self.presence.slots_of(entries))["generation"]
         return generations
 
-    def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
+    def in_flight(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
         """Returns which of these entries may still become visible, bool [entries]: those that have not been removed
         since `begin_write`. Precondition: they have been pinned since then."""
         return np.asarray(

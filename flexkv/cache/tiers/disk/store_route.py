@@ -127,7 +127,7 @@ class GdsStores(StoreRoute):
         """Plans the seal of the good pages, whose stripes all ranks have written, and removes the others."""
         self._disk.counts.failed_writes += int(np.count_nonzero(op.failed))
         # Pages that were removed meanwhile are not sealed, because they would not become visible.
-        good = good & self._disk.under_way(op.group, op.entries)
+        good = good & self._disk.in_flight(op.group, op.entries)
         if not op.digests:
             good = np.zeros_like(good)
         bad = op.entries[~good]
