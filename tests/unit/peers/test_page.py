@@ -66,7 +66,7 @@ def test_the_log_lines_that_the_page_names(
     caplog.set_level("INFO")
     one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
     wait_for(lambda: share_of(one).joined == share_of(other).joined == 1)
-    for line in re.findall(r"Each logs `(.*?)`, and within a second `(.*?)`", PAGE)[0]:
+    for line in re.findall(r"Each engine logs `(.*?)`,\s+and within a second `(.*?)`", PAGE)[0]:
         for part in line.split("..."):
             assert part.strip() in caplog.text, part
 
