@@ -8,7 +8,7 @@
 
 namespace flexkv::cuda {
 
-// A stream that flexkv creates. It does not wait for the legacy null stream, nor the null stream for it.
+// A stream that flexkv creates. This stream and the legacy null stream do not wait for each other.
 class Stream {
  public:
   // If `urgent`, the stream's kernels get multiprocessors before those of other streams. Throws

@@ -113,7 +113,7 @@ void GDSManager::close() {
   lock.unlock();
   {
     const std::lock_guard pool_lock(pool_mutex_);
-    pool_ = nullptr;  // must end before the I/O, which registered the pool
+    pool_ = nullptr;  // must be destroyed before the I/O, which registered the pool
   }
   lock.lock();
   parts_.io = nullptr;

@@ -46,7 +46,7 @@ struct FoundGroup {
   }
 };
 
-// A page that a lookup did not use because it has expired. The owner of its tier has to remove it.
+// A page that a lookup did not use because it has expired. The owner of the page's tier must remove the page.
 struct ExpiredPage {
   int32_t tier;
   uint32_t group;

@@ -20,7 +20,7 @@ struct Pairs {
   __m256 x, y;
 };
 
-// How rotated pairs are written: through the caches, or past them, which needs an aligned destination.
+// How rotated pairs are written: through the caches or, if the destination is aligned, past them.
 enum class Write { kCached, kStreamed };
 
 template <Write kWrite>

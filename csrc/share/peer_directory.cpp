@@ -11,7 +11,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows, or keys in a search. How many a thread processes, in some 100 us, before it releases the lock.
+// Unit: rows (in a search: keys). The number that a thread processes before it releases the lock. This takes
+// about 100 us.
 constexpr size_t kRowsAtOnce = 1024;
 
 // Whether the pool's file is large enough for all slots. No product in this function exceeds the file's size
@@ -114,7 +115,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
     overruns_.fetch_add(1, std::memory_order_relaxed);
   }
   if (peer.all) {
-    // All rows are read once. The ring has the changes that happen meanwhile, from `seen` on.
+    // All rows are read once. The rows that change meanwhile are in the ring, from change number `seen` on.
     if (peer.next == 0) peer.seen = head;
     size_t rows = 0;
     for (; rows < kRowsAtOnce && peer.next < peer.slots; ++rows) look(number, peer, peer.next++);

@@ -9,8 +9,8 @@ namespace flexkv {
 
 namespace {
 
-// How many pages a disk may have queued for each page that may be in flight: few, so that a new load does not
-// wait behind many pages.
+// The number of pages that may be queued on a disk for each page that may be in flight. It is small, so that
+// a new load does not wait behind many pages.
 constexpr size_t kQueuedPerDepth = 2;
 // Unit: bytes. If pages are small, more of them may be queued, up to this total size (5 ms at 3 GB/s), so
 // that the disk has work until the dispatcher runs again.

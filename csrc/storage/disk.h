@@ -90,9 +90,10 @@ class Disk {
   // The body of the I/O thread. It returns after stop(), when nothing is queued or in flight.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
-  // Waits, at most until `until`, for a write of zeros that the I/O thread is in. Returns true if the thread
-  // is in no such write: run() then returns as soon as the pages in flight have finished. Otherwise returns
-  // false: the write may hang, and no work item waits for it. Precondition: stop() was called.
+  // If the I/O thread is writing zeros, waits until that write has finished, but not beyond `until`. Returns
+  // true if the thread is not writing zeros any more: run() then returns as soon as the pages in flight have
+  // finished. Otherwise returns false: the write may hang, and no work item waits for it. Precondition:
+  // stop() was called.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }

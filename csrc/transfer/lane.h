@@ -74,8 +74,8 @@ class Lane {
   // Unit: bytes. The maximum size of a work item, unless a single page is larger. If the lane takes all
   // stages, an item of a layerwise op has all ready pages, whatever their size.
   virtual int64_t item_bytes() const { return kSubBatchBytes; }
-  // Whether a work item has several stages, which the lane moves in order: all that are open and have
-  // arrived. If not, an item has one stage.
+  // Whether a work item may have several stages: all stages that are open and have arrived. The lane moves
+  // them in order. If false, an item has one stage.
   virtual bool takes_all_stages() const { return false; }
   // Whether the lane's kinds are independent, so that items of one kind do not wait for more urgent items of
   // another kind.

@@ -14,19 +14,20 @@
 
 namespace flexkv {
 
-// The figure shows who may read or write the bytes of a page, stage by stage, until the op finishes. It has
-// four pages of a load whose lane takes all stages that may be moved:
+// The figure shows what may read or write the bytes of a page, stage by stage, until the op finishes. It has
+// four pages of a layerwise load, whose slots a read from disk is still filling: stage 3 has not arrived yet.
+// The lane takes a page through several stages at once.
 //
 //   layers    0        4        8        12       16
 //             | stage 0| stage 1| stage 2| stage 3|
-//   page 0    | passed | item A | item A | closed |    only the lane, in the stages of its item;
-//   page 1    | passed | item A | item A | closed |    extend() adds stage 3 when it is opened
+//   page 0    | passed | item A | item A | absent |    only the lane, in the stages of its item;
+//   page 1    | passed | item A | item A | absent |    extend() adds stage 3 when it has arrived
 //   page 2    | passed | failed . . . . . . . . . |    nobody: its later stages are never moved
 //   page 3    | ready or waiting . . . . . . . .  |    nobody until a lane takes the page
 //
 // A page is in at most one work item. The inference engine may use the blocks of a load only after the op has
 // finished. In a layerwise op it may use the layers of a stage after every page has passed that stage. The op
-// keeps the memory of the view and the host pool mapped until then.
+// keeps the memory of the view and the host pool mapped until it has finished.
 class OpState : public PageProgress, public std::enable_shared_from_this<OpState> {
  public:
   // `view`: null only for a kind without a device side; `sizes` then gives the size of a page.

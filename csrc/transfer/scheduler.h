@@ -158,8 +158,8 @@ class Scheduler : public WorkSource {
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // What has to be done for an op or page that waited for another op or page that has now ended. Consequences
-  // are kept in a list and not handled recursively, because a chain of ops may be as long as the queues.
+  // What has to be done for an op or page after the op or page that it waited for has ended. Consequences are
+  // kept in a list and not handled recursively, because a chain of ops may be as long as the queues.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;

@@ -126,8 +126,8 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
   }
 }
 
-// If all pages of an op have finished, finishes the op and queues the consequences for the ops behind its
-// barriers.
+// Finishes the op if all its pages have finished and it waits for no barrier. Queues the consequences for the
+// ops that barrier edges make wait for this op.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;

@@ -38,8 +38,8 @@ class SlotArrivals {
   void settle(int64_t slot, int64_t read, bool verified) const {
     put(slot, read, verified ? kAllLayers : kFailed);
   }
-  // Records that layers [0, layers) of the page are verified and will not be written again, while more layers
-  // will follow. Precondition: `layers` is in [1, kAllLayers).
+  // Records that layers [0, layers) of the page are verified, and that `read` will not write them again. The
+  // page's other layers have not arrived yet. Precondition: `layers` is in [1, kAllLayers).
   void advance(int64_t slot, int64_t read, int32_t layers) const { put(slot, read, layers); }
 
   // Returns the progress of `read` in `slot`.

@@ -14,7 +14,7 @@ using namespace flexkv;
 namespace {
 
 constexpr int32_t kPages = 7;  // more pages than staging slots
-// Offset of a byte of an image that belongs only to the second range, layers 1 to 3.
+// Offset in a page's image of a byte that only the read of the second range (layers 1 to 3) covers.
 constexpr int64_t kInSecond = 3 * kLaneRun + 5;
 
 int64_t in_page(int32_t place, int64_t offset) { return kLaneHeader + place * 16384 + offset; }

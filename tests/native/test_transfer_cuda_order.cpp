@@ -1,5 +1,5 @@
-// Which copies the engine's stream is ordered behind, and which copies need not wait for all work of the
-// stream. The fake driver's streams stop on request.
+// Which copies the engine's stream is ordered behind, and which copies need not wait for all of the stream's
+// work. The fake driver's streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -218,7 +218,7 @@ TEST_CASE("digest crew: of several changed runs the first is named, also of long
     for (size_t run = 0; run < pages.run_count(); ++run) {
       const int64_t bytes = pages.run(run).run_bytes;
       for (const int64_t in_run : {int64_t{0}, bytes / 2, bytes - 1}) {
-        // All later runs of the page also change, and the last byte of another page.
+        // All later runs of the page change too, and so does the last byte of another page.
         std::vector<std::byte*> changed = {pages.view->stripe(1) + pages.run(run).page_offset + in_run};
         for (size_t later = run + 1; later < pages.run_count(); ++later) {
           changed.push_back(pages.view->stripe(1) + pages.run(later).page_offset);
@@ -336,8 +336,7 @@ class Turnstile {
     });
     return found;
   }
-  // Waits until thread `id` has taken its share number `share`, counted from 1. Returns the share's kind of
-  // work.
+  // Waits until thread `id` has taken at least `share` shares. Returns the kind of work of the latest one.
   DigestWork await(std::thread::id id, int share) {
     std::unique_lock lock(mutex_);
     REQUIRE(changed_.wait_for(lock, std::chrono::duration<double>(kLongS),

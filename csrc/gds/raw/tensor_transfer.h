@@ -1,6 +1,7 @@
-// Transfers on raw files that take tensors, for C++ callers that have libtorch. These templates are compiled
-// in the caller and pass on pointers. Include this header after torch's own header, or pass any type with the
-// members that HostTensor requires.
+// Transfers on raw files that take tensors, for C++ callers that have libtorch. The templates are compiled as
+// part of the caller's code, and pass only pointers and numbers to flexkv. The caller includes torch's own
+// header before this one. Instead of a torch tensor, the caller may also pass an object of any other type
+// that has the members required by HostTensor.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -25,7 +25,8 @@ class FakeGpu {
  public:
   FakeGpu(std::optional<int64_t> load_kernel_below, std::optional<int64_t> store_kernel_below) {
     fake_cuda::reset();
-    // Discards a violation of an earlier test, because Python may have freed that test's lane late.
+    // Discards a violation that an earlier test left behind: Python may have freed that test's lane only
+    // after the test had ended.
     fake_cuda::take_violation("of an earlier test");
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
