@@ -22,7 +22,9 @@ PACKAGES = ("flexkv.adapters.vllm", "flexkv.integration")
 OF_CODE, OF_NAME = "_note_read", "_note_asked"
 
 _reads: set[tuple[Any, str]] = set()
-"""Pairs of a class or module of vLLM and the name of an attribute that was read from it or from one of its objects."""
+"""Each entry: a class or module of vLLM, and the name of an attribute that was read from it or from one of its
+instances.
+"""
 _own: set[str] = set()
 """Attributes that the adapter's classes set on themselves."""
 

@@ -1,6 +1,4 @@
-"""A decoder with vLLM's interface and paged attention in plain torch, on which tests run the self-test with which
-blending starts.
-"""
+"""A decoder with vLLM's interface and paged attention, in plain torch. Tests run blending's self-test on it."""
 
 from __future__ import annotations
 

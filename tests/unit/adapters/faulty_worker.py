@@ -14,7 +14,7 @@ LONG_S = 60.0
 
 
 class FaultyWorker(WorkerSide):
-    """A worker whose mover is a `FaultyMover` with `rules`. `movers` has each rank's mover by rank."""
+    """A worker whose mover is a `FaultyMover` with `rules`. `movers` maps each rank to its mover."""
 
     rules: ClassVar[list[Any]] = []
     movers: ClassVar[dict[int, Any]] = {}
@@ -26,7 +26,7 @@ class FaultyWorker(WorkerSide):
 
 
 def faulty_worker(*faults: Any) -> type[FaultyWorker]:
-    """Returns a new worker class whose copies follow the rules `faults`."""
+    """Returns a new worker class whose copies fail according to the rules `faults`."""
 
     class ThisFaultyWorker(FaultyWorker):
         rules: ClassVar[list[Any]] = list(faults)

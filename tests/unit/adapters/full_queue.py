@@ -18,8 +18,8 @@ H2D = 0
 def four_loads(
     make_engine: Callable[..., MiniEngine], tokens: Sequence[int], **settings: object
 ) -> tuple[MiniEngine, type[FaultyWorker], list[Request]]:
-    """Returns an engine to which four requests, r0 to r3, were added whose loads bring these tokens; also the class of
-    its worker, and the requests.
+    """Makes an engine that has stored these tokens, and adds four requests, r0 to r3, that load them. Returns the
+    engine, the class of its worker, and the requests.
     """
     slow = faulty_worker(testing_ext.FaultRule(STALL, kind=H2D, nth_op=0))
     engine = stored_engine(

@@ -1,5 +1,6 @@
-"""A minimal engine around the connector's scheduler side and worker sides. It has vLLM's requests, block pool and order
-of calls. Its "forward pass" writes expected numbers into its pools, so that a test can check every value exactly.
+"""A minimal engine around the connector's scheduler side and worker sides. It uses vLLM's requests and block pool, and
+calls the connector in vLLM's order. Its "forward pass" writes expected numbers into its pools, so that a test can check
+every value exactly.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class MiniEngine:
     def step(
         self, scheduled: dict[str, int] | None = None, before_forward: Callable[[], None] | None = None
     ) -> None:
-        """Runs one engine step. `scheduled` has the number of tokens to compute by request; by default the step
+        """Runs one engine step. `scheduled` maps each request to the number of tokens to compute; by default the step
         computes all prompt tokens that are not computed yet.
         """
         if scheduled is None:
@@ -232,8 +233,8 @@ class MiniEngine:
         self._step_naming_preempted(name)
 
     def preempt_and_resume(self, name: str) -> int:
-        """Resets the engine while a request runs: the step that reports the request as preempted has already looked it
-        up again and given it other blocks. Returns the number of external tokens that the request gets.
+        """Preempts a running request as a reset of the engine does: the request is looked up again and gets other
+        blocks before a step reports that it was preempted. Returns the number of external tokens that the request gets.
         """
         request = self._lose_blocks(name).request
         tokens = self.add(request)
@@ -337,7 +338,7 @@ class MiniEngine:
         scheduled: dict[str, int],
         before_forward: Callable[[], None] | None,
     ) -> tuple[set[str], set[int], WorkerMetadata | None]:
-        # vLLM's two model runners begin loads that the forward pass does not read after it, and so does this one.
+        # As in vLLM's two model runners, a load that the forward pass does not read begins after the pass.
         sync = any(job.sync for job in orders.loads)
         worker.before_forward(orders)
         if sync:

@@ -75,7 +75,7 @@ Part = tuple[Live, int, int]
 
 
 class MiniPools:
-    """The pools of all ranks. `caches[rank]` has a rank's tensors by layer name. Each group of `replicas` adjacent
+    """The pools of all ranks. `caches[rank]` maps layer names to the rank's tensors. Each group of `replicas` adjacent
     ranks has the same numbers.
     """
 

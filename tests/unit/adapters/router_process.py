@@ -25,10 +25,11 @@ class Served:
     Attributes:
         found: number of blocks that the router knew before the first request.
         hits: number of requests of which at least one block was served from the cache.
-        over, under: numbers of requests of which fewer, or more, tokens were served than the router predicted.
+        over: number of requests for which the router predicted more tokens than were served.
+        under: number of requests for which the router predicted fewer tokens than were served.
         removals: number of events that reported removed blocks.
-        resets: how often the weights were replaced. Pages computed with the new weights cannot be identified after the
-            process, so a later process finds none of them.
+        resets: how often the weights were replaced. After the process ends, pages computed with the new weights cannot
+            be identified, so a later process finds none of them.
     """
 
     found: int = 0
@@ -78,7 +79,8 @@ def _serve(
     served.removals = world.router.removals
     told.send(served)
     if killed:
-        # A kill would lose records that are not written yet; routers then learn their content only from later events.
+        # The kill would lose records that are not written yet, and the next process cannot announce pages without
+        # records.
         events = world.engine.side.events
         assert events is not None
         assert events._book is not None

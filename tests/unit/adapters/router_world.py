@@ -21,7 +21,7 @@ LONGEST = 5
 
 
 class Router:
-    """Keeps the blocks that were announced to it, by medium, in the way of the routers of Dynamo and llm-d.
+    """Keeps the blocks that were announced to it, by medium, like the routers of Dynamo and llm-d.
 
     Those routers count how often a block was announced, and drop the block after the same number of removals. So this
     router fails if a block is announced twice, or removed without having been announced.

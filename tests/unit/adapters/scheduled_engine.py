@@ -222,7 +222,7 @@ class ScheduledEngine:
     @property
     def waiting_hold_blocks(self) -> bool:
         """Whether a request that is not running holds blocks, either for a load in flight (even if the request was
-        aborted) or for KV that was loaded. vLLM then refuses to reset under running requests.
+        aborted) or for KV that was loaded. If so, vLLM refuses a reset that would preempt running requests.
         """
         return any(
             any(table)
@@ -259,7 +259,7 @@ class ScheduledEngine:
         early = bool(copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers)
         names = list(output.num_scheduled_tokens)
 
-        # Blocks of a load are not spoiled: the load writes them first, and in an async load's step nothing else does.
+        # Blocks that a load fills are not spoiled, because this could overwrite what the load has already copied.
         orders: Any = output.kv_connector_metadata
         graphs = [job.graph for job in orders.loads]
         loaded = {block for graph in graphs for op in graph.ops for block in op.blocks.tolist()}

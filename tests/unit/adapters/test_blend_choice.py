@@ -32,8 +32,9 @@ and the sixth row differ most, but on neither rank alone."""
 OF_BOTH, OF_FIRST, OF_SECOND = [4, 7], [2, 3], [5, 6]
 SAME = ((1.0,) * 6,) * 2
 ROUNDING = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0]) * 1e-6
-"""How much larger the second rank's sums are than the first rank's. Where the rows are otherwise equal, this rounding
-decides which rows are kept."""
+"""How much larger the second rank's sums are than the first rank's, as if through rounding. If all rows are otherwise
+equal, these differences decide which rows are kept.
+"""
 
 
 class Group:

@@ -62,7 +62,9 @@ def blending(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> BlendForward:
 
 
 def most_alive(blending: BlendForward, made: list[Any]) -> int:
-    """The largest number of layers whose keys and values are alive at a moment when a layer's rows are taken."""
+    """The largest number of layers whose keys and values are alive at the same time, counted whenever a layer's rows
+    are taken.
+    """
     alive = []
 
     def take(layer: int, planes: Any) -> None:

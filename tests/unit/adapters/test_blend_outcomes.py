@@ -58,7 +58,7 @@ def test_a_segment_without_room_beside_others_is_not_stored(
 
 
 def test_a_segment_without_room_in_host_memory_is_not_stored(pages: BlendPages) -> None:
-    """The pages of the segment stored before are held for another request, so no slots can be freed."""
+    """The pages of the segment that was stored first are held for another request, so no slots can be freed."""
     capture(pages, "first", FIRST, number=1)
     first = outcome(pages)
     pages.begin_load(SegmentOrder("r", 1, (FIRST,), ""))
@@ -169,7 +169,7 @@ def test_a_capture_that_breaks_off_is_lost_with_its_last_token(
     assert not pages.begin_capture("s", asks, end), "no rank captures a chunk that one of them does not"
     assert pages.take_stored() == ({6: BlendResult.LOST} if end == len(SEGMENT) else {})
     if end < len(SEGMENT):
-        pages.lose_capture("s", asks)  # the last chunk is not captured, so it ends the capture like this
+        pages.lose_capture("s", asks)  # this is how a last chunk that is not captured ends the capture
         assert pages.take_stored() == {6: BlendResult.LOST}
     (record,) = caplog.records
     assert record.getMessage() == f"a segment of {len(SEGMENT)} tokens is not kept: MemoryError: no memory"

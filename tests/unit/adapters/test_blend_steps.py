@@ -98,7 +98,7 @@ def forwards_of(
     engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
 ) -> list[list[str]]:
     """Runs one step per plan ("" means no plan). Returns, for each step, the plan that each of three forward passes
-    used: the target model's, the draft model's, and one after the step, such as an idle rank runs.
+    used: the target model's, the draft model's, and one after the step, like the dummy pass of an idle rank.
     """
     pages = SimpleNamespace(
         take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None

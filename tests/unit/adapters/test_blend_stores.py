@@ -210,7 +210,7 @@ def test_new_weights_make_a_store_in_flight_a_miss(
 
 
 def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later polls wait, instead of the step, until the tiers have confirmed that they dropped the pages."""
+    """The step does not wait until the tiers have confirmed that they dropped the pages; later polls do."""
     capture(pages)
     end_stores(pages)
     waited: list[float] = []

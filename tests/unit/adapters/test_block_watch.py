@@ -166,7 +166,7 @@ def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:
     watch.add_free(OP, ids(blocks))
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
     assert watch.take_reused() == {}
-    # A prefix hit keeps the content of its block; only an allocation will overwrite its block.
+    # A prefix hit does not overwrite the block; only an allocation would.
     pool.touch([blocks[0]])
     assert watch.take_reused() == {}
     taken = pool.get_new_blocks(5)
@@ -184,7 +184,7 @@ def test_a_watcher_that_was_there_before_is_called_too() -> None:
     pool.unpin_blocks(blocks, lambda block: told.append(block.block_id))
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     watch.add(OP, ids(blocks))
-    watch.add(OP, ids(blocks))  # flexkv does not take its own first watch for another watcher
+    watch.add(OP, ids(blocks))  # flexkv does not mistake its own first watch for another watcher
     pool.free_blocks([blocks[1]])
     pool.get_new_blocks(5)
     assert told == [blocks[1].block_id]

@@ -1,5 +1,5 @@
-"""Refusals and warnings of the class that vLLM has built in for flexkv. Another test checks its hits with the real
-engine.
+"""Refusals and warnings of the implementation behind `FlexKVConnectorV1`, the connector class for flexkv that vLLM
+ships. Another test checks its hits with the real engine.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def test_what_it_cannot_do_safely_is_refused(
 
 @pytest.mark.parametrize(("policy", "refused"), [("recompute", True), ("fail", False)])
 def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str, refused: bool) -> None:
-    """With this class, loads end within the step, and after a failed load Model Runner V2 does not reduce its count of
-    computed tokens. With the policy "fail", the control, the request ends instead, so V2 is accepted.
+    """With vLLM's own connector class, loads end within the step, and after a failed load Model Runner V2 does not
+    reduce its count of computed tokens. With the policy "fail", the control, the request ends instead, so V2 is
+    accepted.
     """
     asked = engine(kv_transfer_config__kv_load_failure_policy=policy)
     asked.use_v2_model_runner = True

@@ -1,5 +1,5 @@
 """flexkv's connector has the hooks that vLLM calls, with the parameters that vLLM passes. tests/engines_vllm33 compares
-the table for 0.33 with that version.
+`INTERFACES[(0, 33)]` with vLLM 0.33 itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""With streaming, blocks are promised while they are still read from disk. The tests use both sides of the connector
-and real slabs.
+"""With streaming, blocks are promised while they are still being read from disk. The tests use both sides of the
+connector and real slabs.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pyte
 
 def test_pages_of_another_units_folder_are_streamed_too(make_streaming: Make, tmp_path: Path) -> None:
     """With the common key scheme, flexkv also streams pages that it finds in another unit's folder. If such a page is
-    damaged, the engine is told, and computes it.
+    damaged, flexkv reports its block as failed, and the engine computes the block.
     """
     common = {"keys.scheme": "common", "host.verify": True}
     make_streaming(**common).run(make_request(PROMPT, "one"))

@@ -1,4 +1,4 @@
-"""Engines and models that flexkv refuses at their start, and the words of the refusals."""
+"""Engines and models that flexkv refuses at their start, and the wording of the refusals."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ class Layer(AttentionLayerBase):
 def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
-    """vLLM's own condition compares the same names. The control: without the mode, or with another backend, flexkv does
-    not refuse the engine.
+    """The test also checks that vLLM itself turns prefix caching off for these backends. The control: without the mode,
+    or with another backend, flexkv does not refuse the engine.
     """
     condition = inspect.getsource(attention), inspect.getsource(mla_attention)
     assert all(

@@ -1,4 +1,4 @@
-"""A start that fails changes nothing in its process: the next engine there is not refused as a second one."""
+"""A start that fails changes nothing in its process: the next engine in that process is not refused as a second one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROMPT = list(range(10, 40))
 
 
 class KeptRunner(model_runners.RunnerV1):
-    """Keeps its connector in vLLM's global variable, as vLLM does, and sets it before the connector registers the KV
-    cache.
+    """Keeps its connector in vLLM's global variable, as vLLM does, and sets the variable before the connector registers
+    the KV cache.
     """
 
     def __init__(self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Misshaped(WorkerSide):
 
 
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
-    """Arguments with which a start fails in the way of `kind`, and the type of the error."""
+    """Arguments that make a start fail in the way that `kind` names, and the type of the error."""
     (folder / "file").write_text("")
     starts: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),

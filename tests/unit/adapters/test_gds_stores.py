@@ -127,8 +127,8 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
 
 
 def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds: Make) -> None:
-    """A failed read on a rank counts as a failure of the source, so the manager's lane checks the pages before they are
-    read again. Later writes extend the file again, and the stored pages are correct, byte for byte.
+    """A failed read on a rank counts as a failure of the source, so the manager's lane reads the pages next, and fails
+    too. The engine then computes the pages and stores them again. This extends the file, and their bytes are correct.
     """
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))

@@ -1,4 +1,4 @@
-"""Pool geometries that the adapter serves or refuses, and the words of the refusals."""
+"""Pool geometries that the adapter serves or refuses, and the wording of the refusals."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
     ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (2, 0, 1), (1, 1, 1)]
 )
 def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
-    """vLLM frees the blocks that end before the next token's window begins. A hit that ends with a block needs the
-    blocks that vLLM keeps.
+    """vLLM frees the blocks that end before the next token's window begins. A hit that ends at the end of a block needs
+    the blocks that vLLM keeps.
     """
     (group,) = pool_geometry(config_of(window(tokens, extra=extra))).groups
     assert group.reach == pages

@@ -141,7 +141,7 @@ def of_adapter(config: Any) -> bytes:
 def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
     name: str, separate: bool
 ) -> None:
-    """For such an adapter, its files do not show which content the engine has loaded."""
+    """If only this run can name an adapter, the adapter's files do not show which content the engine has loaded."""
     names = RequestNamespaces(bytes(32), {})
     names._loras = SimpleNamespace(name=lambda path: name)  # type: ignore[assignment]
     first, second, again, in_place = (
@@ -432,7 +432,7 @@ def test_whether_a_llama_4_scales_its_queries_is_in_the_keys(llama_4: Path, sche
 
     def keys(replaced: bool | None = None, **arguments: Any) -> bytes:
         """Args:
-        replaced: the value with which vLLM's model replaces the entry of the configuration; None for none.
+        replaced: the value with which vLLM's model replaces the configuration's entry; None if it keeps the entry.
         """
         config = resolved(llama_4, dtype="float16", **arguments)
         if replaced is not None:

@@ -43,8 +43,8 @@ RUN = bytes(16)
 
 
 def asks(engine: MiniEngine, name: str, identifier: str) -> int:
-    """Runs a prompt with this image. Returns the number of tokens that it got from the cache. Other prompts then evict
-    it from the engine's pool, so that lazy stores offer its blocks.
+    """Runs a prompt with this image. Returns the number of tokens that the prompt got from the cache. Other prompts
+    then evict its blocks from the engine's pool, so that lazy stores offer them.
     """
     hit = engine.run(make_request(PROMPT, name, mm_features=[image(identifier, IMAGE_AT, 3)]))
     for number in range(4):

@@ -26,7 +26,7 @@ def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None
     """Runs a step in which a sync load fails whose blocks two requests share. Returns the engine, and a function that
     reports the failure to the scheduler.
     """
-    # The first store is "one"'s. The second one ends only after the step has made its report.
+    # The first store belongs to request "one". The second store ends only after the step has made its report.
     late_store = testing_ext.FaultRule(STALL, kind=D2H, nth_op=1)
     worker = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=1, times=1), late_store)
     engine = make_engine(worker_class=worker, **{"load.mode": "sync"})

@@ -57,7 +57,7 @@ class ForgetfulWorker(WorkerSide):
 
 
 class EarlyWorker(ForgetfulWorker):
-    """Like `ForgetfulWorker`. Besides, it has taken the results of all copies before the forward pass ends, as happens
+    """Like `ForgetfulWorker`, but it also takes the results of all copies before the forward pass ends, as happens
     while another load is late.
     """
 

@@ -137,7 +137,9 @@ def test_an_adapter_is_named_before_vllm_loads_it(
 
 
 def test_an_adapter_comes_as_a_list_from_another_process(tmp_path: Path) -> None:
-    """The engine's core converts it by the signature of `add_lora`, which the change must keep."""
+    """The engine's core converts the list to a `LoRARequest` according to the signature of `add_lora`, so flexkv's
+    replacement of `add_lora` must keep the signature.
+    """
     known = adapter_names()
     request = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(write(tmp_path / "adapter")))
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(request))

@@ -60,7 +60,7 @@ def test_each_interval_in_which_something_was_counted_is_one_line(log: pytest.Lo
     clock.pass_(EVERY_S / 2)
     report.report_if_due()
     assert log.messages == ["metrics of unit tp0, last 60 s: hit_tokens=8, host_slots=7"]
-    # In an interval without changes nothing is logged. The next interval with changes reports only these.
+    # In an interval without changes nothing is logged. The next report contains only the changes since the last one.
     clock.pass_(EVERY_S)
     report.report_if_due()
     assert len(log.messages) == 1

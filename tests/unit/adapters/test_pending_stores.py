@@ -31,7 +31,7 @@ MANY_STEPS = 16
 
 
 def two_in_flight(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
-    """An engine that may have two pages in flight, and whose first store stalls until the test releases it."""
+    """An engine that may have at most two pages in flight, and whose first store stalls until the test releases it."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"blocks": 17, "worker_class": worker, "store.inflight_pages": 2} | options
     return make_engine(**settings), worker
@@ -427,8 +427,8 @@ def test_control_a_hold_beyond_its_time_is_seen(make_engine: Make, monkeypatch: 
 
 
 def _in_flight_of_held(make_engine: Make) -> int:
-    """Two blocks that no request holds (17 * 0.125) may have a store in flight, as many as "one" had when it ended.
-    Then the limit of pages in flight is raised, but not this share. Returns the number of pages in flight."""
+    """Stores of two pages of "one" are in flight when it ends, as many as the share allows (17 * 0.125). Then the limit
+    of pages in flight is raised, but not this share. Returns the number of pages that are in flight after a step."""
     engine, worker = hold_three(make_engine, **{"store.max_reference_share": 0.125})
     manager = engine.unit.manager
     assert isinstance(manager, LocalCacheManager)

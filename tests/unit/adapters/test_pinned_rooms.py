@@ -156,7 +156,7 @@ def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
 
 
 def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
-    """That is fewer layers than the load brings."""
+    """A load prefetches fewer layers than it brings."""
     cache = make_cache()
     store_all(cache)
     made: list[PinnedRooms] = []

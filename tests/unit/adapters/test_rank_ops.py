@@ -178,8 +178,8 @@ def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(i
 
 
 def test_a_store_that_cannot_be_enqueued_in_time_tears_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the rank waits until the lane has enqueued one store, the lane also enqueues the other stores that were
-    named to it. So only the pages of the slow store may be torn.
+    """While the rank waits until the lane has enqueued one store, the lane also enqueues the other stores for which the
+    rank waits. So only the pages of the slow store may be torn.
     """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:

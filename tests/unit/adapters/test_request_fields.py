@@ -179,7 +179,7 @@ class Session:
 def test_each_piece_of_a_session_asks_for_its_own_tokens(
     make_engine: Make, asks: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """The pieces have 10, 9 and 9 tokens, so blocks 2 and 4 each hold tokens of two pieces. The first row of parameters
+    """The pieces have 10, 9 and 9 tokens, so blocks 2 and 4 each hold tokens of two pieces. The first set of parameters
     is the control.
     """
     session = Session(make_engine(), range(100, 110), asks[0])
@@ -228,7 +228,7 @@ def test_lazy_stores_end_at_the_first_block_that_is_kept_out(
 def test_pages_that_wait_for_room_leave_out_what_is_kept_out(
     make_engine: Make, asks: list[dict[str, Any] | None], held: int, stored: list[int]
 ) -> None:
-    """Stores of two pages begin at once, the others only after the request has ended. The first row of parameters is
+    """Stores of two pages begin at once, the others only after the request has ended. The first set of parameters is
     the control.
     """
     engine, worker = two_in_flight(make_engine)

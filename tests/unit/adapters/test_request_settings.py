@@ -256,7 +256,7 @@ def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int |
 def test_a_sessions_time_becomes_no_longer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, ttls: tuple[int | None, ...], left: list[int]
 ) -> None:
-    """The pieces have 10 and 9 tokens, so one block holds tokens of both."""
+    """The session's two pieces have 10 and 9 tokens, so one block holds tokens of both."""
     extra = [None if ttl is None else {"flexkv.ttl_s": ttl} for ttl in ttls]
     engine = make_engine()
     session = Session(engine, range(100, 110), extra[0])
@@ -316,7 +316,7 @@ def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> 
 def test_a_session_changes_its_limit(
     make_engine: Make, limits: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """The pieces have 10, 9 and 9 tokens. A piece without settings keeps those of the previous piece."""
+    """The session's pieces have 10, 9 and 9 tokens. A piece without settings keeps those of the previous piece."""
     session = Session(make_engine(), range(100, 110), limits[0])
     session.go_on(range(110, 119), limits[1])
     session.go_on(range(119, 128), limits[2])

@@ -124,8 +124,8 @@ def believe_in_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NamesFormerPages:
-    """Disks whose index still lists these pages, as after a crash before it recorded that they were removed and that
-    other pages of the same blocks were written.
+    """Disks whose index still lists these pages, although they were removed and other pages of the same blocks were
+    written. This happens after a crash if the index had not recorded the two changes yet.
     """
 
     in_use = True

@@ -98,7 +98,8 @@ def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     engine.forget()
     found = engine.run("again", PROMPT[::-1])
     if kind == "two full" and not overlap:
-        # With a window, the aborted request lacks the last one; with overlap, its last step does not count as computed.
+        # In the other cases the hit is shorter. With a window, the aborted request's last window was not stored; with
+        # overlap, its last step does not count as computed.
         assert found == 48
     engine.check()
 
@@ -118,7 +119,7 @@ def test_a_prompt_at_the_edge_of_a_block_leaves_a_token_to_compute(
 
 
 def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Make) -> None:
-    """If it were not, the hit would be promised again in every step, and fail again."""
+    """If it were not computed, the hit would be promised again in every step, and fail again."""
     engine = make_scheduled(full(4), window(4, 9))
     engine.run("first", PROMPT)
     engine.forget()
@@ -178,7 +179,9 @@ def test_nothing_of_any_group_is_stored_of_a_request_that_asks_for_it(
 def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
     make_scheduled: Make, checkpoint: int, loads: list[int]
 ) -> None:
-    """A shorter hit cannot use the windows that belong to the longer one."""
+    """The engine takes 16 of the 48 promised tokens. A shorter hit needs windows of its own, which exist only if a
+    checkpoint was stored there.
+    """
     engine = make_scheduled(full(4), window(4, 9), blocks=128, **{"store.checkpoint_tokens": checkpoint})
     engine.run("first", PROMPT)
     engine.forget()

@@ -36,9 +36,7 @@ PLACES = 2
 
 @dataclass
 class Offers:
-    """Stands for a cache manager and records the states that are offered to it, as (block of the request, engine
-    block).
-    """
+    """Stands for a cache manager. Records each state that is offered, as (block of the request, engine block)."""
 
     states: list[tuple[int, int]] = field(default_factory=list)
 
