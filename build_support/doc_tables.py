@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from build_support.vllm_names import markdown as vllm_names
-from flexkv.adapters.sglang.identity_fields import ARGUMENTS as SGLANG_ARGUMENTS
+from flexkv.adapters.sglang.identity_fields import markdown as sglang_fields
 from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS as TENSORRT_ARGUMENTS
 from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
 from flexkv.cli.config_command import markdown_reference
@@ -21,7 +21,7 @@ def markdown_identity() -> str:
     """The tables of docs/identity.md: the fields of every engine's configuration, and how each enters a key."""
     parts = {
         "vLLM": vllm_fields(),
-        "SGLang": SGLANG_ARGUMENTS.markdown(),
+        "SGLang": sglang_fields(),
         "TensorRT-LLM": TENSORRT_ARGUMENTS.markdown(),
     }
     return "\n\n".join(f"## {engine}\n\n{tables}" for engine, tables in parts.items())

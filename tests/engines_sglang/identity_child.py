@@ -14,12 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import EnvJSON, envs
 from sglang.srt.server_args import ServerArgs
 
 from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.sglang import identity
-from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS, ENVIRONMENT, OTHER_WEIGHTS
 from flexkv.config import load_config
 from tests.identity_page import left_out
 
@@ -53,8 +54,8 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def namespace(arguments: Any, model: Any) -> str:
-    settings = load_config({}, {})
+def namespace(arguments: Any, model: Any, name: str = "") -> str:
+    settings = load_config({"identity.model": name} if name else {}, {})
     fields = identity._fields(arguments, model, POOL, PLACE, settings, "torch.float32")
     return plain_namespace(fields).hex()
 
@@ -166,6 +167,8 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             "as usual": [name for name in same if found[name] == usual],
         },
     )
+    yield "environment", _environment(arguments, model)
+    yield "other process", _other_process(arguments, model)
     yield "vision", _vision(place)
     yield "weights", _weights(place, arguments, model)
     yield "loader", _loader(arguments, model)
@@ -215,6 +218,32 @@ def _loader(arguments: Any, model: Any) -> dict[str, Any]:
         "speed": is_usual(model_loader_extra_config='{"num_threads": 4, "enable_multithread_load": true}'),
         "control: a path": is_usual(model_loader_extra_config='{"presharded_path": "/x"}'),
     }
+
+
+def _environment(arguments: Any, model: Any) -> dict[str, Any]:
+    """Returns the environment variables that should change the key and do not, and whether their defaults change it."""
+    usual, in_vain, apart_by_default = namespace(arguments, model), [], []
+    for name in (*ENVIRONMENT, "SGLANG_LOG_MS"):
+        field = getattr(envs, name)
+        other = {bool: not field.default, str: f"{field.default}fp8"}.get(type(field.default), 0.5)
+        other = '{"a": 1}' if isinstance(field, EnvJSON) else other
+        with patch.dict("os.environ", {name: str(other)}):
+            in_vain += [name] * (namespace(arguments, model) == usual)
+        with patch.dict("os.environ", {} if field.default is None else {name: str(field.default)}):
+            apart_by_default += [name] * (namespace(arguments, model) != usual)
+    return {"in vain": in_vain, "apart by default": apart_by_default}
+
+
+def _other_process(arguments: Any, model: Any) -> dict[str, Any]:
+    """Returns which arguments make two starts of an engine have different keys."""
+    given = [{"load_format": name} for name in ("remote_instance", "presharded", "ipc_cache", "pt")]
+    given += [{"weight_cache_mode": mode} for mode in ("off", "client", "daemon")]
+    apart, named = [], []
+    for one in given:
+        with_it = _with(arguments, **one)
+        apart += list(one.values()) * (namespace(with_it, model) != namespace(with_it, model))
+        named += list(one.values()) * (namespace(with_it, model, "mine") != namespace(with_it, model, "mine"))
+    return {"apart": apart, "apart, with identity.model": named}
 
 
 def _with(arguments: Any, **values: Any) -> Any:

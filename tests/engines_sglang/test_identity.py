@@ -34,8 +34,8 @@ def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) ->
         "two heads per replica": "dp0.pp0of1.tp1of4.attn1of2",
     }
     assert found["layers"] == {
-        "8,12,12": "dp0.pp1of3.layers8-12-12.tp0of1",
-        "10,12,10": "dp0.pp1of3.layers10-12-10.tp0of1",
+        "8,12,12": "dp0.pp1of3.from8.tp0of1",
+        "10,12,10": "dp0.pp1of3.from10.tp0of1",
         "": "dp0.pp1of3.tp0of1",
         # Control: SGLang ignores the partition if there is one stage.
         "one stage, 8,12,12": "dp0.pp0of1.tp0of1",
@@ -54,6 +54,19 @@ def test_weights_and_files_that_an_argument_names_count_by_content(parts: Parts)
         "control: paths without": [],
         "control: the model's": 1,
     }
+
+
+def test_environment_variables_that_change_kv_are_in_the_keys(parts: Parts) -> None:
+    # The last variable of the child's list is a control: it changes no KV.
+    found = {"in vain": ["SGLANG_LOG_MS"], "apart by default": []}
+    assert parts["identity_child"]["environment"] == found
+
+
+def test_weights_that_do_not_come_from_the_files_have_keys_of_one_run(parts: Parts) -> None:
+    """The files may have changed since another process or an earlier run read them."""
+    apart = ["remote_instance", "presharded", "ipc_cache", "client", "daemon"]
+    # Control: an engine that reads the files itself has the same keys again.
+    assert parts["identity_child"]["other process"] == {"apart": apart, "apart, with identity.model": []}
 
 
 def test_which_files_a_loader_reads_is_in_the_keys_and_its_speed_is_not(parts: Parts) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang import __version__ as sglang_version
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_lora, get_parallel
 
 from flexkv.adapters.common.common_keys import (
@@ -28,13 +29,16 @@ from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.rank_pool import RankPool
 from flexkv.adapters.common.weights import NO_COMMIT, resolved_commit, weights_content, weights_identity
 from flexkv.adapters.sglang.engine_watch import put_hook
-from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS, ENVIRONMENT, NOT_OF_FILES, OTHER_WEIGHTS
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.facts.ranks import UnitOwner
+from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
+
+logger = get_logger(__name__)
 
 STAGE_LAYERS = "SGLANG_PP_LAYER_PARTITION"
 """Environment variable of SGLang with the number of layers of each pipeline stage, separated by commas."""
@@ -66,7 +70,7 @@ class Place:
         parallel = get_parallel()
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
         if parallel.pp_size > 1 and (layers := os.environ.get(STAGE_LAYERS)):
-            stage += f".layers{layers.replace(',', '-')}"
+            stage += f".from{sum(map(int, layers.split(',')[: parallel.pp_rank]))}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
         if parallel.attn_tp_size != parallel.tp_size:
             # Ranks of the same number hold other heads than without data parallelism of the attention.
@@ -103,7 +107,7 @@ def owner_of(
 def _fields(
     server_args: Any, model: ModelConfig, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> dict[str, Any]:
-    return _apart(server_args) | {
+    return _apart(server_args, config) | {
         "engine": "sglang",
         # A different version of SGLang may compute different KV for the same model.
         "version": sglang_version.partition("+")[0],
@@ -128,13 +132,15 @@ def _fields(
     }
 
 
-def _apart(server_args: Any) -> dict[str, Any]:
-    """Anything else that the KV may depend on, by kind: adapters, weights besides the model's, and special kernels.
+def _apart(server_args: Any, config: FlexKVConfig) -> dict[str, Any]:
+    """Anything else that the KV may depend on, by kind, such as adapters, weights besides the model's, special kernels.
     Kinds that this engine does not use are left out."""
     found = {
         "adapters": _adapters(),
         "other_weights": _other_weights(server_args),
         "kernels": _kernels(server_args),
+        "environment": _environment(),
+        "unnamed_weights": "" if config.identity.model else _unnamed_weights(server_args),
     }
     return {kind: value for kind, value in found.items() if value}
 
@@ -191,7 +197,7 @@ def _shared_model(
         "part": None if place.is_whole else place.name.partition(".")[2],
         "adapters": None,
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
-    } | _apart(server_args)
+    } | _apart(server_args, config)
     if (files := files_of_format(server_args.load_format)) not in (USUAL, "dummy"):
         apart["files"] = files
     return SharedModel(
@@ -213,6 +219,29 @@ def _kernels(server_args: Any) -> str:
     if target := server_args.rl_on_policy_target:
         return f"sglang, as {target}"
     return "sglang, deterministic" if server_args.enable_deterministic_inference else ""
+
+
+def _unnamed_weights(server_args: Any) -> str:
+    """Random digits if the engine does not read its weights from the model's files, because the content of these files
+    may have changed since they were read, or the weights since then; empty if it reads the files."""
+    if (
+        files_of_format(server_args.load_format) not in NOT_OF_FILES
+        and server_args.weight_cache_mode == "off"
+    ):
+        return ""
+    logger.warning(
+        "nothing identifies the weights (load_format=%s, weight_cache_mode=%s), so pages are found in this run alone; "
+        "set identity.model to a name of the weights",
+        server_args.load_format,
+        server_args.weight_cache_mode,
+    )
+    return os.urandom(16).hex()
+
+
+def _environment() -> dict[str, Any]:
+    """The variables of `ENVIRONMENT` whose values differ from SGLang's defaults."""
+    found = {name: getattr(envs, name) for name in ENVIRONMENT}
+    return {name: plain_config(field.get()) for name, field in found.items() if field.get() != field.default}
 
 
 def _weights_of(model: ModelConfig) -> str:

@@ -9,6 +9,44 @@ OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora
 """Arguments that give weights besides the model's. `uno_lora_path`, a draft's LoRA, is one of them, because the KV of
 such a draft is in the model's own pages."""
 
+NOT_OF_FILES = ("ipc_cache", "presharded", "private", "rdma", "remote", "remote_instance")
+"""Values of `load_format` with which the weights come from another process, from code that SGLang does not have, or
+from an earlier run's copy that may be older than the model's files."""
+
+ENVIRONMENT = (
+    "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_DEEPEP_BF16_DISPATCH",
+    "SGLANG_ENABLE_DP_GATHER_FP8",
+    "SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16",
+    "SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE",
+    "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION",
+    "SGLANG_FORCE_FP8_MARLIN",
+    "SGLANG_FORCE_MXFP8_BLOCK_CONVERT_DENSE",
+    "SGLANG_FP4_IGNORED_LAYERS",
+    "SGLANG_FP8_IGNORED_LAYERS",
+    "SGLANG_HUMMING_INPUT_QUANT_CONFIG",
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG",
+    "SGLANG_INT4_WEIGHT",
+    "SGLANG_MOE_NVFP4_DISPATCH",
+    "SGLANG_MORI_COMBINE_DTYPE",
+    "SGLANG_MORI_DISPATCH_DTYPE",
+    "SGLANG_NIXL_EP_BF16_DISPATCH",
+    "SGLANG_NPU_ARCH35_REQUANT_BLOCK_FP8",
+    "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN",
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16",
+    "SGLANG_QUANT_ALLOW_DOWNCASTING",
+    "SGLANG_ROPE_CACHE_FP32",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_TRITON_FP8_PREFILL_ATTN",
+    "SGLANG_USE_AITER_FP8_PER_TOKEN",
+)
+"""Environment variables that change KV: they quantise weights or the inputs of layers, reduce their precision, skip
+parts of the attention, or replace the routing to experts. A variable is in the key if its value differs from SGLang's
+default."""
+
 ARGUMENTS = FieldTable(
     "ServerArgs",
     "",
@@ -26,7 +64,9 @@ ARGUMENTS = FieldTable(
     ),
     read={
         "load_format": (
-            f"{FORMAT_RULE}. With dummy the weights are random, and the seed is in the key",
+            f"{FORMAT_RULE}. With dummy the weights are random, and the seed is in the key. With "
+            f"{', '.join(NOT_OF_FILES)} nothing identifies the weights: without `identity.model`, keys are valid only "
+            "in one run",
             files_of_format,
         ),
         "model_loader_extra_config": (EXTRA_RULE, loader_settings),
@@ -35,6 +75,7 @@ ARGUMENTS = FieldTable(
         "model_path": "by the weights (the hub's commit, samples of the files, or `identity.model`) and "
         "the files that say how weights are quantised",
         "revision": "as a part of `model_path`",
+        "weight_cache_mode": "if it is not off, keys are valid only in one run, unless `identity.model` is set",
         "random_seed": "its value, if the weights are random (`load_format` dummy)",
         "dtype": "the value to which SGLang resolves it",
         "kv_cache_dtype": "the dtype of the pool; for an fp8 pool of HiCache, its value too",
@@ -60,3 +101,12 @@ ARGUMENTS = FieldTable(
         "rl_on_policy_target": "as a mode, because its kernels compute different bits",
     },
 )
+
+
+def markdown() -> str:
+    """Returns the table of the arguments and the list of environment variables in Markdown, for the docs."""
+    variables = "\n".join(f"- `{name}`" for name in ENVIRONMENT)
+    return (
+        f"{ARGUMENTS.markdown()}\n\n### Environment variables of SGLang\n\n"
+        f"Each of these is in the key if its value differs from SGLang's default:\n\n{variables}"
+    )
