@@ -22,6 +22,7 @@ from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.sglang import identity
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS, ENVIRONMENT, OTHER_WEIGHTS
 from flexkv.config import load_config
+from flexkv.errors import GeometryError
 from tests.identity_page import left_out
 
 LLAMA = {
@@ -120,11 +121,16 @@ def places() -> dict[str, Any]:
         with patch.dict("os.environ", {identity.STAGE_LAYERS: partition}):
             layers[partition] = _place(pp_size=3, pp_rank=1)
             layers[f"one stage, {partition}"] = _place()
-    return {"heads": heads, "layers": layers}
+    try:
+        refused = _place(tp_size=2, attn_tp_size=2, attn_dcp_size=2)
+    except GeometryError as error:
+        refused = str(error)
+    return {"heads": heads, "layers": layers, "refused": refused}
 
 
 def _place(**changed: int) -> str:
-    sizes = dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes", "attn_tp_size", "attn_cp_size"), 1)
+    names = ("tp_size", "pp_size", "dp_size", "nnodes", "attn_tp_size", "attn_cp_size", "attn_dcp_size")
+    sizes = dict.fromkeys(names, 1)
     ranks = dict.fromkeys(("tp_rank", "pp_rank", "dp_rank", "attn_tp_rank"), 0)
     with patch.object(identity, "get_parallel", lambda: SimpleNamespace(**{**sizes, **ranks, **changed})):
         return identity.Place.of_this_process().name

@@ -44,6 +44,13 @@ def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) ->
     }
 
 
+def test_decode_context_parallelism_is_refused(parts: Parts) -> None:
+    """SGLang's pages then have more tokens than each rank's pool has in them, so that pages would be stored from and
+    loaded to the places of others.
+    """
+    assert "decode context parallelism of 2" in parts["identity_child"]["places"]["refused"]
+
+
 def test_weights_and_files_that_an_argument_names_count_by_content(parts: Parts) -> None:
     names = ["kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path"]
     assert parts["identity_child"]["weights"] == {

@@ -32,7 +32,7 @@ from flexkv.adapters.sglang.engine_watch import put_hook
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS, ENVIRONMENT, NOT_OF_FILES, OTHER_WEIGHTS
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.config import FlexKVConfig
-from flexkv.errors import ConfigError
+from flexkv.errors import ConfigError, GeometryError
 from flexkv.facts.ranks import UnitOwner
 from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
@@ -67,7 +67,16 @@ class Place:
 
     @classmethod
     def of_this_process(cls) -> Place:
+        """
+        Raises:
+            GeometryError: the engine has decode context parallelism.
+        """
         parallel = get_parallel()
+        if parallel.attn_dcp_size != 1:
+            raise GeometryError(
+                f"decode context parallelism of {parallel.attn_dcp_size}; flexkv works with 1, because SGLang's page "
+                "numbers are then not those of this rank's pool"
+            )
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
         if parallel.pp_size > 1 and (layers := os.environ.get(STAGE_LAYERS)):
             stage += f".from{sum(map(int, layers.split(',')[: parallel.pp_rank]))}"
