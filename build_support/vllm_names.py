@@ -72,6 +72,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "quantization",
         "seed",
         "trust_remote_code",
+        "using_transformers_backend",
     ),
     "vllm.config:MultiModalConfig": (
         "mm_encoder_attn_dtype",

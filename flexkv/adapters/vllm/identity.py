@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -132,7 +133,8 @@ def _apart(config: VllmConfig) -> Any:
     nothing."""
     seed = _seed_of_weights(config)
     model = config.model_config
-    if more := unusual_settings(config) | environment() | _tuning(model) | _files(model, inputs=False):
+    more = unusual_settings(config) | environment() | _tuning(model) | _library(model, inputs=False)
+    if more := more | _files(model, inputs=False):
         return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
     # With batch invariance a user expects the same bits each time, which only vLLM's own kernels give.
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
@@ -149,7 +151,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
     speculative = config.speculative_config
     # VLLM_BATCH_INVARIANT selects other kernels, which give different bits.
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
-    mode |= _tuning(model)
+    mode |= _tuning(model) | _library(model, inputs=_takes_inputs(model))
     if variables := environment():
         mode["environment"] = variables
     if geometry.is_hybrid:
@@ -208,6 +210,17 @@ def _tuning(model: ModelConfig) -> dict[str, bool]:
         return {}
     said = model.try_get_generation_config() | model.override_generation_config
     return {TUNING: bool(said.get(TUNING, model.max_model_len > TUNED_ABOVE_TOKENS))}
+
+
+def _library(model: ModelConfig, inputs: bool) -> dict[str, str]:
+    """Returns the version of transformers if its code computes the model, or processes images and other inputs; empty
+    if vLLM's code does all.
+
+    Args:
+        inputs: whether requests may have images or other inputs.
+    """
+    is_model = getattr(model, "using_transformers_backend", None)
+    return {"transformers": version("transformers")} if inputs or (is_model and is_model()) else {}
 
 
 def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, Any]:

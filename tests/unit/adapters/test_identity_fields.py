@@ -576,6 +576,32 @@ def test_another_version_of_vllm_has_other_keys(text_folder: Path, monkeypatch: 
     assert len(set(namespaces.values())) == 3
 
 
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_the_version_of_transformers_is_in_the_keys_if_its_code_computes_the_model(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+    native, foreign = (
+        resolved(text_folder, dtype="float16", model_impl=implementation)
+        for implementation in ("auto", "transformers")
+    )
+    before = [engine_namespace(config, geometry, settings) for config in (native, foreign)]
+    monkeypatch.setattr("flexkv.adapters.vllm.identity.version", lambda package: f"{package} 9")
+    after = [engine_namespace(config, geometry, settings) for config in (native, foreign)]
+    assert after[0] == before[0], "vLLM's own model"
+    assert after[1] != before[1]
+
+
+def test_the_version_of_transformers_is_in_the_keys_if_it_processes_images(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolved(image_folder)
+    before = namespace(config)
+    monkeypatch.setattr("flexkv.adapters.vllm.identity.version", lambda package: f"{package} 9")
+    assert namespace(config) != before
+
+
 def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], text_folder: Path) -> None:
     config = engines["draft"]
     usual = namespace(config)
