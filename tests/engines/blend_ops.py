@@ -18,7 +18,7 @@ POISON = 7.0
 
 
 def know(llm: Any, full: dict[str, Any]) -> None:
-    """Computes a prompt in full. Every rank's oracle remembers the keys and values."""
+    """Computes a prompt in full. On every rank the oracle (`blend_watch.Oracle`) remembers the keys and values."""
     llm.collective_rpc(rank_oracle, args=("begin",))
     ask_engine(llm, full | {"max_tokens": 1})
     llm.collective_rpc(rank_oracle, args=("end_full",))
@@ -132,7 +132,7 @@ def blend_reference(
     """Blends a prompt in one chunk. In each layer after the check layer, compares the attention output of the kept
     rows with a reference in plain torch.
 
-    The reference uses the same queries. At each position it has the cached keys and values, or the fresh ones if the
+    The reference uses the same queries. At each position it uses the cached keys and values, or the fresh ones if the
     row is kept.
 
     Args:
@@ -339,8 +339,8 @@ def blend_let_reads_go(llm: Any) -> dict[str, Any]:
 
 
 def blend_held(llm: Any) -> dict[str, Any]:
-    """Counts what the scheduler's and the worker's side of blending hold for requests: requests, pages, loads and rows
-    of the staging buffer.
+    """Counts what blending holds for requests: on the scheduler's side, live requests and pages; on the worker's side,
+    loads, captures, and rows of the staging buffer.
     """
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend
     pages = blend_worker()._pages

@@ -58,8 +58,8 @@ _steps: list[dict[str, list[int]]] = []
 
 
 def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
-    """Records the blended steps until `blend_watched_steps`. Meanwhile the kept rows are chosen by their positions
-    alone, so that the choice does not depend on the chunks of a prompt.
+    """Records the blended steps until `blend_watched_steps` is called. Meanwhile the kept rows are chosen by their
+    positions alone, so that the choice does not depend on the chunks of a prompt.
 
     Args:
         misplaced: for a control, puts cached rows one row too early in steps with several requests.
@@ -92,7 +92,7 @@ def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
 
 def blend_watched_steps(llm: Any) -> dict[str, Any]:
     """Ends `blend_watch_steps`. Returns, for each blended step, the number of rows of each request in the batch, and
-    which of these requests are blended, as indexes.
+    the indexes of the requests that are blended.
     """
     _watch.close()
     return {"steps": list(_steps)}

@@ -54,8 +54,8 @@ def _flip(slab: Path, offset: int) -> None:
 def blend_streamed(
     llm: Any, request: dict[str, Any], segment: list[int], folder: str, layer: int, damaged: bool = False
 ) -> dict[str, Any]:
-    """Blends a prompt while one read hangs: that of the range of layers that begins with `layer`, in the first page of
-    `segment`. The read goes on when the model has run the layer before `layer`.
+    """Blends a prompt while one read hangs. It is the read of the first page of `segment`, for the range of layers that
+    begins with `layer`. The read goes on when the model has run the layer before `layer`.
 
     Args:
         folder: the folder with the engine's slabs.

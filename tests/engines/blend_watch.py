@@ -94,8 +94,8 @@ class Watch:
 
 
 class Oracle:
-    """Keeps one rank's keys and values of a full computation, and measures how far the keys of the rows that a blended
-    computation keeps are from them.
+    """Keeps one rank's keys and values of a full computation. For a blended computation, measures how far the keys of
+    the kept rows are from those of the full one.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Oracle:
             share: the probability with which a reused row is kept.
             one_sequence: for a control, see `one_sequence_of`.
             loaded: whether the cached rows are those that the rank loads; otherwise those of the full computation.
-            another_layer: for a control, gives each layer after the check layer the loaded rows of the layer before.
+            another_layer: for a control, gives each layer after the check layer the loaded rows of the layer before it.
             check_layer: the layer up to which all rows are computed; None for the engine's own.
         """
         from flexkv.adapters.vllm.blend.pages import segment_rows

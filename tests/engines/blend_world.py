@@ -59,7 +59,7 @@ class Documents:
         return cls(tuple(segments), Prompt(tuple(tokens), **fields), tuple(spans))
 
     def store(self, session: EngineSession) -> None:
-        """Makes the engine compute each segment by itself and store it."""
+        """Makes the engine compute each segment on its own and store it."""
         asks = [
             Prompt(segment, max_tokens=1, salt=salt(), extra=blending({"store": True}))
             for segment in self.segments
@@ -69,7 +69,7 @@ class Documents:
         session.settle()  # a segment is counted only when every rank has stored it
 
     def blended(self, ratio: float | None = None, spans: Any = None, **fields: Any) -> Prompt:
-        """Makes a request that asks to blend the prompt. It has a new salt unless `fields` has one."""
+        """Makes a request that asks to blend the prompt. The request gets a new salt unless `fields` contains one."""
         ask: dict[str, Any] = {"segments": [list(span) for span in (self.spans if spans is None else spans)]}
         if ratio is not None:
             ask["ratio"] = ratio

@@ -86,7 +86,9 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> EngineSession:
-        """Returns an engine with exactly this configuration: the running one if it has it, otherwise a new one."""
+        """Returns an engine with exactly this configuration: the running engine if its configuration matches, otherwise
+        a new one.
+        """
         key = json.dumps([kv_transfer_config, environment, engine], sort_keys=True)
         if self._session is not None and key == self._key and self._session.process.alive:
             return self._session

@@ -1,5 +1,5 @@
 """Operations on the disk tier of an engine whose scheduler runs in this process. They withhold the results of reads,
-and count the pages that are read before the scheduler first asks for a request.
+and count the pages whose reads have begun when the scheduler first looks up a request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
     """Withholds the results of disk reads until `let_reads_go`.
 
     Args:
-        taken_for_stored: for a control, makes stores skip the pages that a read is fetching, as if these were stored.
+        taken_for_stored: for a control, makes stores skip the pages that a read is fetching, as if such pages were
+            stored.
     """
     unit = _unit(llm)
     planes = unit.driver._planes
@@ -97,8 +98,8 @@ def exchange_pages(llm: Any) -> dict[str, Any]:
 
 
 class FirstAsks:
-    """Wraps the plane of the disk. Records how many pages had been submitted for reading, in total, when the scheduler
-    first asked for each request.
+    """Wraps the plane of the disk. For each request, records how many pages in total had been submitted for reading
+    when the scheduler first looked the request up.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -124,7 +125,7 @@ class FirstAsks:
 
 
 def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
-    """Begins to record reads, and the scheduler's first question for each request.
+    """Begins to record reads, and the scheduler's first lookup of each request.
 
     Args:
         without_hook: for a control, disables the hook that prefetches for waiting requests.

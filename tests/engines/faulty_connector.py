@@ -60,7 +60,7 @@ class FaultyConnector(FlexKVConnector):
 
 
 class LayeredTailsConnector(FaultyConnector):
-    """Control for tests of partial tails: loads them layer by layer, too."""
+    """Control for tests of partial tails: loads the tails, too, layer by layer."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -99,7 +99,7 @@ class SleepyConnector(FaultyConnector):
 
 
 class ForgetfulConnector(FaultyConnector):
-    """Control for tests of new weights: reports that it has reset its cache, but does not reset it."""
+    """Control for tests of new weights: reports that it has reset its cache although it has not."""
 
     def reset_cache(self) -> bool:
         return True

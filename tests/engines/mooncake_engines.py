@@ -29,8 +29,8 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
     """Args:
-    url: of the store.
-    folder: for the engines' logs.
+    url: URL of the store.
+    folder: folder for the engines' logs.
     pages: total number of pages of the prompts.
     prompts: a JSON list with `Prompt.wire` of each prompt.
     """

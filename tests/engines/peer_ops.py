@@ -46,7 +46,7 @@ def kill_peer(llm: Any) -> dict[str, Any]:
 
 
 def peers(llm: Any) -> dict[str, Any]:
-    """Returns how many pages of peers each tier knows, and what the unit counts for each peer."""
+    """Returns how many pages of peers each tier knows, and the unit's counts for each peer."""
     known: dict[str, int] = {}
     for tier in _tiers(llm):
         tier.take_all_news(1 << 20)

@@ -1,5 +1,5 @@
-"""Operations on the remote tier of an engine whose scheduler runs in this process. They return what a test needs to
-read the engine's values, and send signals to other processes while pages are read from the store.
+"""Operations on the remote tier of an engine whose scheduler runs in this process. One returns the data with which a
+test can read the engine's values. The other sends signals to processes while pages are being read from the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexkv.remote.plane import RemotePlane
 from flexkv.transfer.graph import OpKind, TransferGraph
 
 HELPER = 0
-"""Used in place of a process id; means the helper, in which the store's client runs."""
+"""Used in place of a process id. It stands for the helper, in which the store's client runs."""
 
 
 def _plane(llm: Any) -> RemotePlane:

@@ -162,7 +162,7 @@ def ask_with_lora(
 
 
 def add_lora(llm: Any, folder: str, number: int, in_place: bool = False) -> dict[str, Any]:
-    """Loads a LoRA adapter before any request has it, as `--lora-modules` does."""
+    """Loads a LoRA adapter before any request uses it, as `--lora-modules` does."""
     from vllm.lora.request import LoRARequest
 
     request = LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder, load_inplace=in_place)

@@ -21,7 +21,7 @@ class Prompt:
 
     Attributes:
         extra: the sampling parameters' extra_args; its "kv_transfer_params" reach the connector.
-        log_probabilities: whether the answer has the log probabilities of its tokens.
+        log_probabilities: whether the answer includes the log probabilities of its tokens.
     """
 
     ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def whole_blocks(self) -> int:
-        """The most tokens that full blocks can serve, in tokens; the engine always computes the last token itself."""
+        """The largest number of tokens that full blocks can serve. The engine always computes the last token itself."""
         return (len(self.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -86,7 +86,7 @@ class Answer:
 
 
 class Reference:
-    """An engine without a connector and a prefix cache. Its answers, which are remembered, are the expected ones."""
+    """An engine with neither a connector nor a prefix cache. Its answers are the expected ones; they are remembered."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process

@@ -65,7 +65,9 @@ def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, do
 def test_a_segment_has_the_keys_and_values_that_were_computed(
     session: EngineSession, stream: int, size: int, chunk: int
 ) -> None:
-    """Compares every layer and row with a full computation, for different chunks in which the segment is computed."""
+    """Compares every layer and row of a segment with a full computation. The segment is computed in chunks of different
+    sizes.
+    """
 
     def apart(number: int, wrong: str = "") -> dict[str, float]:
         ids = Prompt.of(size, stream % 10_000_000 + number).ids
@@ -241,7 +243,7 @@ def test_no_other_request_gets_anything_of_a_blended_one(
     session.ask(blended)
     ordinary = session.check_one(documents.plain(salt=""))
     assert ordinary.cached == 0
-    # vLLM's own prefix cache may have blocks of the blended prompt under this salt.
+    # vLLM's own prefix cache may contain blocks of the blended prompt under this salt.
     again = session.check_one(documents.plain(salt=blended.salt))
     assert again.cached == 0
     session.forget()
@@ -303,8 +305,8 @@ def test_a_damaged_segment_is_computed(session: EngineSession, documents: Docume
 def test_one_damaged_page_costs_its_own_segment(
     session: EngineSession, documents: Documents, damaged: int
 ) -> None:
-    """All segments except the damaged one are reused, and the answer is as if the request had not listed that one. The
-    control shows that the answer with all segments differs.
+    """All segments except the damaged one are reused, and the answer is as if the request had not listed the damaged
+    one. The control shows that the answer with all segments differs.
     """
     rows = "vllm:flexkv_blend_rows_total{kind=reused}"
     good = [span for at, span in enumerate(documents.spans) if at != damaged]

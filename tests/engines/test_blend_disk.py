@@ -225,14 +225,14 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
 
 
 LAST_RANGE = 3
-"""A page of 8 layers is read in several ranges; this is the first layer of the last range."""
+"""First layer of the last range. A page of 8 layers is read in several ranges of layers."""
 
 
 def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """Runs with `disk.stream`, first as it should be, then with a bit flipped in the last range. In the second run the
-    forward pass begins again without that segment, and the answer is as if the request had not listed it.
+    """Blends twice with `disk.stream`, the second time with a bit flipped in a page's last range of layers. The forward
+    pass then begins again without the damaged segment, and the answer is as if the request had not listed it.
     """
     folder = tmp_path / "segments"
     session = start_blending(

@@ -188,8 +188,8 @@ def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
 def test_a_rank_whose_folder_is_in_use_turns_blending_off_on_both(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The ranks run blending's test at the start together, so both must know that one of them cannot blend. Otherwise
-    the other one would wait for it.
+    """The ranks run blending's self-test together when they start. If one of them cannot blend, the other must learn
+    this; otherwise it would wait for the first.
     """
     disk = {
         "disk.folders": str(tmp_path),
@@ -226,8 +226,8 @@ def test_without_its_model_class_the_engine_computes_fully(engines: Engines, str
 
 
 def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream: int) -> None:
-    """Lazy stores are planned when other requests are about to take a request's blocks. Nothing is stored of a blended
-    request. The control is an ordinary request, whose pages are stored.
+    """Lazy stores are planned when other requests are about to take a request's blocks. No block of a blended request
+    is stored. The control is an ordinary request, whose pages are stored.
     """
     session = start_blending(engines, {"store.mode": "lazy"})
     documents = Documents.of(stream % 10_000_000)

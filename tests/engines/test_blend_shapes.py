@@ -24,7 +24,7 @@ class Shape:
     Attributes:
         sizes: number of tokens of each segment.
         order: indexes of the segments that the prompt contains, in the prompt's order.
-        gaps: for each segment in the prompt, number of tokens between it and the segment before.
+        gaps: for each segment in the prompt, number of tokens between it and the previous segment.
         tail: number of tokens after the last segment.
     """
 

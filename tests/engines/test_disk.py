@@ -1,5 +1,5 @@
 """The disk tier under a real engine. The engine's process exits normally or is killed by SIGKILL, and the next process
-serves what was stored. Host memory is too small, and slabs are damaged between and during engine runs.
+serves what was stored. Tests also make host memory too small, and damage slabs between and during runs of engines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ queue.
 """
 DURABLE_WITHIN_S = 30.0
 DISK_WAIT_S = 600.0
-"""A wait for the disk that is longer than any queue of prompts in these tests takes, even on a busy machine."""
+"""Limit for waits for the disk, longer than any queue of prompts in these tests takes, even on a busy machine."""
 OF_NO_KV: dict[str, Any] = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 768,
@@ -58,8 +58,8 @@ OF_NO_KV: dict[str, Any] = {
     "load_format": "safetensors",
     "seed": 5,
 }
-"""Engine arguments that do not affect KV. An engine with all of these values gets hits on pages of an engine with other
-values.
+"""Engine arguments that do not affect KV. An engine with all these values gets hits on pages of an engine with
+different values.
 """
 PROMPTS_OF_900 = 6
 """Number of prompts of 28 blocks each. The engine's own cache has 128 blocks, and host memory about 58."""
@@ -241,7 +241,7 @@ def cached_after_a_late_failure(
     for the damaged disk ends after `disk.wait_s`, and the read of the blocks fails after they have been computed.
 
     Args:
-        taken_for_stored: for a control, whether stores skip pages that are being read, as if these were stored.
+        taken_for_stored: for a control, whether stores skip pages that are being read, as if such pages were stored.
     """
     session.call("hold_reads", taken_for_stored=taken_for_stored)
     assert session.check_one(prompt).cached == 0
@@ -341,7 +341,7 @@ def test_stores_go_straight_from_the_engines_pool_to_disk(
     assert session.metric(STRAIGHT) == pages
     session.process.kill()
 
-    # Such pages can also be read through host memory, by the manager's own lane.
+    # Pages that GDS stores wrote can also be read through host memory, by the manager's own lane.
     session = start(engines, folder, disk__gds="off")
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.settle()

@@ -1,5 +1,5 @@
 """KV in eight bits, either in all layers or in all but one, so that the layers of a block differ in dtype. flexkv moves
-the bytes unchanged, and no engine gets hits on KV that another engine stored in a different dtype.
+the bytes unchanged, and no engine gets hits on KV that was stored in a different dtype.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A real model with several KV groups: a Gemma 3 with five sliding layers and one full layer, which vLLM serves as six
-groups of one layer each. A hit needs all pages of the full group, and of each sliding group the last window's pages.
+groups of one layer each. A hit needs all pages of the full group, and the last window's pages of each sliding group.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Many prompts of a model with several KV groups run in turn, and host memory has slots for the pages of only a few.
-Behind it there is no disk, or one that is also too small. The tests do not say which pages of a prompt stay cached.
+Behind host memory there is no disk, or a disk that is also too small. The tests do not determine which pages of a
+prompt stay cached.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SMALL: dict[str, Any] = {
     "host__extent_bytes": 2 << 20,
     "store__checkpoint_tokens": CHECKPOINT,
 }
-"""Settings of a host memory with a quarter of the size of all pages that the prompts store."""
+"""Settings for a host memory a quarter as large as all pages that the prompts store."""
 DISK_BYTES = 16 << 20
 EVICTIONS = "vllm:flexkv_evictions_total"
 DISK_EVICTIONS = "vllm:flexkv_disk_evictions_total"

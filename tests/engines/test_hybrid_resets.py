@@ -36,8 +36,8 @@ def test_a_reset_right_after_the_last_token(hybrid: Any, stream: int) -> None:
 
 
 def reset_on_new_weights(session: EngineSession, stream: int) -> tuple[Prompt, list[Prompt]]:
-    """Resets while stores are in flight, and changes the weights. Returns a prompt that was stored before the reset,
-    and the prompts whose stores were in flight.
+    """Resets the cache while stores are in flight, and changes the weights. Returns a prompt that was stored before the
+    reset, and the prompts whose stores were in flight.
     """
     old = Prompt.of(700, stream)
     session.check_one(old)

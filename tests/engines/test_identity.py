@@ -41,7 +41,7 @@ OF_NO_KV: dict[str, Any] = {
     "stream_interval": 3,
     "use_tqdm_on_load": False,
 }
-"""Arguments that seem to affect KV but do not. Each has a different value from the one in the other engine tests."""
+"""Arguments that seem to affect KV but do not. Each value differs from the one in the other engine tests."""
 
 OF_KV: dict[str, Any] = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
 STORED = Prompt.of(601, 3131)

@@ -14,7 +14,9 @@ from .session import EngineSession, Prompt
 
 
 def test_prompts_given_as_embeddings(engines: Engines) -> None:
-    """In vLLM all such prompts have the same token ids, namely zeros, so the ids do not tell them apart."""
+    """In vLLM all prompts that are given as embeddings have the same token ids, namely zeros, so the ids do not tell
+    them apart.
+    """
     session = engines.get(connector(store__partial_blocks=True), enable_prompt_embeds=True)
     alone = engines.another(None, enable_prompt_embeds=True, enable_prefix_caching=False)
 
@@ -110,8 +112,8 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
 def test_an_adapter_that_changes_between_its_load_and_its_first_request(
     engines: Engines, stream: int, tmp_path: Path, again: str
 ) -> None:
-    """vLLM computes with the content that it loaded, and with the new one after it has evicted the adapter or loaded it
-    in place. The other engine tells which answer is right.
+    """vLLM computes with the content that it has loaded. After it has evicted the adapter or loaded it again in place,
+    it computes with the new content. The other engine shows which answer is right.
     """
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     session, alone = engines.get(connector(), **options), engines.another(None, **options)

@@ -23,7 +23,8 @@ def test_hits_of_every_shape(engines: Engines, stream: int) -> None:
     for seed in (1, 2):
         session.forget(seed)
         assert session.check_one(prompt).cached == prompt.whole_blocks
-    # The engine's own cache has the first blocks of the prompt, and two prompts with the same beginning run together.
+    # The engine's own cache contains the first blocks of the prompt, and two prompts with the same beginning run
+    # together.
     session.forget()
     session.check_one(prompt.first(4 * BLOCK_TOKENS))
     others = [prompt.then(Prompt.of(60 + n, stream + n).ids) for n in (1, 2)]
@@ -66,8 +67,8 @@ def test_control_without_the_wait_the_output_is_another(engines: Engines, stream
 def test_a_partial_tail_does_not_overwrite_what_the_forward_writes(
     engines: Engines, stream: int, kind: str
 ) -> None:
-    """The tokens behind the tail are in the tail's block. vLLM writes them before it waits for the layer. Here every
-    copy comes late.
+    """The tokens that follow the tail are in the tail's block. vLLM writes them before it waits for the layer. Here
+    every copy comes late.
     """
     slow = {"action": "delay", "kind": "load", "delay_s": 0.02, "times": -1}
     tails: dict[str, Any] = {"store__partial_blocks": True, "store__tokens": "prompt"}
@@ -82,7 +83,7 @@ def test_a_partial_tail_does_not_overwrite_what_the_forward_writes(
     assert (answer.tokens == session.reference.tokens(longer)) is (kind == "FaultyConnector")
     if kind == "FaultyConnector":
         session.forget()
-        # What was computed behind the tail was stored, and is right.
+        # The KV that was computed after the tail was stored, and is right.
         assert session.check_one(longer).cached == 209
 
 

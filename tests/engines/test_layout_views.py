@@ -1,5 +1,5 @@
-"""Views built from vLLM's own placements and tensors, in all physical orders that vLLM has. vLLM's own indexing is the
-reference.
+"""Views built from vLLM's own placements and tensors, in all physical orders that vLLM supports. vLLM's own indexing is
+the reference.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def test_control_a_model_under_the_name_of_another_is_answered_for_it(
 def test_data_parallel_ranks_serve_each_other(
     model: Path, reference: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """`peers.share` is `auto`, which shares because the settings say that two units run on the node. The second rank
+    """`peers.share` is `auto`. The units share because the settings say that two units run on the node. The second rank
     finds the first while prompts are computed, so the ranks get several prompts, one after the other.
     """
     prompts = [Prompt.of(300, stream + number) for number in range(ROUNDS)]

@@ -14,8 +14,8 @@ PREFETCHED = "vllm:flexkv_disk_prefetched_pages_total"
 def read_at_first_asks(
     session: EngineSession, busy: Prompt, queued: Prompt, without_hook: bool = False
 ) -> list[int]:
-    """Sends two prompts at once to an engine that runs one at a time. Only `queued` is on disk. Returns, for each
-    prompt, the number of pages whose read had begun when the scheduler first asked about the prompt.
+    """Sends two prompts at once to an engine that runs one at a time. Only the pages of `queued` are on disk. Returns,
+    for each prompt, the number of pages whose read had begun when the scheduler first asked about the prompt.
     """
     session.forget()
     session.call("drop_host")

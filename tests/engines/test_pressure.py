@@ -1,5 +1,5 @@
-"""Too few blocks in the engine's pool, so that the engine preempts and evicts, and too few slots in the host tier, so
-that it evicts.
+"""Engines under pressure. If the pool has too few blocks, the engine preempts requests and evicts blocks. If the host
+tier has too few slots, it evicts pages.
 """
 
 from __future__ import annotations

@@ -86,13 +86,15 @@ def test_the_built_in_class_in_a_multi_connector_is_refused(engines: Engines) ->
 
 
 RANK_MEMORY = [Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
-"""Shared memory of vLLM's two CPU ranks. With an external launcher its names are the same for every engine."""
+"""Files of the shared memory of vLLM's two CPU ranks. With an external launcher their names are the same for every
+engine.
+"""
 
 
 @contextmanager
 def names_free(paths: Sequence[Path]) -> Iterator[None]:
-    """Makes the names free within the `with` block: renames another engine's files, and renames them back at the end.
-    The processes that map the files do not notice.
+    """Keeps these file names free within the `with` block: renames another engine's files, and renames them back at the
+    end. The processes that map the files do not notice.
 
     A rank that ends during its start leaves its shared memory behind. This removes it, unless a process still maps it.
     """
@@ -118,7 +120,7 @@ def mapped_files() -> set[str]:
         try:
             lines = maps.read_text().splitlines()
         except OSError:
-            continue  # it has ended, or is another user's, whose files this user cannot remove anyway
+            continue  # the process has ended, or belongs to another user, whose files this user cannot remove anyway
         found |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return found
 

@@ -50,7 +50,9 @@ WITHIN_S = 60.0
 STORE_CALL_S = 10.0
 CHILD_S = 280.0
 TOKENS, HALF = 581, 321
-"""Lengths in tokens of a prompt that is stored in parts, chosen so that the answer fills no further block."""
+"""Lengths, in tokens, at which a prompt is stored part by part. They are chosen so that the answer fills no further
+block.
+"""
 
 TICK = Prompt.of(5, 7, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
 """A prompt that makes the engine step once more. In each step the engine updates its metrics and polls the tier."""

@@ -154,7 +154,7 @@ def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) ->
 def test_a_session_changes_its_settings(
     session: EngineSession, stream: int, first: dict[str, Any], second: dict[str, Any], blocks: int
 ) -> None:
-    """Runs a session of two pieces of four and a half blocks each. The first row of parameters is the control."""
+    """Runs a session of two pieces of four and a half blocks each. The first set of parameters is the control."""
     tokens = run_pieces(session, stream, first, second)
     assert session.check_one(Prompt((*tokens, 1))).cached == blocks * BLOCK_TOKENS
 

@@ -60,7 +60,9 @@ SLOW_STORES = {"FAULT_RULES": json.dumps([{"action": "delay", "kind": "store", "
 
 
 def reset_during_stores(session: EngineSession, stream: int, steps: int, **how: Any) -> list[Prompt]:
-    """Resets while the prompts' blocks are being stored. Returns the prompts when all of them have been answered."""
+    """Resets the cache while the prompts' blocks are being stored. Returns the prompts when all of them have been
+    answered.
+    """
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     reply = session.call(
         "reset_while_running",

@@ -1,4 +1,6 @@
-"""A real API server. After SIGTERM, the pages of host memory are kept on disk. A reset drops the pages of both."""
+"""A real API server. After SIGTERM, the pages of host memory are kept on disk. A reset drops the pages in host memory
+and on disk.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def check_series_before_the_first_request(server: HttpServer) -> None:
 
 
 def reset(server: HttpServer, path: str) -> None:
-    """Resets. While a copy is in flight a reset fails, so this repeats it, as the docs advise."""
+    """Resets the cache. While a copy is in flight a reset fails, so this repeats it, as the docs advise."""
     ends_s = time.monotonic() + RESET_DEADLINE_S
     while not server.post(path)["success"]:
         assert time.monotonic() < ends_s, server.log_tail()

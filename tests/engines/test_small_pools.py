@@ -1,4 +1,4 @@
-"""An engine whose pool is little larger than one prompt. A prompt that fits host memory is stored completely."""
+"""An engine whose pool is little larger than one prompt. A prompt that fits in host memory is stored completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing in a real engine: spans of flexkv's ops reach the engine's collector and have the engine's request ids."""
+"""Tracing in a real engine: spans of flexkv's ops reach the engine's collector and carry the engine's request ids."""
 
 from __future__ import annotations
 

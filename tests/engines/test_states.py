@@ -30,7 +30,7 @@ MOST_ASKED = 10
 """The most times that a prompt is sent until all its states are stored."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
-    # vLLM chooses float32 only on a CPU with AVX512-BF16. On other CPUs it would choose bfloat16 and smaller blocks.
+    # Without this setting, vLLM chooses float32 only on a CPU with AVX512-BF16, else bfloat16 and smaller blocks.
     "mamba_ssm_cache_dtype": "float32",
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
@@ -204,7 +204,7 @@ def test_states_that_end_within_blocks_are_not_taken_for_others(
     states: Any, alone: Alone, stream: int
 ) -> None:
     """If vLLM hashes parts of blocks, it also keeps states at lengths that are not block boundaries. flexkv must not
-    take their blocks for states at a boundary.
+    mistake the blocks of these states for states at a boundary.
     """
     session = states(engine={"prefix_match_unit": 32})
     prompt = Prompt.of(1000, stream)

@@ -65,7 +65,7 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     session.forget()
     session.call("drop_host")
 
-    # The published example runs as a process with a plugin's environment, while the engine serves another prompt.
+    # The published example runs in a plugin's environment, while the engine serves another prompt.
     shutil.copy(EXAMPLE, tmp_path)
     (tmp_path / "prompts.jsonl").write_text(f"{list(prompt.ids)}\n")
     name = (folder / "socket.scheduler").read_text().strip()

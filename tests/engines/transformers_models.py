@@ -1,5 +1,5 @@
-"""Writes small models of families that Hugging Face transformers supports. Their weights are random, and the same in
-each run.
+"""Writes small models of families that Hugging Face transformers supports. Their weights are random numbers that are
+the same in each run.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def write_llama_4(folder: Path) -> Path:
 
 def write_lfm_2(folder: Path) -> Path:
     """Writes an LFM2. Three of its four layers are short convolutions, whose states are their last inputs. The written
-    configuration has some settings twice: vLLM reads them under the names of the published models, transformers under
-    its own.
+    configuration has some settings twice: vLLM reads them under the names in the published models' files, and
+    transformers reads them under its own names.
     """
     from transformers import Lfm2Config, Lfm2ForCausalLM
 

@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 SPAWNED = ("test_linker",)
-"""Test files whose first engine spawns its processes, as in deployment. All other engines are forked from a process
-that has imported SGLang, and fork their own processes.
+"""Test files whose first engine spawns its processes, as in deployment. The other engines are forked from a process
+that has imported SGLang, and they fork their own processes. In files that are not listed, all engines are started in
+this way.
 """
 
 

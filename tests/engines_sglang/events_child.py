@@ -98,7 +98,7 @@ def by_medium(events: list[Any]) -> dict[str, list[list[Any]]]:
 
 
 def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]:
-    """For each caller, inserts a prompt, and another that diverges after one page.
+    """For each caller, inserts a prompt, and a second prompt that diverges from it after one page.
 
     Returns, for each caller, how many pages are announced on the device and in host memory, and whether each page in
     host memory is announced with the same fields as on the device.
@@ -118,8 +118,8 @@ def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]
 def over_a_file(of_pairs: bool) -> dict[str, Any]:
     """Packs the records of announced pages as they are written to disk, and unpacks them as the next process does.
 
-    Returns the number of records, whether the next process would announce the same except for the session, and which
-    sessions this process and the next one would announce.
+    Returns the number of records, whether the next process would announce the same pages except for the session, and
+    which sessions this process and the next one would announce.
     """
     tree = Tree("rust", True, of_pairs)
     tree.insert(PROMPT, cache_salt="a")

@@ -1,5 +1,5 @@
 """Finds which requests SGLang's own page hashes keep apart. The requests are made as SGLang's scheduler makes them, and
-use one flexkv cache.
+all use one flexkv cache.
 """
 
 from __future__ import annotations

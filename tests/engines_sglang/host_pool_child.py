@@ -26,7 +26,7 @@ from flexkv.facts.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-"""Layouts that SGLang has for latents. `page_head` is not one of them: it splits heads, and a latent has none."""
+"""Layouts that SGLang offers for latents. `page_head` is not one of them: it splits heads, and a latent has none."""
 POOLS = [(name, layout) for name in ("mha fp16", "mha fp8") for layout in HOST_LAYOUTS] + [
     (name, layout) for name in ("mla bf16", "mla fp8") for layout in LATENT_LAYOUTS
 ]
@@ -45,7 +45,9 @@ def build_host_pool(name: str, layout: str) -> Any:
 
 
 def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicache.FlexKVHiCache:
-    """Makes a storage over a host pool. The namespace follows from `number`; if it is None, it is a new one."""
+    """Makes a storage over a host pool. `number` determines the namespace; if it is None, the namespace is a new
+    one.
+    """
     number = next(numbers) if number is None else number
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(
@@ -190,8 +192,9 @@ def new_weights() -> dict[str, Any]:
 
 
 def attached_later() -> dict[str, Any]:
-    """Looks up a page on disk that a storage left, with a storage of the same owner: in an engine with the weights of
-    its start, and in one whose weights have changed before the storage was attached.
+    """Stores a page on disk, closes the storage, and looks the page up with a new storage of the same owner. It does so
+    in an engine that still has the weights of its start, and in an engine whose weights changed before the storage was
+    attached.
     """
     pool = build_host_pool("mha fp16", "page_first")
     key, number, found = hashes_of("page"), next(numbers), {}
@@ -208,7 +211,7 @@ def attached_later() -> dict[str, Any]:
 
 
 def empty_tree() -> None:
-    """Calls the method of SGLang's tree that empties it, for a tree without content."""
+    """Calls the method of SGLang's tree that empties the tree, on a stand-in for a tree."""
     tree = MagicMock(linker=None, buffer_pipeline=None, cache_controller=None)
     UnifiedRadixCache.reset(tree)
 

@@ -1,4 +1,4 @@
-"""Finds which of SGLang's arguments change the namespace of its keys. Uses SGLang's own classes for arguments and
+"""Finds which of SGLang's arguments change the namespace of flexkv's keys. Uses SGLang's own classes for arguments and
 models.
 """
 
@@ -110,9 +110,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def places() -> dict[str, Any]:
-    """Returns the names of places that differ only in which heads or layers the rank's pages hold: the second of four
-    ranks, with and without data parallelism of the attention, and the second of three stages, with three partitions of
-    the layers.
+    """Returns the names of places that differ only in the heads or layers in the rank's pages. For heads: the second of
+    four ranks, with and without data parallelism of the attention. For layers: the second of three pipeline stages,
+    with three partitions of the layers.
     """
     heads = {"two heads per replica": _place(tp_size=4, tp_rank=1, attn_tp_size=2, attn_tp_rank=1)}
     heads["four ranks"] = _place(tp_size=4, tp_rank=1, attn_tp_size=4, attn_tp_rank=1)
@@ -212,7 +212,7 @@ def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
 
 
 def _loader(arguments: Any, model: Any) -> dict[str, Any]:
-    """Finds the formats of loaders that keep the key, and whether options for speed keep it."""
+    """Finds which loader formats leave the key unchanged, and whether loader options for speed do."""
     usual = namespace(arguments, model)
 
     def is_usual(**given: Any) -> bool:

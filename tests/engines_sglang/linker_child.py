@@ -44,7 +44,7 @@ def make_linker(
 ) -> FlexKVLinker:
     """
     Args:
-        stream: the stream of the engine's forward; None if it has no stream of its own.
+        stream: the stream of the engine's forward; None if the forward has no stream of its own.
         params: parameters of the engine's tree; None for parameters that suffice for a linker without a tree.
         place: the `Place` of the rank.
     """
@@ -197,8 +197,8 @@ def reset() -> dict[str, Any]:
 
 
 def new_weights(kind: type[FlexKVLinker]) -> dict[str, Any]:
-    """Stores a page after the weights have changed and before the engine's tree is emptied, as SGLang does for a
-    request that runs meanwhile or has a prefix in the tree. Returns what is found afterwards.
+    """Stores a page after the weights have changed and before the engine's tree is emptied. SGLang does this for a
+    request that runs meanwhile or whose prefix is in the tree. Returns what is found afterwards.
     """
     pool = make_pool("mha fp16")
     linker = make_linker(kind, pool)

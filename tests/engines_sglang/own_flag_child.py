@@ -1,5 +1,5 @@
-"""Finds how SGLang's own connector, which is for a different package named flexkv, fails with this package, and how
-SGLang's argument parser reads the sample file that this package prints.
+"""Finds how SGLang's own connector fails with this package: that connector is for a different package named flexkv.
+Also finds how SGLang's argument parser reads the sample file that this package prints.
 """
 
 from __future__ import annotations

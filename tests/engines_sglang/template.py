@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ORDER_BYTES = 1 << 18
-"""The most bytes that an order can have."""
+"""Largest size of an order in bytes."""
 OUTPUT, ERRORS, ENDED = range(3)
 """Places of descriptors in an order: the process's standard output, its standard error, and the pipe to which it writes
 its exit code. The numbers of the descriptors after these are the program's first arguments.

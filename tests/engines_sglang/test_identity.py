@@ -25,8 +25,9 @@ def test_files_quantisation_and_version_are_in_the_keys(parts: Parts) -> None:
 
 
 def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) -> None:
-    """With two KV heads, the second of four ranks holds the first head, but the second head if each two ranks have the
-    attention of other requests. With other partitions, the second stage has as many layers, but others.
+    """With two KV heads and four ranks, the second rank holds the first head. With data parallelism of the attention
+    over two groups of two ranks, it holds the second head. Under different partitions, the second stage may have the
+    same number of layers, but not the same layers.
     """
     found = parts["identity_child"]["places"]
     assert found["heads"] == {

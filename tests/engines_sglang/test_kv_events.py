@@ -48,7 +48,9 @@ class Router:
         self.removed = dict.fromkeys(self.has, 0)
 
     def join(self) -> None:
-        """Waits until the engine's publisher has this router's subscription. What it publishes before is lost."""
+        """Waits until the engine's publisher has this router's subscription. Events that it publishes earlier are
+        lost.
+        """
         assert self._monitor.poll(int(HEARD_S * 1000)), "the engine's publisher was not reached"
         time.sleep(SUBSCRIBED_S)
 
@@ -191,8 +193,8 @@ UNNAMED = {"extra key", "extra key and salt"}
 @pytest.mark.parametrize("core", ["rust", "python"])
 @pytest.mark.parametrize("form", ["default", "dynamo"])
 def test_pages_are_announced_with_the_engines_own_words(parts: Parts, core: str, form: str) -> None:
-    """Compares, for each caller, the number of pages announced on the device and in host memory, and whether a page is
-    announced with the same fields on both.
+    """Compares, for each caller, how many pages are announced on the device and in host memory, and whether a page is
+    announced with the same fields for both.
     """
     left_out = UNNAMED if form == "default" else set()
     expected = {caller: [6, 0 if caller in left_out else 6, True] for caller in CALLERS}

@@ -40,8 +40,8 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
 
 
 def test_pages_stored_between_new_weights_and_the_flush_are_forgotten(parts: Parts) -> None:
-    """SGLang may update weights while requests run, or keep its tree, and flush it later. Until then it stores KV that
-    the former weights computed in part.
+    """SGLang can update weights while requests run, or without emptying its tree, and flush the tree later. Until the
+    flush, it stores KV that was computed in part with the former weights.
     """
     assert parts["linker_child"]["new weights"] == {
         "before": [],
@@ -58,8 +58,8 @@ def test_weights_that_are_written_without_a_call_empty_the_cache(parts: Parts) -
 
 
 def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
-    """SGLang's own code releases the memory without asking its caches whether copies are in flight. flexkv hooks it to
-    wait for the copies.
+    """SGLang's own code releases the memory without asking its caches whether copies are in flight. flexkv's hook in
+    that code waits for the copies.
     """
     released = {"moving": [0], "unregistered before releases": [0], "stored": [1]}
     assert parts["linker_child"]["released"] == released
@@ -94,8 +94,8 @@ def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None
 
 
 def test_sglangs_page_hashes_keep_callers_apart(parts: Parts) -> None:
-    """Callers differ in extra key, salt, adapter, or several of these. Each of them gets no hit on pages of the callers
-    before, and then hits on its own pages.
+    """Callers differ in extra key, salt, adapter, or several of these. Each caller first gets no hit on the pages of
+    the callers before it, and then gets hits on its own pages.
     """
     served = parts["hash_child"]["served"]["pages"]
     assert len(served) == 10

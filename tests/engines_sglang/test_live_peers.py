@@ -17,8 +17,8 @@ WITHIN_S = 120.0
 
 
 def wait_known(folder: Path, pages: int, copied: int = 0) -> None:
-    """Waits until the units together know at least `pages` pages in host memory of their peers, and have copied at
-    least `copied` pages.
+    """Waits until the units together know at least `pages` pages in their peers' host memory, and have copied at least
+    `copied` pages.
     """
     ends_s = time.monotonic() + WITHIN_S
     while True:

@@ -1,5 +1,5 @@
-"""SGLang's own flag --enable-flexkv ends with an error that says which flags to use instead. The sample file has these
-flags.
+"""SGLang's own flag --enable-flexkv ends with an error that says which flags to use instead. The sample file contains
+these flags.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def test_kinds_of_fp8_that_a_host_pool_holds_as_bytes_have_different_keys(parts:
 
 
 def test_every_rank_stores_its_latents(parts: Parts) -> None:
-    """Without flexkv's storage, SGLang lets only the first rank store them. The other ranks would never have a hit, and
-    therefore none at all.
+    """Without flexkv's storage, SGLang lets only the first rank store latents. The other ranks would never get a hit.
+    Because all ranks must agree on a hit, no rank would get one.
     """
     assert parts["host_pool_child"]["writers of latents"] == {"before": False, "after": True}
 

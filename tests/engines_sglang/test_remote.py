@@ -1,5 +1,5 @@
-"""flexkv as SGLang's linker, with Mooncake Store as its remote tier. The next engine gets hits on what one engine
-stored; its lookup waits for the store.
+"""flexkv as SGLang's linker, with Mooncake Store as its remote tier. An engine gets hits on pages that the engine
+before it stored; its lookup waits for the store.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from tests.engines_sglang.stored import Stored
 
 TWO_RANKS = {"tp_size": 2}
 ONE_CPU_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-"""Environment variable with the CPUs of each rank, which SGLang requires if there are more ranks than memory nodes.
-Without its kernels for CPUs, SGLang does not bind ranks to them.
+"""Environment variable that lists the CPUs of each rank. SGLang requires it if there are more ranks than memory nodes,
+but binds ranks to the CPUs only if its kernels for CPUs are installed.
 """
 NAMES = ("a", "b", "aborted")
 ALIKE = ("lookup", "load", "landed", "offload", "stored")
