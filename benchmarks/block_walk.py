@@ -1,8 +1,8 @@
 """Follows one block through flexkv's Python code: counts the files that it visits and the calls that it takes.
 
 A real vLLM in one process stores one block and loads it again. The program counts every call into flexkv on the
-engine's thread. A newcomer who follows a block must read this many files, and must switch between files this often.
-Waiting adds calls, so the run with the fewest calls is reported.
+engine's thread. A newcomer who follows a block has to read as many files, and switch between files as often, as the
+program reports. Waiting adds calls, so the run with the fewest calls is reported.
 
     python -m benchmarks.block_walk [--runs 7] [--mode async] [--json out/block_walk.json] [--list]
 """
@@ -57,8 +57,8 @@ class Walk:
     def profile(self, frame: FrameType, event: str, _argument: object) -> None:
         """Counts one call. `sys.setprofile` installs this function."""
         code = frame.f_code
-        # Comprehensions and lambdas are no separate step for a reader, and later Pythons make no frame for
-        # comprehensions.
+        # Comprehensions and lambdas are not counted: for a reader they are not separate steps, and newer Pythons make
+        # no frame for a comprehension.
         if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(str(PACKAGE)):
             return
         file = code.co_filename[len(str(PACKAGE)) + 1 :]
@@ -94,11 +94,13 @@ def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
     """Returns, for a store and for a load, the counts of the run with the fewest calls.
 
     Raises:
-        RuntimeError: a store's request found tokens in a cache, or a load did not find exactly one block of tokens.
+        RuntimeError: the request that stores found tokens in a cache, or the request that loads did not find exactly
+            one block.
     """
     least: dict[str, dict[str, Any]] = {}
     for number in range(runs + 1):
-        # A complete block, and the last token of a prompt, which an engine always computes itself.
+        # The prompt is one complete block and one more token, because an engine always computes a prompt's last token
+        # itself.
         ids = prompt_tokens(BLOCK_TOKENS + 1, number, PRESETS[MODEL])
         for name, cached in ((STORE, 0), (LOAD, BLOCK_TOKENS)):
             answer = engine.call("walk", ids=ids)

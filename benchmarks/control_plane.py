@@ -4,7 +4,7 @@ compares it with its targets.
 Prints a table. `--json PATH` also writes it to a file. `--check PATH` compares it with such a file from the same
 machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time, and as the thread's
 CPU time, which other programs on the machine disturb less. Figures are medians and minima over rounds. Each round uses
-different keys, so that the index's rows for them are not in the CPU caches, unless the row says "hot".
+different keys, so that their index entries are not in the CPU caches. Only rows marked "hot" reuse keys.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class Row:
 
 
 SLOWER = 1.3
-"""A row is slower for `--check` if its minimum CPU time grew by more than this factor. Runs on a shared machine differ
-by some 15 %.
+"""`--check` calls a row slower if its minimum CPU time grew by more than this factor. On a shared machine, runs of the
+same code already differ by some 15 %.
 """
 
 LEAST_US = 2.0
-"""Microseconds. Rows with less CPU time are not compared, because a single cache miss can change them."""
+"""Microseconds. Rows whose CPU time is below this are not compared, because a single cache miss can change them
+noticeably.
+"""
 
 
 def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
@@ -351,8 +353,9 @@ def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
 
 
 def bench_tier_lookup(rounds: int) -> list[Row]:
-    """Times the native lookup over host memory and up to two tiers behind it, with 1M blocks each, and `match_and_pin`
-    of host memory alone. In each round all of them use the same keys, so that their minima can be compared.
+    """Times the native lookup in host memory and up to two tiers behind it, with 1M blocks each. For comparison, also
+    times `match_and_pin` of host memory alone. In each round all calls use the same keys, so that their minima can be
+    compared.
     """
     tiers = [random_keys(CACHED_BLOCKS, seed) for seed in (11, 12, 13)]
     indexes = [full_index(keys) for keys in tiers]
@@ -398,8 +401,8 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
 
 
 def bench_keys(rounds: int) -> list[Row]:
-    """Times the hashing of tokens and the making of namespaced keys, each for a new request and for a request that has
-    grown.
+    """Times how long it takes to hash tokens, and to compute namespaced keys from engine keys: for a new request, and
+    for the same request after it has grown.
     """
     tokens = [random.Random(6).randrange(150_000) for _ in range(REQUEST_BLOCKS * BLOCK_TOKENS)]
     longer = tokens + tokens[: 64 * BLOCK_TOKENS]

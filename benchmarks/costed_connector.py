@@ -1,4 +1,4 @@
-"""flexkv's vLLM connector, with a clock from `benchmarks.hook_clock` on every hook."""
+"""flexkv's vLLM connector, with every hook timed by `benchmarks.hook_clock`."""
 
 from __future__ import annotations
 

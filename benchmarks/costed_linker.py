@@ -1,5 +1,5 @@
-"""flexkv's SGLang linker, with a clock from `benchmarks.hook_clock` on every hook, including the hooks that the
-engine's pools call.
+"""flexkv's SGLang linker, with every hook timed by `benchmarks.hook_clock`, including the hooks that the engine's pools
+call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ class CostedLinker(FlexKVLinker):
 
 LEDGER = Ledger()
 LEDGER.put_clocks(CostedLinker, FlexKVLinker, hooks_of(FlexKVLinker))
-# The linker makes `LoadBatches` objects itself, so the class is changed in place. Its other methods are
-# called by hooks that already have a clock.
+# The linker makes `LoadBatches` objects itself, so the timed methods are set on that class. Its other methods are
+# called by hooks that are already timed.
 LEDGER.put_clocks(LoadBatches, LoadBatches, ("set_consumer", "wait_until"))

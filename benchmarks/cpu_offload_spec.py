@@ -1,8 +1,8 @@
 """Copies blocks for vLLM's own OffloadingConnector, so that it can be measured where the engine runs on a CPU.
 
-vLLM's scheduler side of the connector works for every device, but its copies need a GPU. This module makes the copies
-with torch's indexed assignment. vLLM loads it by the names in the connector's extra config, `spec_module_path` and
-`spec_name`.
+The scheduler part of vLLM's connector works on every device, but the copies need a GPU. This module makes the copies
+with torch's indexed assignment instead. vLLM loads it by the names in the connector's extra config, `spec_module_path`
+and `spec_name`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: Any) -> None:
-        """Does nothing, because every copy has ended when the call that submitted it returns."""
+        """Does nothing, because every copy has finished when the call that submitted it returns."""
 
     def _copy(self, job_id: Any, engine_spec: Any, host_spec: Any, *, store: bool) -> bool:
         started = time.perf_counter()

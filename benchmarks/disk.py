@@ -52,8 +52,8 @@ FILLS = 3
 """Number of new slabs. Each is filled once, because a first pass cannot be repeated."""
 LAG_BYTES = 8 * MIB
 LOAD_PAGES = 512
-"""Number of pages of a layerwise load. They hold 32,768 tokens of 32 KiB in blocks of 64: a model of 16 layers with 8
-KV heads of 64 elements of 16 bits.
+"""Number of pages of a layerwise load. They hold 32,768 tokens in blocks of 64. A token takes 32 KiB, as in a model of
+16 layers with 8 KV heads of 64 elements of 16 bits.
 """
 STREAM_BYTES = 256 * MIB
 COLD_BLOCKS = 1_000_000
@@ -73,7 +73,7 @@ def timed(call: Callable[[], object]) -> Sample:
 
 def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sample]]:
     """Times the first pass over new slabs: by the tier, by the raw loop, and by the tier after its disk was idle. Each
-    is done FILLS times.
+    of the three is done FILLS times.
     """
     samples: dict[str, list[Sample]] = {"fill": [], "fill bare": [], "ahead": []}
     places = np.arange(slots, dtype=np.int32)
@@ -167,8 +167,8 @@ def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def layerwise(folder: Path, rounds: int) -> dict[str, float]:
-    """Returns the medians in milliseconds of a load page by page, of a load in ranges of layers, and of the latter's
-    first layer; and their ratios.
+    """Returns the medians in milliseconds of three times: of a load page by page, of a load in ranges of layers, and of
+    the first layer of that second load. Also returns their ratios.
     """
     rig = Rig(folder, 2 * MIB, LOAD_PAGES, host_slots=LOAD_PAGES)
     places = np.random.default_rng(3).permutation(LOAD_PAGES).astype(np.int32)
@@ -244,8 +244,8 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def cold_start(folder: Path) -> dict[str, float]:
-    """Times the start of a tier whose index has COLD_BLOCKS blocks of 4 KiB, and a read of COLD_READ of them. Only
-    these were written.
+    """Times the start of a tier whose index has COLD_BLOCKS blocks of 4 KiB, and a read of COLD_READ of these blocks.
+    Only the blocks that are read were written before.
     """
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
     written = np.sort(np.random.default_rng(2).permutation(COLD_BLOCKS)[:COLD_READ]).astype(np.int32)

@@ -37,7 +37,7 @@ def write_whole(path: Path, text: str) -> None:
 def reading(path: Path) -> Iterator[None]:
     """Turns errors about the content of `path` into an UnreadableError that names it.
 
-    Files that are half written cause such errors, and files of a different version, which lack a value or have one of
+    Such errors come from half-written files, and from files of a different version, in which a value is missing or has
     another type.
     """
     try:

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SAYS_S = 30.0
 """Seconds. A program that takes longer to print its version counts as not answering."""
 CORE_SAYS_S = 120.0
-"""Seconds. The same limit for flexkv's native core, which is slower because it initialises the driver."""
+"""Seconds. If flexkv's native core takes longer to describe the GPUs, it counts as not answering. This limit is longer
+than `SAYS_S`, because the core initialises the driver.
+"""
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_DEVICE = Path("/dev/nvidiactl")
 STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")

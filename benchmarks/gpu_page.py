@@ -1,4 +1,4 @@
-"""Makes a page of the results of the stages. Stages may be incomplete."""
+"""Makes a page of the results of all stages, even if some stages are incomplete."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ NEED_A_CORE = STAGES[1:]
 """Stages that need the native core that `build` makes."""
 
 LENIENT = ("-o", "addopts=-ra --import-mode=importlib")
-"""Options of pytest that allow marks of a plugin that is not installed (pytest-timeout). The steps have their own time
-limits.
+"""Options with which pytest accepts the marks of pytest-timeout even if that plugin is not installed. The plugin is not
+needed, because each step has its own time limit.
 """
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *LENIENT)
 TEST_FILES = {

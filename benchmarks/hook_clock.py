@@ -1,8 +1,8 @@
-"""Puts clocks on the hooks that an engine calls, and reads these clocks from another process.
+"""Times the hooks that an engine calls, and lets another process read the times.
 
-Clocks measure the calling thread's CPU time, so that other work on the machine does not count. Every process of the
-engine keeps its sums in its own memory-mapped file, so that reading them does not disturb the engine. flexkv's own
-threads are found by their names; the kernel's accounting has their CPU time.
+Each time is the calling thread's CPU time, so that other work on the machine does not count. Each process of the engine
+keeps its sums in its own memory-mapped file, so that reading them does not disturb the engine. flexkv's own threads are
+found by their names, and their CPU time is read from the kernel's accounting.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def hooks_of(kind: type) -> tuple[str, ...]:
 
 
 class Ledger:
-    """CPU seconds and number of calls of every hook in one process. The file named by the process id has them as
-    float64 [hooks, 2]; a second file has the hooks' names.
+    """CPU seconds and number of calls of every hook in one process. They are in a file named after the process id, as
+    float64 [hooks, 2]. A second file, with the suffix .json, lists the hooks' names.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Costs:
     Attributes:
         hooks: CPU seconds of each hook.
         calls: number of calls of each hook.
-        threads: CPU seconds by thread name, of the flexkv threads that are alive.
+        threads: CPU seconds of flexkv's running threads, by thread name.
     """
 
     hooks: dict[str, float]

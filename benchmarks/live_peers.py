@@ -30,7 +30,7 @@ LOOKUPS = 2000
 TOKENS = 16
 PEER_SLOTS = 4096
 REPLACED = (16, 64, 256, 4096)
-"""Numbers of pages that the peer replaces between two lookups: those of 256, 1,024, 4,096 and 65,536 tokens."""
+"""Numbers of pages that the peer replaces between two lookups. They hold 256, 1,024, 4,096 and 65,536 tokens."""
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -1,12 +1,12 @@
-"""Measures vLLM's time to the first token of a prompt that another engine of this machine has computed. The prompt's
+"""Measures vLLM's time to the first token of a prompt that another engine on this machine has computed. The prompt's
 pages are read from that engine's host memory or from its folder on disk. The time is compared with that of computing
 the prompt, and with that of a hit in the engine's own host memory.
 
 Two engines run at the same time. In each run the second one answers four requests of equal length: a prompt that no
 engine has; the same prompt again, after the engine dropped its prefix cache; a prompt that the first engine has just
 computed, and that may be read from the first engine's memory; and another such prompt that may only be read from the
-first engine's folder (the request setting `flexkv.tiers` says which). Each answer is compared with that of the engine
-that computed the prompt.
+first engine's folder. The request setting `flexkv.tiers` selects the memory or the folder. Each answer is compared with
+that of the engine that computed the prompt.
 
     python -m benchmarks.peer_ttft [--runs 7]
 """

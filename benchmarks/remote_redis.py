@@ -1,10 +1,10 @@
 """Compares flexkv's client of Redis with hiredis, Redis's own C client, on one server on this machine.
 
-It puts and gets values of 2 MiB in batches of 8; each value has its own place in one buffer. hiredis reads into its own
-memory, so its values are then copied to their places, because flexkv's client reads into these directly. Rounds are
-interleaved; medians are shown. Probes ask for 256 names. "raw" sends the same bytes over a plain blocking socket, and
-receives the replies without parsing them. hiredis is not probed, because most of the time would go into calling it from
-Python once per name.
+It puts and gets values of 2 MiB in batches of 8. flexkv's client reads each value directly into its place in one
+buffer. hiredis reads into its own memory, so the time of its get includes a copy of each value to the same place.
+Rounds are interleaved; medians are shown. Probes ask for 256 names. "raw" sends the same bytes over a plain blocking
+socket, and receives the replies without parsing them. hiredis is not probed, because most of the time would go into
+calling it from Python once per name.
 
     python -m benchmarks.remote_redis [--rounds 15] [--json FILE]
 """
@@ -62,8 +62,8 @@ class Reply(ctypes.Structure):
 
 
 class NewReply(ctypes.Structure):
-    """The first fields of `redisReply` since hiredis 1.0. `dval` is a double there; it is never read, so an integer
-    of the same size stands for it.
+    """The first fields of `redisReply` since hiredis 1.0. In C, `dval` is a double. It is never read here, so an
+    integer of the same size stands for it.
     """
 
     _fields_ = (
@@ -76,7 +76,7 @@ class NewReply(ctypes.Structure):
 
 
 class Hiredis:
-    """A client that calls hiredis's C library through ctypes."""
+    """A client that calls the C library hiredis through ctypes."""
 
     def __init__(self, library: str, port: int) -> None:
         self._lib = lib = ctypes.CDLL(library)

@@ -5,7 +5,7 @@ Each unit has host memory for some blocks, and the one store has space for more.
 used blocks. Requests are the turns of conversations (each turn's prompt consists of the previous prompt, its answer,
 and new blocks), or they come from a trace with `hash_ids` and `timestamp`, as in Mooncake's traces. Each request goes
 to a unit drawn at random. Lookups, remembered answers, chunks of questions, and puts follow flexkv's remote tier and
-use its constants. Moves take no time. `--json PATH` writes the result to a file.
+use its constants. Transfers take no simulated time. `--json PATH` writes the result to a file.
 
     python -m benchmarks.remote_scale [--units 8] [--trace FILE]
 """

@@ -1,5 +1,5 @@
-"""Measures the rotation of keys on one CPU thread. It is compared with memcpy; and a rotation that is fused with the
-scatter is compared with two passes, one for each.
+"""Measures the rotation of keys on one CPU thread. A plain rotation is compared with memcpy. A rotation that is fused
+with the scatter is compared with a rotation and a scatter in separate passes.
 
 Keys have 8 heads of 128 elements, and every token moves by one of 8 distances. Buffers are larger than the CPU caches.
 Figures are medians of interleaved rounds; `--json PATH` writes them to a file.

@@ -4,7 +4,7 @@ Three engines run the same random Llama with CUDA graphs: without a connector, w
 OffloadingConnector. In each, one request decodes. Beside it, other prompts are computed (and stored, if there is a
 connector); then prompts that the engine's own cache has evicted come again (and are loaded). Only decoding steps are
 judged, in which no prompt is computed. They are compared with steps of the same window without copies, and with those
-of the engine without a connector (for stores beside the same prompts, for loads alone).
+of the engine without a connector: beside the same prompts for stores, and without prompts for loads.
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
@@ -174,7 +174,7 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
 
 
 class EngineError(RuntimeError):
-    """Raised if an engine failed a command, died or did not answer in time. The message has the end of its log."""
+    """Raised if an engine failed a command, died or did not answer in time. The message shows the end of its log."""
 
 
 class EngineProcess:
@@ -252,7 +252,7 @@ class EngineProcess:
 
 
 def measure(engine: EngineProcess, size: Size, window_s: float) -> dict[str, Any]:
-    """Measures an engine's running request alone, beside prompts that are computed, and beside ones that come again.
+    """Measures a running request alone, beside prompts that are computed, and beside prompts that come again.
 
     Args:
         window_s: approximate seconds for all of these windows together.

@@ -3,8 +3,9 @@
 Two engines run as in a deployment, with the scheduler in its own process, and get the same new prompts in turns. CPU
 time is user and system time of all processes and threads of an engine. Both engines are set to compute on the same
 single CPU. By default, vLLM keeps one more CPU free of its compute threads if any KV connector is configured, but uses
-all CPUs if none would remain. The engines would then differ not only in flexkv but also in their threads. `flexkv_cost`
-measures flexkv's own part alone.
+all CPUs if none would remain. With that default, the engines would differ not only in flexkv but also in their threads.
+`flexkv_cost` measures flexkv's own part alone.
+
     python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
 """
 

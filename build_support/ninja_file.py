@@ -139,14 +139,14 @@ compile time; the code that it calls is checked.
 
 
 def _precompiled_header(source: Path, sanitizer: str) -> str:
-    """Returns `bindings` or `tests`, the precompiled header with which a file is compiled quickly; otherwise "".
-    Bindings that read lists of tokens or keys are optimised in the variants that users run, because they are in the hot
-    path.
+    """Returns the precompiled header with which a file is compiled quickly, `bindings` or `tests`; "" if it is compiled
+    as usual. In variants that users run, bindings that read lists of tokens or keys are optimised, because they are in
+    the hot path.
     """
     if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
-    # Two kinds of tests' files cannot use it: the file that defines doctest's main must include doctest itself, and the
-    # fake driver does not use doctest.
+    # Two kinds of test files cannot use the header: the file that defines doctest's main must include doctest itself,
+    # and the fake driver does not use doctest.
     own = source.is_relative_to(ROOT / "tests") and source != DOCTEST_MAIN and source not in FAKE_DRIVER
     return "tests" if own else ""
 

@@ -1,6 +1,6 @@
 """The child process of `EngineProcess`. It has one vLLM engine, and runs one operation per JSON message.
 
-Modules whose names the parent passes may add operations.
+The parent can pass the names of modules that add operations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RequestTracker:
         """Adds a request. Its keys are `ids` and optionally `max_tokens`, `salt`, `extra` (the sampling parameters'
         extra_args) and `logprobs`.
 
-        If `logprobs` is true, the result has the log probabilities of the chosen tokens.
+        If `logprobs` is true, the result contains the log probabilities of the chosen tokens.
         """
         from vllm import SamplingParams
 

@@ -39,7 +39,7 @@ FLEXKV = {
 
 
 class EngineError(RuntimeError):
-    """Raised if an operation failed, or if the engine died or did not answer in time. The message has the end of
+    """Raised if an operation failed, or if the engine died or did not answer in time. The message contains the end of
     the engine's log.
     """
 
@@ -65,7 +65,7 @@ def engine_arguments(
 
 
 class EngineProcess:
-    """Starts an engine and passes operations to it. A context manager, which closes the engine at its end.
+    """Starts an engine and passes operations to it. As a context manager, it closes the engine at the end of the block.
 
     Args:
         engine: keyword arguments of `vllm.LLM`.

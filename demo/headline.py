@@ -15,8 +15,8 @@ from demo.engine_process import FLEXKV
 
 
 def headline(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Yields the number of equal answers, and by which factor the first token came sooner. For turns in which flexkv
-    served tokens these are the least and the median. For the other turns it is the median, which shows what flexkv
+    """Yields the number of equal answers, and the factors by which the first token came sooner: the smallest and the
+    median over the turns in which flexkv served tokens, and the median over the other turns, which shows what flexkv
     costs.
     """
     pairs = list(zip(turns, reference, strict=True))

@@ -28,8 +28,8 @@ class HybridRun:
     Attributes:
         cold, hit, alone: the tokens of the three answers: computed with flexkv, served by flexkv, and without flexkv.
         cached: number of prompt tokens of the hit that were not computed.
-        stored_pages: number of pages stored, over all KV groups. `whole_pages` is what it would be if all layers had
-            full attention.
+        stored_pages: number of pages stored, over all KV groups. `whole_pages` is the number that would be stored if
+            all layers had full attention.
     """
 
     cold: tuple[int, ...]

@@ -69,7 +69,7 @@ class ModelShape:
 PRESETS = {
     # Starts and prefills quickly; for tests and the second part of the demo.
     "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
-    # A cold prefill of 4k tokens takes seconds on two cores, which is long enough to compare a hit with.
+    # A cold prefill of 4k tokens takes seconds on two cores, which is long enough for a comparison with a hit.
     "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),
     # A layer has 101,000 weights per element of a query, about as many as a Llama of 70B (104,000; "medium"
     # has 6,000). So attention takes about the same share of a prompt's time as in a large model.

@@ -54,8 +54,8 @@ ENGINE = {
 ENVIRONMENT = {
     # SGLang compiles with the ninja of its environment.
     "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-    # The model is tiny: several threads would only wait for each other, and to compile a kernel takes longer
-    # than all its runs.
+    # The model is tiny: several threads would only wait for each other, and compiling a kernel takes longer than all
+    # its runs.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -101,11 +101,11 @@ class Launched(Protocol):
 
 
 class SglangProcess:
-    """Starts an engine. A context manager, which ends the engine.
+    """Starts an engine. As a context manager, it ends the engine at the end of the block.
 
     Raises:
         RuntimeError: there is no environment for SGLang, an operation failed, or the engine died or did not start or
-            answer in time. The message has the end of the log.
+            answer in time. The message contains the end of the log.
     """
 
     python = FOLDER / "bin" / "python"

@@ -1,8 +1,9 @@
 """Copies rows between paged memory and torch tensors, without an engine: `python -m examples.torch_layers`.
 
 The tensors are a cache of your own. Each layer's keys and values are copied from paged memory to the cache when the
-forward has computed them, and later to other blocks while the next layer computes. On a GPU the cache is pinned memory,
-and the copies overlap with the work on the caller's stream. With torch's CPU device everything runs in sequence.
+forward pass has computed them. Later they are copied to other blocks while the next layer is computed. On a GPU the
+cache is pinned memory, and the copies overlap with the work on the caller's stream. With torch's CPU device everything
+runs in sequence.
 """
 
 from __future__ import annotations

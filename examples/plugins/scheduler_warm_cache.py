@@ -20,8 +20,8 @@ FULL_SHARE = 0.9
 
 RETRY_S = 5.0
 TRIES = 720
-"""How often a call is tried, for an hour altogether. An engine carries out calls only in its steps, and takes none
-without requests; if it has had none for an hour, it needs no warm cache.
+"""The most times that a call is tried, which takes an hour altogether. An engine carries out calls only in its steps,
+and runs no steps without requests. If it has had no request for an hour, it needs no warm cache.
 """
 
 
