@@ -1,7 +1,7 @@
-"""Parts of the native core for tests only: decorators with faults and counts, a GPU's threads run on the CPU, and a
-FAKE GPU.
+"""Parts of the native core for tests only: decorators that inject faults or count calls, GPU code that runs on the CPU,
+and a FAKE GPU.
 
-Built in place beside the native core, from csrc/testing/.
+Built in place beside the native core from csrc/testing/.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,19 @@ from collections.abc import Callable
 from flexkv.c_ext import Lane, PageMover, QueueWrapper
 
 class CountingMover(PageMover):
-    """Counts what `inner` moves."""
+    """Passes all calls to `inner` and counts their results."""
 
     def __init__(self, inner: PageMover) -> None: ...
     def count(self, kind: int) -> tuple[int, int, int, float]:
-        """moves that ended OK (layerwise: one per page and layer), failed ones, bytes of the OK ones, busy seconds."""
+        """Returns for ops of `kind`: the number of moves that succeeded (layerwise: one per page and layer), the number
+        of moves that failed, the bytes of those that succeeded, and the seconds spent in calls, summed over threads.
+        """
 
 class FaultRule:
-    """What a FaultyMover does to calls that meet every given condition. Actions: 0 fail with `reason`, 1 delay by
-    `delay_s`, 2 stall until `release()`, 3 corrupt the first `corrupt_bytes` (0: all) that arrived. `nth_op` counts
-    ops (of `kind` if given) from 0 as the mover first sees them; `times` bounds how often it acts (-1: always).
+    """What a FaultyMover does to a call that meets all given conditions. `action` is 0 (fail with `reason`), 1 (delay
+    by `delay_s` seconds), 2 (stall until `release()`), or 3 (corrupt the first `corrupt_bytes` that arrived; 0: all).
+    `nth_op` is the number of an op, counted from 0 in the order in which the mover first sees ops; if `kind` is given,
+    only ops of that kind count. `times` limits how often the rule acts (-1: no limit).
     """
 
     def __init__(
@@ -38,11 +41,11 @@ class FaultRule:
     ) -> None: ...
 
 class FaultyMover(PageMover):
-    """Injects faults around `inner`: the first rule that matches a call acts."""
+    """Passes calls to `inner` and injects faults. If several rules match a call, only the first one acts."""
 
     def __init__(self, inner: PageMover, rules: list[FaultRule]) -> None: ...
     def release(self) -> None:
-        """Lets stalled calls go on and disables stall rules."""
+        """Lets stalled calls continue. Later calls do not stall any more."""
     def wait_stalled(self, count: int, deadline_s: float) -> bool: ...
     @property
     def calls(self) -> int: ...
@@ -52,8 +55,10 @@ class FaultyMover(PageMover):
     def stalled(self) -> int: ...
 
 class IoFaultRule:
-    """What happens to I/Os that meet every given condition. Actions: 0 end with `error`, 1 move only `bytes`, 2 flip a
-    bit of byte `bytes` of what moved, 3 hang until `IoFaults.release`.
+    """What happens to I/Os that meet all given conditions. `action` is 0 (fail with the errno `error`), 1 (move only
+    the first `bytes` bytes), 2 (flip a bit of the byte at offset `bytes` in the moved data), or 3 (hang until
+    `IoFaults.release`). `nth` is the number of an I/O, counted from 0 over those that meet the other conditions.
+    `times` limits how often the rule acts (-1: no limit).
     """
 
     def __init__(
@@ -70,12 +75,12 @@ class IoFaultRule:
     ) -> None: ...
 
 class IoFaults(QueueWrapper):
-    """Faults of a DiskLane's I/O."""
+    """Injects faults into a DiskLane's I/O. If several rules match an I/O, only the first one acts."""
 
     def __init__(self, rules: list[IoFaultRule]) -> None: ...
     def add(self, rule: IoFaultRule) -> None: ...
     def release(self) -> None:
-        """Takes all rules away and lets what hangs go on."""
+        """Removes all rules, and lets I/Os that hang continue."""
     def wait_stalled(self, count: int, deadline_s: float) -> bool: ...
     @property
     def acted(self) -> int: ...
@@ -96,19 +101,22 @@ def rotate_rows(
     src_head_stride: int,
     dst_head_stride: int,
 ) -> None:
-    """Does what `flexkv.c_ext.rotate_rows` does, in host memory, with the GPU's function: one lane after the other."""
+    """Does the same as `flexkv.c_ext.rotate_rows`, but on the CPU with the GPU's code, one thread of a warp after
+    another.
+    """
 
 def cuda_layouts() -> dict[str, dict[str, tuple[int, int]]]:
-    """Structures that are passed to the CUDA driver and to cuFile: offset and size of each field in bytes; the whole
-    structure under "".
+    """Returns the layouts of structures that are passed to the CUDA driver and to cuFile, by the structure's name: for
+    each field, its offset and size in bytes. The entry "" is the complete structure.
     """
 
 def cuda_constants() -> dict[str, int]:
-    """Constants that are passed to them, by their names in cuda.h."""
+    """Returns the constants that are passed to the CUDA driver, by their names in cuda.h."""
 
 class FakeGpu:
-    """A lane of a GPU over the FAKE driver of tests/native/fake_cuda.h: host memory stands in for the GPU's, and a
-    thread for each stream. It shows order and bookkeeping, but nothing about speed. One at a time in a process.
+    """A GPU's lane on the FAKE driver of tests/native/fake_cuda.h, in which host memory replaces the GPU's memory, and
+    a thread replaces each stream. It shows order and bookkeeping, but nothing about speed. A process may have only one
+    at a time.
     """
 
     def __init__(
@@ -122,7 +130,7 @@ class FakeGpu:
         """See `c_ext.cuda_identity`."""
     @property
     def stream(self) -> int:
-        """The engine's."""
+        """The handle of the engine's stream."""
     def enqueue(self, work: Callable[[], None]) -> None:
         """Enqueues work on the engine's stream, which that stream's thread runs in its turn."""
     def hold_copies(self, held: bool) -> None:
@@ -130,4 +138,4 @@ class FakeGpu:
     def drain(self) -> None:
         """Returns when the engine's stream has nothing left to do."""
     def violations(self) -> list[str]:
-        """Descriptions of the driver's rules that were broken."""
+        """Returns a description of each violation of the driver's rules."""

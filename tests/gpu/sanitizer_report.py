@@ -41,8 +41,8 @@ class Finding:
 
     @property
     def is_cufiles_own(self) -> bool:
-        """Whether a driver call by cuFile failed, which is harmless: for example, it frees memory that it has not
-        allocated. False for a memory error.
+        """Whether the error is a failed driver call by cuFile. Such calls are harmless: for example, cuFile frees
+        memory that it has not allocated. False for a memory error.
         """
         return bool(self.call) and self.caller.startswith(CUFILE)
 

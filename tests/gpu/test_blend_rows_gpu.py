@@ -1,4 +1,6 @@
-"""Cached rows of a blended forward, loaded and rotated on a GPU's own streams. Their bits equal those on a CPU."""
+"""Cached rows of a blended forward, loaded and rotated on a GPU's own streams. The results have the same bits as on a
+CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Runs the kernels under NVIDIA's compute-sanitizer, which finds memory errors and reads of memory that was never
-written. The controls have such errors, which must be found.
+written. The controls contain such errors on purpose, and the tool must find them.
 
 Driver calls that return an error are ignored if libcufile made them: when it is opened, it frees memory that it has not
 allocated. Memory errors are never ignored.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = 86
 """Exit status of the tool if it has found errors."""
 PRINTED = 10_000
-"""The most errors that the tool prints; so many that each error can be examined."""
+"""The most errors that the tool prints. The number is large, so that every error is printed and can be examined."""
 RUN_S = 220
 """Time limit of a run. It is below that of a step of `benchmarks.gpu_results sanitize`."""
 

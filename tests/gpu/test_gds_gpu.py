@@ -1,4 +1,4 @@
-"""The transfers of the gds tests on the host, with the pool and the staging buffer in GPU memory: all geometries,
+"""The same transfers as in tests/unit/gds, but with the pool and the staging buffer in GPU memory: all geometries,
 fences, and the reported kinds of I/O.
 """
 

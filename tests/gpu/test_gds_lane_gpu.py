@@ -118,8 +118,9 @@ def test_damage_is_found_in_the_pool_and_in_the_slots(
 def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
     tmp_path: Path, block_first: bool, fenced: bool
 ) -> None:
-    """Transfers of staged pages have a fence on a stream, those of direct pages a fence on the host. Without it the
-    bytes would be old. The controls use a stream without work as the fence, and must see old bytes.
+    """Transfers of staged pages have a fence on a stream, and those of direct pages have a fence on the host. Without
+    its fence, a transfer would move old bytes. The controls use a stream without work as the fence, and must see old
+    bytes.
     """
     world = make_world(tmp_path, layers=8, run=16384, block_first=block_first)
     rank = world.ranks[0]

@@ -9,7 +9,7 @@ from flexkv.blend.rope import RopeSpec
 
 
 def to_bfloat16(values: NDArray) -> NDArray[np.uint16]:
-    """Rounds float32 values to bfloat16, to the nearest one and ties to even. Returns their bits."""
+    """Rounds float32 values to the nearest bfloat16, and ties to even. Returns the bits."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

@@ -113,7 +113,7 @@ def test_what_host_memory_has_lost_comes_from_disk(
     found = prefill(model, two, small, RATIO_0)
     assert found.report.reused == 28
     assert torch.equal(found.logits, prefill(model, two, cache, RATIO_0).logits)
-    # If a prompt has more pages than host memory has slots, the tokens of the others are computed.
+    # If a prompt has more pages than host memory has slots, the tokens of the pages that do not fit are computed.
     found = prefill(model, segments, small, RATIO_0)
     assert 0 < found.report.reused < wanted.report.reused
     assert found.report.lost == ()
@@ -248,7 +248,8 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The control: wrong numbers are stored for a segment with matching digests, are loaded, and change the answer."""
+    """The control: wrong numbers are stored for a segment, together with digests that match them. They are loaded, and
+    change the answer."""
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)

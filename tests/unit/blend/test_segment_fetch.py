@@ -186,8 +186,8 @@ def with_hanging_reads(
 def test_pages_of_a_disk_that_hangs_are_late(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that do not arrive within `wait_s` count as late. The first segment was stored again before, so it may be
-    in host memory and be loaded."""
+    """Pages that do not arrive within `wait_s` count as late. The test stores the first segment again before the fetch,
+    so that segment may be loaded from host memory."""
     store_all(opened())
     cache, faults = with_hanging_reads(opened, monkeypatch, wait_s=0.2)
     store_all(cache, SEGMENTS[:1])

@@ -28,8 +28,8 @@ def cache() -> Iterator[SegmentCache]:
 
 LONG = np.arange(40)
 SHARING = np.array([*range(20), 7, 8, 9])
-"""A segment that begins with the same 20 tokens, in complete blocks, as LONG. Its partial tail of three tokens is
-different."""
+"""A segment that begins with the same 20 tokens as LONG, which fill complete blocks. Its partial tail of three tokens
+is different."""
 
 
 def begin(cache: SegmentCache, tokens: np.ndarray) -> SegmentStore:

@@ -129,7 +129,8 @@ def test_rows_that_differ_most_are_kept() -> None:
 
 
 def test_runs_of_neighbours_that_differ_most_on_average_are_kept() -> None:
-    # There are two ranges of reused rows: 0 to 4, with the runs 0-1, 2-3 and 4, and 6 to 9, with the runs 6-7 and 8-9.
+    # There are two ranges of reused rows. Rows 0 to 4 form the runs 0-1, 2-3 and 4. Rows 6 to 9 form the runs 6-7 and
+    # 8-9.
     difference = np.array([9.0, 0.0, 4.0, 4.0, 4.5, 99.0, 1.0, 1.0, np.nan, 0.0])
     reused = np.ones(10, np.bool_)
     reused[5] = False

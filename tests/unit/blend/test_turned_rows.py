@@ -86,8 +86,8 @@ def test_control_another_layers_rows_are_wrong(cache: SegmentCache, host: RowDev
 
 
 def test_control_a_layer_that_is_left_before_it_was_read_is_another_one(cache: SegmentCache) -> None:
-    """After `leave`, a layer's buffer is reused for a later layer, so a caller that reads it then finds that layer's
-    rows."""
+    """After `leave`, a layer's buffer is reused for a later layer, so a caller that still reads it finds the later
+    layer's rows."""
     device = HostDevice(one_thread=True)
     store_all(cache)
     with closing(load_all(cache)) as load:

@@ -72,7 +72,7 @@ def test_every_import_from_elsewhere_has_a_reason() -> None:
 
 def test_what_runs_without_an_engine_needs_the_declared_dependencies_only() -> None:
     """Outside adapters and integration, flexkv imports only declared dependencies and extras. The modules in OPTIONAL
-    are excepted.
+    are the exceptions.
     """
     project = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.S | re.M)

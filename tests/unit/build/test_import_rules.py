@@ -157,7 +157,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def imports_upwards(room: str, source: str) -> list[str]:
-    """Returns the modules that a file of the control plane imports from layers (`room`) above its own."""
+    """Returns the modules that a file in the control plane's layer `room` imports from higher layers."""
     below = CONTROL_PLANE[: CONTROL_PLANE.index(room) + 1]
     rooms = {module: module.split(".")[2] for module in imported_modules(source) if module.startswith(OWN)}
     return [module for module, other in rooms.items() if other not in below]

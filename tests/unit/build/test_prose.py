@@ -1,7 +1,8 @@
 """Docstrings, comments and Markdown are free of some habits of prose over which a native reader stumbles.
 
-A sentence opens with its subject or its verb, so not with "Of", "As of" or "As check()". A rate is "bytes per page":
-"per", and no article. Words that only contracts still use give way to plain ones, such as "must" and "of it".
+A sentence opens with its subject or its verb, and not with "Of", "As of" or "As check()". A rate has "per" and no
+article, as in "bytes per page". Plain words, such as "must" and "of it", are used instead of words that are now found
+only in contracts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def python_passages(source: str) -> list[Passage]:
 
 
 def cxx_passages(source: str) -> list[Passage]:
-    """Returns the comments of a C++ file. Text inside a string that looks like a comment is not one."""
+    """Returns a C++ file's comments. Text in a string literal does not count, even if it looks like a comment."""
 
     def comments() -> Iterator[tuple[int, bool, str]]:
         for token in CXX_TOKEN.finditer(source):

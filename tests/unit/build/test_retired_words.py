@@ -1,7 +1,7 @@
 """Retired words, which the field's usual words have replaced, do not occur in code, settings, metrics, log lines or
 docs.
 
-The glossary in docs/architecture.md has the words to use.
+The glossary in docs/architecture.md lists the words to use instead.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`make test` distributes test files to workers. The folders that take longest begin, and files that share a build or
-an engine run on the same worker.
+"""`make test` distributes test files to workers. The folders that take longest are started first, and files that share
+a build or an engine run on the same worker.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     assert list(tmp_path.iterdir()) == [out]
     assert all(row["path"] or row["note"] == "not measured: no GPU" for row in compared)
     assert all(row["multiprocessors"] == 0 for row in compared)
-    # The path is the one that was measured. Only if the folder's disk has direct I/O, which the rows of bare reads
-    # show, is it a direct path.
+    # Each row's path is the one that was measured. It is a direct path only if the folder's disk has direct I/O, which
+    # the rows of bare reads show.
     straight = not any("page cache" in row["note"] for row in compared if row["what"].startswith("bare"))
     paths = {row["what"]: row["path"] for row in compared if row["what"].startswith("disk to pool")}
     assert paths == {

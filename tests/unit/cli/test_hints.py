@@ -1,5 +1,5 @@
 """`flexkv info` suggests improvements to a machine, with a command for each. If nothing can be improved, it suggests
-none.
+nothing.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def test_get_fails_for_absent_swapped_and_expired_values(cli: Cli, redis: RedisS
 
 
 def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> None:
-    """The command reads values up to a limit in order to learn their length. This value is longer than that."""
+    """The command reads values up to a limit in order to learn their length. This value is longer than that limit."""
     shape = Shape(runs=(3 << 20,), ranks=2)
     name, _ = stored(redis.url, shape, host_bytes=64 << 20)
     code, out, _ = cli("get", name)

@@ -31,8 +31,8 @@ def uses(key: str) -> dict[str, str]:
 
 
 def readers(key: str) -> set[str]:
-    """Returns the engines whose adapters read the setting. The set also has `SHARED` if code outside the adapters reads
-    it."""
+    """Returns the engines whose adapters read the setting. The set also contains `SHARED` if code outside the adapters
+    reads the setting."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts

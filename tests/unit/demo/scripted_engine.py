@@ -20,8 +20,8 @@ class ScriptedEngine:
     """An engine whose answer depends only on the prompt. If it has a connector, it remembers all prompts, and saves
     them in the disk tier's folder when it is closed.
 
-    Tests replace `spoil`, which changes the answers of the engine with a connector, and `serve`, which returns how many
-    of the tokens that it found it serves.
+    Tests replace `spoil`, which changes the answers of the engine with a connector, and `serve`, which takes the number
+    of tokens found and returns how many of them are served.
     """
 
     spoil: Callable[[list[int]], list[int]] = staticmethod(lambda answer: answer)

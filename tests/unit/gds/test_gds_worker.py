@@ -17,7 +17,7 @@ LAYERS, CHUNK, BLOCKS = 5, 4096, 10
 
 
 class Rank:
-    """A pool in plain memory with a layout of vLLM's, [layer][kv][block][chunk], and its files."""
+    """A pool in plain memory in one of vLLM's layouts, [layer][kv][block][chunk], and its files."""
 
     def __init__(self, folder: Path) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, (LAYERS, 2, BLOCKS, CHUNK), np.uint8)
@@ -133,7 +133,7 @@ def test_staging_that_is_not_there_is_an_error_at_the_start_with_what_to_set(ran
     assert "are available (MemAvailable)" in words or "cgroup" in words
     assert f"{2**31 - 1} staging slots of {rank.files.block_stride} bytes" in words
     assert "lower gds.max_staging_blocks or gds.max_staging_bytes" in words
-    # The failed worker has left nothing open: a worker with less staging can open the same files.
+    # The failed worker has left nothing open: a worker with fewer staging blocks can open the same files.
     GDSTransferWorker(rank.pool, rank.files, rank.paths, max_staging_blocks=1).close()
 
 

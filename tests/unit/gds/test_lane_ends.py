@@ -1,4 +1,4 @@
-"""Closing a GDS lane closes its files and ends its threads, also if the object that should have used the lane could not
+"""Closing a GDS lane closes its files and ends its threads, even if the object that should have used the lane could not
 be made.
 """
 

@@ -1,5 +1,5 @@
 """If an engine tries to import modules of the other package named flexkv, the error names the engine's flags for this
-one.
+package.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> N
 
 
 def test_encodings_of_runs_and_formats_of_text_are_the_same() -> None:
-    """A page's encoding can be rebuilt from its runs and the text of its format, which a slab's header has."""
+    """A page's encoding can be rebuilt from its runs and the text of its format. A slab's header contains both."""
     for pool in (make() for make in POOLS.values()):
         encoding, runs = pool.encoding, pool.view.runs[:, [3, 2, 4]]
         format_id = FormatId.parse(str(encoding.format_id))

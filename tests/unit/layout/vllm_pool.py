@@ -1,5 +1,5 @@
-"""vLLM's pools of any geometry in NumPy memory, with their placements and tensors. A page's expected bytes come from
-plain indexing.
+"""Makes pools in NumPy memory that have vLLM's layout, with any geometry, and gives their placements and tensors. Tests
+get the expected bytes of a page from such a pool by plain indexing.
 """
 
 from __future__ import annotations

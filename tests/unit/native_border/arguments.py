@@ -1,7 +1,7 @@
 """Valid arguments for every call of the native core.
 
-An argument comes from `ARGUMENTS`, by the call's name. If the call is not there, it comes from `BY_NAME`, by the
-parameter's name, or else from the stub's annotation.
+Each argument comes from the first of these sources that has it: `ARGUMENTS`, by the call's name; the shared object of
+the class in the stub's annotation; `BY_NAME`, by the parameter's name; and `USUAL`, by the annotation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEED_A_GPU = ("HostPool.pin", "TransferEngine.record", "cuda_identity")
 """Calls that need a GPU, so that the core refuses them here, whatever their arguments."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
-"""Constructors of classes whose objects are only made by calls of other classes."""
+"""Constructors of classes whose objects are made only by methods of other classes."""
 
 
 def _address(world: World) -> dict[str, object]:

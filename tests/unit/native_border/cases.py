@@ -1,5 +1,5 @@
-"""Cases of the fuzzer. A case is a few consecutive calls on shared objects, which a seed and the case's number
-determine.
+"""Cases of the fuzzer. A case is a few consecutive calls on shared objects. A seed and the case's number determine the
+calls.
 
 Each call has its own seed, so that a case can be run again with some of its calls left out.
 """

@@ -162,7 +162,9 @@ def _report(run: Run, first: int, ended: Ended) -> str:
 
 
 def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
-    """The fewest calls found with which the case still fails; empty if the case alone does not fail."""
+    """Runs the failed case again with fewer and fewer calls. Returns the smallest set of calls found with which it
+    still fails; empty if the case does not fail when it runs alone.
+    """
 
     def is_wrong(chosen: tuple[int, ...]) -> bool:
         return bool(run(ended.case, ended.case + 1, chosen).why)
@@ -181,7 +183,7 @@ def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
 
 
 def _latest_start(run: Run, first: int, case: int) -> int:
-    """The latest case from which a child must start so that `case` still fails."""
+    """Returns the case with the highest number from which a child can start so that `case` still fails."""
     low, high = first, case
     while low < high:
         middle = (low + high + 1) // 2

@@ -47,8 +47,8 @@ class Index:
 
 
 class OnDemand(Sequence[Any]):
-    """A sequence that makes its items on demand. It claims `lengths` one after another, the last one from then on; they
-    may be wrong.
+    """A sequence that makes its items on demand. Each call of `len` returns the next of `lengths`, and later calls
+    return the last one. The lengths may be wrong. Without `lengths`, the true length is returned.
     """
 
     def __init__(self, items: Sequence[object], *lengths: int) -> None:

@@ -18,7 +18,7 @@ from tests.unit.native_border.surface import targets
 
 CASES = 300
 MOST_MISSED = 2
-"""How many targets may never be called, because a concurrent call has closed the objects that they need."""
+"""The most targets that may remain without a call, because a concurrent call has closed the objects that they need."""
 
 FIRST_SEED = 1000
 """The first seed. It differs from all seeds of test_fuzz.py."""

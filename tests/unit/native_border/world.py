@@ -60,8 +60,8 @@ class World:
         return TransferOp(OpId(next(self.numbers)), OpKind.D2H, 0, Priority.LOAD, ids, ids, layerwise)
 
     def gated(self) -> int:
-        """Submits a graph whose layers are not open, and returns its ticket. If the queue is full, returns the last
-        such ticket.
+        """Submits a graph whose layers are not open, and returns its ticket. If the queue is full, returns the ticket
+        of the last such graph.
         """
         made = self.get("TransferEngine").submit([self.op(layerwise=True)], [], None, True)
         self.kept["gated"] = made or self.kept.get("gated", NO_TICKET)

@@ -77,7 +77,7 @@ def test_a_package_among_this_ones_files_is_found(sites: list[Path]) -> None:
 
 
 def test_the_same_package_installed_twice_is_no_warning(sites: list[Path]) -> None:
-    """As after `pip install .`, if the engine is started in the source folder."""
+    """This happens after `pip install .` if the engine is started in the source folder."""
     install(sites[0], "flexkv", flexkv.__version__)
     lines = list(name_this_package())
     assert [is_warning for is_warning, _ in lines] == [False, False]

@@ -36,8 +36,8 @@ def named_in(module: ast.Module) -> set[str]:
 
 
 def counted_by_name(module: ast.Module) -> set[str]:
-    """Returns the metrics of lost pages that a module counts directly, by their name, rather than through
-    `PageLoss`."""
+    """Returns the metrics of lost pages whose names a module passes to a function as text. Code should use `PageLoss`
+    instead."""
     metrics = {loss.metric for loss in PageLoss}
     return {
         node.args[0].value

@@ -2,8 +2,7 @@
 
 For each line of input it forks one keeper. A line has a folder, a value of `peers.store`, and, for a unit with several
 KV groups, their kind. The keeper prints its process id on a line when it has the prompt; other lines of output are
-logs. All keepers are forked from one process because importing the modules of a unit takes longer than the tests that
-use it.
+logs. All keepers are forked from one process, because importing a unit's modules takes longer than a test.
 """
 
 from __future__ import annotations

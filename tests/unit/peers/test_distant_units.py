@@ -71,7 +71,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def serve(nursery: subprocess.Popen[str], tmp_path: Path) -> Iterator[Serve]:
-    """Returns a function that starts a process with a unit on machine `far` that has the prompt; it returns its pid."""
+    """Returns a function that starts a process, whose unit on machine `far` has the prompt, and returns its pid."""
     pids = []
 
     def start(other: str = "same") -> int:
@@ -365,7 +365,7 @@ def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def outdated(
     machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[MiniEngine, dict[str, Any]]:
-    """Makes an engine load pages that their owner has overwritten. Returns it, and its reads' results by reason."""
+    """Makes an engine load pages that their owner has overwritten. Returns the engine, and its results by reason."""
     monkeypatch.setattr(machines_module, "GONE_BEATS", 10_000)
     one, other = machine("a", **{"disk.bytes_per_folder": 64 << 10}), machine("b")
     store(one)

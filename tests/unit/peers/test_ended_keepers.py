@@ -26,7 +26,7 @@ ALONE: dict[str, Any] = {"flexkv.tiers": ["host"]}
 """Settings of a request that loads nothing from peers, so that its prompt is computed."""
 
 GROUP_PAGES = 16
-"""Number of pages that the full group and the window group together have of `group_engines.PROMPT` and its answer."""
+"""Number of pages of `group_engines.PROMPT` and its answer, in the full group and the window group together."""
 
 ROOT = Path(__file__).resolve().parents[3]
 

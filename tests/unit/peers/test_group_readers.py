@@ -140,8 +140,8 @@ class TwoUnits:
         return found[0]
 
     def wrong(self, group: int) -> list[int]:
-        """Returns the numbers of the group's pages whose copies differ from the peer's pages, or behind whose end the
-        copy has changed bytes."""
+        """Returns the numbers of the group's pages that were copied wrongly: the copy differs from the peer's page, or
+        the copy has changed bytes behind the page's end."""
         codec, bad = self.world.codecs[group], []
         for page in range(PAGES):
             slot = self.ours.slot(group * SLOTS + page)
@@ -258,7 +258,7 @@ def test_pages_of_each_group_come_from_a_peers_slab(make_units: Callable[..., Tw
         result = units.read(reader, group)
         assert (result.status, result.failed.tolist()) == (OpStatus.OK, [])
         assert units.wrong(group) == []
-    # A page of another group with the same key overwrites a page, and the board still shows the earlier one.
+    # A page of another group, with the same key, overwrites a page, but the board still shows the overwritten one.
     units.world.unit.record_evict(1, ids([SLOTS + 1]), generations[1][1:2])
     units.world.write([1], [SLOTS + 1], of=2)
     assert units.read(reader, 1).failed.tolist() == [1]

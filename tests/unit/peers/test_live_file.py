@@ -219,7 +219,7 @@ def test_a_mirror_shows_pages_of_the_latest_epoch_alone() -> None:
 
 
 def history(owner: Owner) -> tuple[bytes, dict[int, dict[int, int]]]:
-    """Writes a file with six heartbeats. Returns its bytes, and for its length after each one the owner's rows then."""
+    """Writes six heartbeats. Returns the file's bytes, and the owner's rows by the file's length after each of them."""
     said = {}
     for step in range(6):
         owner.put(step, 10 + step)
@@ -253,7 +253,7 @@ def test_a_torn_file_says_what_its_whole_frames_say(owner: Owner) -> None:
 
 def damaged(owner: Owner) -> tuple[list[int], list[int]]:
     """Flips a bit in each byte of the file, one at a time, and reads it. Returns the offsets whose damage gave the
-    reader rows that the owner never had, and those whose damage it did not report although it had read all rows.
+    reader rows that the owner never had, and those whose damage went unreported although the reader had all rows.
     """
     whole, said = history(owner)
     wrong, silent = [], []

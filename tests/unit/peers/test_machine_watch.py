@@ -34,7 +34,7 @@ HEAD = LiveHead(CARD, "near", "host", 2.0, PLACES)
 
 
 class Unit:
-    """The file and the board of a unit on another machine, with a page of this generation in each disk slot."""
+    """The file and the board of a unit on another machine. Each disk slot has a page of the given generation."""
 
     def __init__(
         self, parent: Path, name: str, weights: str = "11", generation: int = 1, machine: str = "far"
@@ -113,8 +113,8 @@ def follow(watch: Watch, unit: Unit) -> None:
 
 
 def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Makes read number `number` of a file fail; 4 makes the close after three reads fail. Returns a function that
-    returns the number of reads so far."""
+    """Makes read number `number` of a file fail. If the number is 4, the close after three reads fails instead. Returns
+    a function that returns the number of reads so far."""
     reads = 0
     read, ended = live_file.LiveFile.read, live_file.LiveFile.__exit__
 

@@ -56,7 +56,7 @@ def test_a_reset_waits_for_no_thread_of_sharing(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     """The thread that follows peers takes long to end, and a reset must not wait for it. In the control the reset waits
-    until it has ended."""
+    until the thread has ended."""
     one, other = with_a_prompt(make_engine, folder)
     manager, go_on, close = one.unit.manager, threading.Event(), watch_module.PeerWatch.close
 

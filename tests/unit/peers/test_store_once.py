@@ -437,7 +437,7 @@ def test_a_page_that_expires_at_its_keeper_is_stored_without_that(make_engine: M
 def test_a_page_that_expires_at_its_last_keeper_is_stored_without_that(
     make_engine: Make, folder: Path
 ) -> None:
-    """Another keeper had the page without a time limit, and has evicted it."""
+    """Another keeper had the pages without a time limit, but has evicted them, so the unit must store them itself."""
     one, other = pair(make_engine, folder)
     second = make_engine(**settings_of(folder))
     wait_for(lambda: knows(second, PAGES))
@@ -494,7 +494,7 @@ def test_no_note_is_made_of_a_page_that_is_being_stored(make_engine: Make, folde
 
 
 def test_lost_pages_are_stored_from_the_engine_if_it_still_has_them(make_engine: Make, folder: Path) -> None:
-    """They are stored when the next request finds their blocks in the engine's own prefix cache."""
+    """The pages are stored when the next request finds their blocks in the engine's own prefix cache."""
     one, other = pair(make_engine, folder)
     request = make_request(PROMPT, "computes", extra_args={"flexkv.tiers": ["host"]})
     assert other.add(request) == 0

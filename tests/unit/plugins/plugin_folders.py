@@ -15,7 +15,8 @@ from flexkv.plugins.base import Times
 
 DEADLINE_S = 60.0
 QUICK = Times(first_restart_s=0.05, longest_restart_s=60.0, grace_s=0.3, kill_s=20.0)
-"""Times for plugins in tests: a plugin that hangs is soon killed, and the kernel has long to carry out the kill."""
+"""Times for plugins in tests. A plugin that hangs is killed soon, but the kernel gets a long time to carry out the
+kill."""
 
 SLEEPS = "#!/bin/sh\nexec sleep 1000\n"
 HANGS = "#!/bin/sh\ntrap '' TERM INT HUP\necho deaf\nwhile :; do sleep 1000; done\n"

@@ -50,8 +50,8 @@ Launch = Callable[..., PluginLauncher]
 
 @pytest.fixture
 def launch(tmp_path: Path, log: Lines) -> Iterator[Launch]:
-    """Returns a function that starts the plugins in `tmp_path`. The test fails if a process or another resource of
-    theirs is left at its end."""
+    """Returns a function that starts the plugins in `tmp_path`. The test fails if a process or another resource of the
+    plugins is left at its end."""
     before = Held()
     launchers: list[PluginLauncher] = []
 

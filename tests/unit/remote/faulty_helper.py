@@ -1,8 +1,8 @@
 """A helper that fails at moments that a test chooses. It runs in place of `flexkv.remote.helper` (see
 `helper_faults.py`).
 
-A decorator around the helper's store reads a plan from a file at every moment that has a name. The plan, `MOMENT DEED`,
-says at which moment the helper does what. Without the file, the helper works as usual.
+A decorator around the helper's store reads a plan from a file at every moment that has a name. The plan has the form
+`MOMENT DEED`: it says what the helper does, and at which moment. Without the file, the helper works as usual.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def act(moment: str) -> None:
 
 class FaultyStore(Store):
     """Carries out the plan in the middle of each `get` and `put`, between the halves of its names. For `exists` and
-    `alive` the plan is carried out before the call, and for the moment `check` after a `get`.
+    `alive` the plan is carried out before the call, and the moment `check` comes after a `get`.
     """
 
     def __init__(self, inner: Store) -> None:

@@ -15,8 +15,8 @@ from tests.unit.remote.helper_faults import begin_fetch, leased, load_in_time, r
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, RemoteUnit, chain
 
 FAST = {"remote__get_s": 1.0, "remote__stuck_s": 8.0}
-"""Settings of the units. A call of Mooncake's library may take 4.3 s, and a dead master is tried twice, so a helper may
-be stuck for longer than that."""
+"""Settings of the units. A call of Mooncake's library may take 4.3 s, and a dead master is tried twice. So `stuck_s`,
+the time after which a silent helper is killed, is longer than its default of 5 s."""
 
 
 class Units(mooncake_child.Answers):
@@ -33,8 +33,8 @@ class Units(mooncake_child.Answers):
         return self._units[name].tier.down
 
     def store_pages(self, name: str, prompt: str, pages: int) -> int:
-        """Computes the prompt's pages and lets the unit write them to the store once. Returns how many of them the
-        store has then."""
+        """Computes the prompt's pages and lets the unit write them to the store once. Returns how many of these pages
+        are then in the store."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         unit.store(keys)

@@ -1,4 +1,5 @@
-"""A unit with a remote tier, and the test in place of an engine. The bytes of every page are derived from its key."""
+"""A unit with a remote tier, in which the test takes the place of an engine. The bytes of every page are derived from
+its key."""
 
 from __future__ import annotations
 

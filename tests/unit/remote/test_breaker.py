@@ -70,7 +70,8 @@ def test_reports_of_one_loss_make_one_rest() -> None:
 
 
 def test_store_that_answers_and_is_lost_again_rests_longer_each_time() -> None:
-    """Otherwise a helper that answers once and dies at the next call would be restarted every second for ever."""
+    """If the rests did not grow, a helper that answers once and dies at the next call would be restarted every second
+    for ever."""
     breaker, now_s = closed(), 0.0
     losses = 0
     while now_s < 600.0:

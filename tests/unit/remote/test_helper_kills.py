@@ -160,8 +160,8 @@ def test_control_a_plane_whose_killed_ops_are_good(
 def test_control_a_plane_that_loses_an_op(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """A control: if the plane forgets an op of a killed helper, the op's slots are never freed, and the check of a
-    test's end finds this."""
+    """A control: if the plane forgets an op of a killed helper, the op's slots are never freed, and the check at the
+    end of each test finds this."""
     reaped = RemotePlane.reaped
 
     def loses(self: RemotePlane, how: str) -> None:

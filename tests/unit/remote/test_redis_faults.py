@@ -223,7 +223,7 @@ def test_control_the_same_server_with_a_right_answer(tmp_path: Path) -> None:
 
 
 def test_what_nobody_asked_for_ends_the_connection() -> None:
-    """Otherwise the extra answer would be taken for the answer to the next question."""
+    """If the connection stayed open, the extra answer would be taken for the answer to the next question."""
     with FakeRedis(says(b":0\r\n:1\r\n")) as server:
         store = open_store(StoreOptions((server.url,)))
         assert store.exists(["a"], DEADLINE_S) == [Presence.NO]
@@ -277,7 +277,7 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
 
 
 def test_deadline_inside_a_value_ends_the_connection() -> None:
-    """Otherwise the rest of the value would be taken for the answer to the next question."""
+    """If the connection stayed open, the rest of the value would be taken for the answer to the next question."""
     with FakeRedis(says(VALUE[:50])) as server:
         store = open_store(StoreOptions((server.url,)))
         memory = Guarded([100])

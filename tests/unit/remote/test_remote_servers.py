@@ -166,7 +166,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
         self.left: int | None = None
-        """Number of bytes of answers after which their connection is cut; None if no connection is cut."""
+        """Number of bytes of answers after which the connection is cut; None if no connection is cut."""
         self.cuts = 0
         threading.Thread(target=self._accept, daemon=True).start()
 

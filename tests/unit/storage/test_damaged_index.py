@@ -107,7 +107,7 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
 
 
 def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) -> None:
-    """A jump uses up numbers, so a folder that jumped with every lost index would run out of them."""
+    """Each jump uses up many numbers. If the count jumped whenever an index is lost, a folder would run out of them."""
     slab, _ = filled(make_disks)
     for _ in range(3):
         (slab.parent / "index.sqlite").unlink()

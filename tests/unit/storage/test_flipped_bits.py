@@ -70,8 +70,8 @@ def index_offsets(size: int) -> Iterator[int]:
 
 
 def log_offsets(size: int) -> Iterator[int]:
-    """Yields the offsets of the log's header, of the frames' headers, and of every LOG_STRIDEth other byte. A few of
-    these suffice, because a digest covers each complete frame."""
+    """Yields the offsets of the log's header, of the frames' headers, and of every LOG_STRIDEth other byte. A few other
+    bytes suffice, because a digest covers each complete frame."""
     for offset in range(size):
         in_frame = (offset - HEADER.size) % (FRAME.size + PAGE_BYTES)
         if offset < HEADER.size or in_frame < FRAME.size or offset % LOG_STRIDE == 0:

@@ -174,7 +174,7 @@ def header_of(*groups: DiskGroup, slab: int = 0) -> bytes:
 
 
 def test_what_one_full_group_leaves_on_disk_is_byte_for_byte_that_of_version_1() -> None:
-    """The digests are of files in format version 1, in which a slab has only one KV group."""
+    """The expected digests are those of files in format version 1, in which a slab has only one KV group."""
     group = replace(make_group(layers=3, run_bytes=2304, ranks=2), format_id="a format")
     raw = header_of(group)
     assert len(raw) == 4096

@@ -114,8 +114,8 @@ def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are striped over two disks, so each disk's journal gets half of the 40 rows of uses: 20, which is half of
-    its own 40."""
+    """Slots are striped over two disks, so each disk's journal gets half of the 40 rows of uses. These 20 rows fill
+    half of the journal's space for 40."""
     go_on, write = threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:
@@ -163,7 +163,7 @@ class Watched(threading.Condition):
 def test_there_is_a_lag_from_a_publish_until_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lag must not be 0 even for the moment when the batch has left the queue and its commit has not begun."""
+    """The lag must not be 0 even at the moment when the batch has left the queue and its commit has not begun."""
     condition = Watched()
     monkeypatch.setattr(
         "flexkv.storage.journal.threading",

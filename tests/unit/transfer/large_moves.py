@@ -40,7 +40,7 @@ class MovesWorld:
 
     Args:
         verify: whether stores make digests and loads check them.
-        pool: a host pool of the caller's; None: the world makes one of `slots` slots.
+        pool: a host pool that the caller has made; None to make one of `slots` slots.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ def test_cancel_before_anything_was_issued(make_world: Callable[..., World]) -> 
 
 
 def test_cancel_while_pages_move_names_what_did_not_arrive(make_world: Callable[..., World]) -> None:
-    # Pages of 1 MiB: an item has 8 of them. Page 3 hangs, so pages 0 to 7 are in flight and 8 to 19 are not.
+    # A page is 1 MiB, so a work item has 8 pages. Page 3 hangs, so pages 0 to 7 are in flight, and pages 8 to 19 are
+    # not.
     world = make_world(
         layers=2,
         blocks=20,

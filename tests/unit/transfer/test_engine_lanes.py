@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
-    """A world whose only copy thread is held in page 0 of a first op. Pages are of 512 KiB."""
+    """A world whose only copy thread is held in page 0 of a first op. A page is 512 KiB."""
     world = make_world(
         layers=2,
         blocks=blocks,
@@ -63,7 +63,7 @@ def test_loads_go_before_stores_whatever_came_first(make_world: Callable[..., Wo
 def test_a_waiting_load_gets_in_between_the_pieces_of_a_running_store(
     make_world: Callable[..., World],
 ) -> None:
-    # Pages of 512 KiB: an item has 16, so the store of 40 pages is three items.
+    # A page is 512 KiB, so a work item has 16 pages, and the store of 40 pages is three work items.
     world = make_world(
         layers=2,
         blocks=48,
@@ -151,8 +151,8 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
     down = next(lane for lane in world.engine.lanes() if lane.kind is OpKind.D2H)
     assert down.stuck == (hung.op_id,)
     assert f"op {hung.op_id} has not moved for 0.1" in down.reason
-    # Later ops of the lane end at once, and ops that wait for them are skipped. The other direction works, because one
-    # thread is left.
+    # After the lane has gone down, its later ops end at once, and ops that wait for them are skipped. Loads still work,
+    # because one thread is left.
     late, after = world.op(OpKind.D2H, [3]), world.op(OpKind.H2D, [4], [3])
     results = world.run(queued, late, after, edges=[(1, 2, EdgeKind.BARRIER)])
     assert results[queued.op_id].status is results[late.op_id].status is OpStatus.LANE_DOWN
@@ -172,8 +172,7 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
 
 
 def test_ops_queued_behind_a_hung_one_end_as_lane_down(make_world: Callable[..., World]) -> None:
-    # One thread serves both directions, so a hung store takes the loads down too, because no thread is left to copy
-    # them.
+    # One thread serves both directions, so a hung store takes the loads down too: no thread is left to copy them.
     world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)], op_stuck_s=0.2)
     hung, store, load = world.op(OpKind.D2H, [0]), world.op(OpKind.D2H, [1]), world.op(OpKind.H2D, [2])
     world.submit(hung)

@@ -1,4 +1,4 @@
-"""Waits for ops, layers and results: at its deadline a wait ends, but the op goes on."""
+"""Waits for ops, layers and results: a wait ends at its deadline, but the op continues."""
 
 from __future__ import annotations
 

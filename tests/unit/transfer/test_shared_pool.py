@@ -1,5 +1,5 @@
-"""Host pools that processes share: they see the same bytes. Also pools whose creator has died, and process ids that are
-reused.
+"""Host pools that processes share: all of them see the same bytes. Also covers pools whose creator has died, and
+process ids that are reused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The file with the measured thresholds for a GPU's copies (`transfer.ways_file`). A complete file with this GPU's key
-is used; any other is refused with a ConfigError that says why. The lane that uses the thresholds runs with the FAKE
-driver; nothing here ran on a GPU.
+is used. A damaged file is refused with a ConfigError that says why. If the key is that of another GPU, the engine logs
+this and uses the built-in thresholds. The lane that uses the thresholds runs with the FAKE driver; nothing here ran on
+a GPU.
 """
 
 from __future__ import annotations

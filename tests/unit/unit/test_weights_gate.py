@@ -96,7 +96,7 @@ def poll_until(unit: LiveUnit, done: Callable[[], object]) -> None:
 
 
 def on_disk(unit: LiveUnit) -> int:
-    """Returns the number of pages that the disk tier would serve: all of KEYS, or 0 if it is not in use or lacks
+    """Returns the number of pages that the disk tier would serve: all of KEYS, or 0 if the tier is not in use or lacks
     one."""
     return len(KEYS) if unit.manager.tiers[1].in_use and unit.manager.present(0, KEYS).all() else 0
 

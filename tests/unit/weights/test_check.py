@@ -32,7 +32,7 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list to which the name of each file is added that flexkv begins to digest."""
+    """A list that gets the name of each file when flexkv begins to digest the file."""
     read: list[str] = []
     digest_files = digest.digest_files
 

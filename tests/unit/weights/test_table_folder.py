@@ -82,7 +82,7 @@ def test_a_home_that_nobody_writes_is_left_out(home: Path, monkeypatch: pytest.M
 def test_a_folder_of_another_user_is_not_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A user who can write the table could give these weights the name of others."""
+    """A user who can write to the table could make these weights count as different ones."""
     temporary.mkdir(0o700)
     user = os.geteuid()
     (temporary.parent / f"flexkv-{user + 1}").mkdir(0o700)

@@ -181,8 +181,8 @@ class ReorderingDevice(LayerDevice):
     """A device that runs queued work only when the host waits, and then in any order that the streams' events allow.
 
     Attributes:
-        given: stage and layer of all work, in the order of submission. ran: stage and layer of all work, in the order
-            of execution.
+        given: stage and layer of all work, in the order of submission.
+        ran: stage and layer of all work, in the order of execution.
         buffers: the requested buffers.
     """
 

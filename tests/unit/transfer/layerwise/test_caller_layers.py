@@ -33,7 +33,7 @@ def load(
     step. The loads of the next layers begin before the caller writes. Returns the failed chunks, with reasons.
 
     Args:
-        lost: the number of a chunk whose rows are missing from layer 1 on; None if no chunk's are.
+        lost: the number of a chunk whose rows are missing from layer 1 on; None if no rows are missing.
         see: called with each layer's buffer.
     """
 
@@ -79,8 +79,8 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
-    """The world's expected result, except for rows that the caller does not write, which keep their content: gaps, and
-    the rows of a lost chunk from the layer on in which it is lost.
+    """The world's expected result, except for rows that the caller does not write, which keep their content. These are
+    the gaps, and the rows of a lost chunk in the layer in which it is lost and in all later layers.
     """
     found = world.expected()
     for layer, paged in enumerate(found):

@@ -37,7 +37,7 @@ def test_layer_n_is_scattered_at_step_n_plus_2() -> None:
         table += [("transform", step - 1)] if 0 < step <= world.layers else []
         table += [("load", step)] if step < world.layers else []
     assert given == table
-    # A `send` submits the load of its layer, and then as much of the next step as does not need the next layer.
+    # A `send` submits the load of its layer, and then the part of the next step that does not need the next layer.
     assert of_step[0] == []
     assert of_step[1] == [("load", 0), ("transform", 0)]
     assert of_step[2] == [("load", 1), ("scatter", 0), ("transform", 1)]
