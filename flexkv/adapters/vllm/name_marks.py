@@ -1,8 +1,9 @@
 """Puts a prefix before hashes that vLLM makes from a client's name for an input instead of from the input's content.
 
-If a request names an input and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM hashes the name
-with the options. Without the prefix, a scheduler could not distinguish such a hash from a digest of the content. The
-change is made in each process that makes hashes.
+vLLM makes such hashes in two cases. An image of PIL may carry a UUID as its EXIF entry ImageID; vLLM then hashes only
+the UUID. Or a request names an input and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`); vLLM then
+hashes the name with the options. Without the prefix, a scheduler could not distinguish such a hash from a digest of the
+content. The change is made in each process that makes hashes.
 
 vLLM loads this module in each of its processes, so the module imports nothing large.
 """
@@ -10,6 +11,7 @@ vLLM loads this module in each of its processes, so the module imports nothing l
 from __future__ import annotations
 
 import functools
+import uuid
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,9 @@ HASHER = "vllm.multimodal.hasher"
 
 PREFIX = "client-"
 """The prefix of each hash of a client's name. No digest begins with it."""
+
+IMAGE_ID = 0x800D
+"""Number of the EXIF entry ImageID."""
 
 _IS_MARKING = "flexkv_marks_names"
 MODEL = "model_id"
@@ -56,6 +61,16 @@ def _has_clients_name(values: dict[str, Any]) -> bool:
     """Whether one of the hashed values is a client's name for an input. Inputs are bytes, arrays, images and the like,
     so a string in place of an input is a name."""
     return any(
-        isinstance(value, str) and (value.startswith(PREFIX) if name == EARLIER else name != MODEL)
+        (value.startswith(PREFIX) if name == EARLIER else name != MODEL)
+        if isinstance(value, str)
+        else _has_image_id(value)
         for name, value in values.items()
     )
+
+
+def _has_image_id(value: Any) -> bool:
+    """Whether a value is an image of PIL, with or without its bytes, for which vLLM hashes the client's UUID."""
+    try:
+        return isinstance(getattr(value, "media", value).getexif().get(IMAGE_ID), uuid.UUID)
+    except Exception:  # no image, or one with damaged EXIF data, whose content vLLM hashes
+        return False

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from vllm.multimodal import hasher
 from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems, parse_mm_uuids
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
@@ -262,6 +264,23 @@ def test_control_without_the_plugin_such_a_hash_passes_for_content(
     [name] = vllm_names(config(True, 4), "cat", options, "blake3", media)
     assert DIGEST.fullmatch(name)
     assert InputNames().first_of_run(make_request(PROMPT, mm_features=[image(name, IMAGE_AT, 3)])) is None
+
+
+@pytest.mark.parametrize("with_bytes", [False, True])
+def test_an_image_that_carries_a_uuid_holds_for_the_run(with_bytes: bool) -> None:
+    def name(image_id: object, shade: int) -> str:
+        picture: Any = Image.new("RGB", (4, 4), (shade, 2, 3))
+        if image_id is not None:
+            picture.getexif()[ExifTags.Base.ImageID] = image_id
+        picture = MediaWithBytes(picture, bytes([shade])) if with_bytes else picture
+        return MultiModalHasher.hash_kwargs("blake3", model_id="m", image=picture)
+
+    client = UUID(int=1)
+    assert name(client, 1) == name(client, 2), "vLLM hashes the UUID alone"
+    assert name(client, 1).startswith(PREFIX)
+    for image_id in (None, str(client)):
+        assert name(image_id, 1) != name(image_id, 2)
+        assert DIGEST.fullmatch(name(image_id, 1))
 
 
 def test_a_marked_name_that_a_model_hashes_again_stays_marked() -> None:
