@@ -33,8 +33,8 @@ A run takes at least as long as the longest of these folders.
 
 
 ALONE = {"FLEXKV_PEERS_SHARE": "off"}
-"""Environment variables of all tests. Units do not share pages, because other tests, and test runs of other users,
-have units with the same models. Tests of sharing set this differently.
+"""Environment variables of all tests. Units do not share pages, because other tests, and test runs of other users, have
+units with the same models. Tests of sharing override this.
 """
 
 

@@ -1,6 +1,6 @@
-// A library to preload into a process. It makes the process see a disk whose direct I/O needs other
-// boundaries than 4 KiB. For files with DIO_PATH in their path, it reports that direct I/O needs file offsets
-// that are multiples of DIO_OFFSET bytes, and memory on boundaries of DIO_MEMORY bytes.
+// A library to preload into a process. It makes the process see a disk whose direct I/O needs
+// boundaries other than 4 KiB. For files with DIO_PATH in their path, it reports that direct I/O needs file
+// offsets that are multiples of DIO_OFFSET bytes, and memory on boundaries of DIO_MEMORY bytes.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
-"""A process for tests that kill it. It uses a disk tier at random, and writes marks to a file that say what it is going
-to do and what it has done.
+"""A process for tests that kill it. It uses a disk tier at random. In a file of marks, it writes what it is going to do
+and what it has done.
 
 Its arguments are either `serve`, or the following:
     folder: the tier's folder, or a folder with folders `disk*`, over which the tier is striped.

@@ -1,4 +1,4 @@
-"""Finds what a process of `disk_child` promised by its marks, and checks that a disk tier that opens the process's
+"""Finds what a process of `disk_child` has promised in its marks, and checks that a disk tier that opens the process's
 folder keeps these promises.
 """
 

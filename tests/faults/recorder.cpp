@@ -1,10 +1,10 @@
 // A library to preload into a process. It logs every write, sync and change of names under one folder, in
 // order and with the bytes. tests/faults/write_log.py reads the log.
 //
-// Writes by io_uring are read from the rings. The begin of a write is logged right before its entry is handed
-// to the kernel. Its end is logged when its completion is found after a call, so it is never logged too
-// early, and no sync seems to cover a write that it may not have covered. Rings with a thread in the kernel
-// are not supported.
+// Writes by io_uring are read from the rings. The start of a write is logged right before its entry is handed
+// to the kernel. Its end is logged when its completion is found after a call, so never too early. A sync
+// therefore never seems to cover a write that it may not have covered. Rings with a thread in the kernel are
+// not supported.
 //
 // RECORD_DIR is the folder, RECORD_LOG the file for the log. A record is a header, and then `bytes` bytes.
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ enum Kind : uint32_t { kWrite = 1, kTruncate, kSync, kCreate, kRename, kUnlink, 
 struct Record {
   uint32_t kind;
   uint32_t bytes;   // number of bytes of data or text after the header
-  uint64_t number;  // number of the call; the kEnd record of the call has the same
+  uint64_t number;  // number of the call; the kEnd record of the call has the same number
   uint64_t file;    // inode of the file
   uint64_t folder;  // inode of the folder, in records of changes of names
   uint64_t offset;  // offset of a write, or size of a truncation

@@ -16,7 +16,7 @@ std::atomic<int64_t> stalled{0};
 bool covers(int64_t offset, int64_t bytes) {
   const int64_t size = page_bytes;
   if (size == 0 || offset < first_page) return false;
-  // Distance from the begin of the read to the next such byte.
+  // Distance from the start of the read to the next byte at which reads are stalled.
   const int64_t in_page = (offset - first_page) % size;
   const int64_t ahead = (place_in_page - in_page + size) % size;
   return ahead < bytes;

@@ -15,8 +15,8 @@ from tests.unit.storage.disk_world import NO_HOLES
 ROOT = Path(__file__).resolve().parents[2]
 DISKS = 12
 STUCK_S = 3.0
-"""Deadline of a close. It is longer than the delays of a busy machine, so that a close with a deadline per disk, which
-would take twelve times as long, is told apart.
+"""Deadline of a close. It is longer than the delays of a busy machine. A close with a deadline per disk would take
+twelve times as long, so the test can tell it apart.
 """
 CHILD_S = 120
 

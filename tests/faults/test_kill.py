@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
 USES = ((1, "any"), (3, "any"), (1, "any groups"))
 """For each folder, the number of its disks and the name of its way in `WAYS`. The folders are used at the same time,
-and KILLS is the number of kills in all of them.
+and KILLS is the number of kills in all of them together.
 """
 FOLDERS = len(USES)
 CHECK_EVERY = 4
-"""Number of processes between two full checks by the test. Besides, each process opens the folder that the killed one
-before it left.
+"""Number of processes between two full checks by the test. Between these checks, each process opens the folder that the
+killed process before it left.
 """
 LIFE_S = 120.0
 

@@ -1,9 +1,9 @@
 """Reads the log of what a process did to its files, and makes disk images that a power cut at any moment could leave.
 
 A sync covers the writes that ended before it began. A write that no sync has covered yet may be on the disk, may be
-missing, or may be there in some of its 512-byte sectors; later writes may be there without it. A sync of a folder
-covers the changes of its names (creation, rename, deletion). If a change that is not covered is missing, so are all
-later ones that are not covered, as in a file system with a journal.
+missing, or may be there in some of its 512-byte sectors only. Later writes may be on the disk without it. A sync of a
+folder covers the changes of its names (creation, rename, deletion). If a change that is not covered is missing, all
+later changes that are not covered are missing too, as in a file system with a journal.
 """
 
 from __future__ import annotations

@@ -191,7 +191,9 @@ class ForgetsInHostAlone(LocalCacheManager):
 
 
 class ForgetsWhatNobodyBlames(LocalCacheManager):
-    """A broken manager that drops every failed page from disk, even if the failure cause does not blame the disk."""
+    """A broken manager that drops every failed page from disk, even if its failure cause shows that the disk is not to
+    blame.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

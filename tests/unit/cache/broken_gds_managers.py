@@ -114,7 +114,7 @@ class SealsWithRanksMixedUp(BrokenGdsStores):
 
 
 class PublishesBeforeTheSeal(BrokenGdsStores):
-    """A broken manager that publishes a page on disk when its stripes are written, before its trailer is."""
+    """A broken manager that publishes a page on disk when its stripes are written, before its trailer is written."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         disk_tier(self).end_write(op.group, op.entries, good)

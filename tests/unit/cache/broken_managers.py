@@ -45,12 +45,12 @@ class IndexProxy:
 
 
 def ranks_ops(manager: LocalCacheManager) -> list[RankOp]:
-    """The manager's ops in flight that ranks report."""
+    """The manager's ops in flight whose results come from ranks."""
     return [op for op in manager.tables.ops if isinstance(op, RankOp)]
 
 
 def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
-    """The op in flight with this id, which must be one that ranks report."""
+    """The op in flight with this id. Its results must come from ranks."""
     op = manager.tables.ops.get(op_id)
     assert isinstance(op, RankOp)
     return op
@@ -86,7 +86,7 @@ class IgnoresDiscard(LocalCacheManager):
 
 
 class PublishesPoisonSilently(LocalCacheManager):
-    """A broken manager that answers `discard_from` as usual, but publishes the pages."""
+    """A broken manager that answers `discard_from` as usual, but publishes the discarded pages."""
 
     def discard_from(self, request_id: str, first_token: int) -> int:
         before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}

@@ -165,8 +165,8 @@ class DiskWorld:
     def end_load(
         self, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
     ) -> Completion:
-        """Reports a load's result for rank 0, which must be the last rank to report. Returns what the manager says of
-        the load.
+        """Reports a load's result for rank 0, which must be the last rank to report. Returns what the manager reports
+        about the load.
         """
         status = status or (OpStatus.FAILED if failed else OpStatus.OK)
         done = self.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))
@@ -203,7 +203,7 @@ class DiskWorld:
         fails: Callable[[int], bool] = lambda page: False,
         status: OpStatus | None = None,
     ) -> None:
-        """Moves all pages of an op, unless `status` is given, and reports the op."""
+        """Moves all pages of an op, unless `status` is given, and reports the op's result."""
         if status is None:
             while not self.lane.move_page(op.op_id, fails(op.pages - len(self.lane.left[op.op_id]))):
                 continue

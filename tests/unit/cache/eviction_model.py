@@ -15,7 +15,7 @@ class Block:
     Attributes:
         order: position of the block's last use among all uses; 0 if it was never used.
         used_at: how many uses (first stores and hits) there had been at the block's last use.
-        put_back: position of the end of the last lease among all uses; only for a spare block, else 0.
+        put_back: for a spare block, position of its last lease's end among all uses; 0 for all other blocks.
     """
 
     pins: int
@@ -45,7 +45,7 @@ def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> b
 
 
 SPARE_SHARE = 16
-"""Spare blocks may have one slot in this many before they are evicted first."""
+"""If spare blocks take more than one slot in this many, they are evicted first."""
 
 Choice = Callable[[Sequence[tuple[bytes, Block]], int], bytes]
 

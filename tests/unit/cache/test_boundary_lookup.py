@@ -110,8 +110,8 @@ class World:
     def _fill(self, index: BlockIndex, group: int, count: int) -> None:
         rng, states, entries = self.rng, dict[int, str](), dict[int, int]()
         lacks = rng.choice((0.0, 0.02, 0.1, 0.4))
-        # For a full group, other tiers lack pages that a store is writing to host memory. The tests of TierLookup cover
-        # such pages.
+        # For a full group, no other tier gets the pages that a store is writing to host memory. The tests of TierLookup
+        # cover pages in such a state.
         full = self.rules[group].kind == "full"
         passed = (
             {page for page, state in self.state[0][group].items() if state == "storing"}

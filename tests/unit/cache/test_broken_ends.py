@@ -1,6 +1,6 @@
-"""What happens if memory runs out while an op ends: before any line of the code that takes results, writes pages to
-disk, and ends requests and epochs. The op then counts as failed with all its pages. Nothing is left over, and no page
-that may be bad is visible.
+"""What happens if memory runs out in the code that takes results, writes pages to disk, and ends requests and epochs.
+Each call is interrupted before each of its lines. An op whose end is interrupted counts as failed with all its pages.
+Nothing is left over, and no page that may be bad is visible.
 """
 
 from __future__ import annotations

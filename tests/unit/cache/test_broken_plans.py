@@ -1,4 +1,4 @@
-"""What happens if memory runs out once while the control plane plans, before any of its lines: nothing is left over."""
+"""If memory runs out once while the control plane plans, nothing is left over, whichever line is interrupted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain, traffic,
 
 CONTROL_PLANE = str(Path(flexkv.cache.__file__).parent)
 NOT_INJECTED = ("broken_plan.py", "op_log.py", "outbox.py")
-"""The code that undoes plans, the log, and a list whose only allocation comes before it changes."""
+"""Files in which no error is raised: the code that undoes plans, the log, and a list whose only allocation comes before
+it changes.
+"""
 
 PAGES = 4
 

@@ -1,5 +1,5 @@
-"""Blocks that are promised while they are read from disk (`TierFacts.streams`): each outcome of the read and of the
-load.
+"""Blocks that are promised while they are being read from disk (`TierFacts.streams`): each outcome of the read and of
+the load.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
     world = written(np.delete(keys, 3, axis=0))
     plan = world.manager.begin_store("w2", 0, keys[3:4], np.zeros(1, np.int32), 3)
     assert plan.graph is not None
-    # A store may never be published, so neither the blocks that it fills nor the blocks after them are promised.
+    # A store's pages may never be published, so neither the blocks that it fills nor the blocks after them are
+    # promised.
     result = world.look(keys)
     assert (result.blocks, result.reads) == (3, 0)
     world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.FAILED, np.zeros(1, np.int32)))

@@ -1,4 +1,4 @@
-"""What each eviction policy evicts is compared with a model. Also what a manager counts as a hit."""
+"""Compares what each eviction policy evicts with a model. Also tests what a manager counts as a hit."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_blocks_that_another_request_loaded_outlive_a_scan(policy: str, left: in
     manager.end_request("a")
     load(manager, wanted, "b")
     assert left_after_scan(manager, wanted, 20) == left
-    assert left_after_scan(manager, wanted, 40) == 0  # the bonus lasts for one capacity
+    assert left_after_scan(manager, wanted, 40) == 0  # the bonus lasts for as many uses as there are slots
 
 
 def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
@@ -325,7 +325,7 @@ def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
 
 def test_a_request_that_keeps_asking_hits_its_blocks_once() -> None:
     """If each lookup of a waiting request counted as a hit, the policy's time would advance with the engine's steps,
-    and a bonus would be worth less than one capacity.
+    and a bonus would end too early.
     """
     manager = manager_of("bonus_lru")
     wanted, waiting = keys(4), keys(2, 1)

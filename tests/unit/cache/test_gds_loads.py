@@ -91,8 +91,8 @@ def test_only_a_page_whose_content_failed_is_forgotten(cause: FailureCause) -> N
     assert done.failed_blocks.tolist() == [1, 2, 3]
     forgotten = 2 if cause in (FailureCause.UNKNOWN, FailureCause.CONTENT) else 0
     assert len(world.tier) == 4 - forgotten
-    # A page that the disk does not deliver is counted like a page with wrong content, in GDS loads and in reads to host
-    # memory.
+    # A page that the disk does not deliver is counted like a page with wrong content. This holds for GDS loads and for
+    # reads to host memory.
     counted = 2 if cause <= FailureCause.SOURCE else 0
     counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)

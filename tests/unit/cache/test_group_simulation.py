@@ -28,7 +28,7 @@ BEHIND = {
     "symbolic tier": ("tier_places",),
     "both": ("disk_places", "tier_places"),
 }
-"""The tiers behind host memory, as names of the settings that give them slots."""
+"""For each choice of tiers behind host memory, the names of the settings that give these tiers slots."""
 
 
 def random_config(

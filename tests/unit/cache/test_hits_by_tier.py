@@ -110,8 +110,8 @@ def test_what_was_fetched_counts_once_over_tiers() -> None:
 
 
 def hybrid(on_disk: bool) -> tuple[DiskWorld, list[Keys]]:
-    """A world with eight pages of a full group and four pages, twice as large, of a window group. `on_disk`: the pages
-    are only on disk, else they are also in host memory.
+    """A world with eight pages of a full group and four pages, twice as large, of a window group. If `on_disk` is set,
+    the pages are only on disk; otherwise they are also in host memory.
     """
     world = DiskWorld(groups=(GroupSpec(4, 16), GroupSpec(8, 16, Rule.WINDOW, 2)))
     keys = [chain(8), chain(4, seed=1)]
@@ -187,8 +187,8 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
 def test_pages_that_are_not_in_host_memory_are_waited_for(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the manager compares fetching with computing, such pages count as pages to wait for, which includes the time
-    that a fetch takes to begin.
+    """Pages that are not in host memory must be waited for. When the manager compares fetching these pages with
+    computing them, it therefore counts the time that a fetch takes to begin.
     """
     world, keys = hybrid(on_disk=True)
     weighed: list[tuple[list[int], list[bool]]] = []

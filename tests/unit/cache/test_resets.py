@@ -171,7 +171,9 @@ def test_all_tiers_forget_before_the_first_is_waited_for() -> None:
 
 
 class WaitsBetween(LocalCacheManager):
-    """A broken manager: in turn, each tier drops its pages and is waited for, with its own time limit."""
+    """A broken manager that resets one tier after the other: it waits for each, with a separate time limit, before the
+    next tier drops its pages.
+    """
 
     def reset(self) -> int:
         self.promises.end_all()

@@ -145,7 +145,7 @@ def test_host_memory_that_is_too_small_takes_what_fits() -> None:
     assert world.match(keys).blocks == 48
 
 
-# --- a promise that is read while it is loaded ---
+# --- promised pages that are read while a load waits for them ---
 
 
 def a_streamed_page_fails(load_first: bool, manager_class: Managers = LocalCacheManager) -> None:

@@ -39,7 +39,7 @@ def full_of_spares() -> LocalCacheManager:
 
 
 def left_after(manager: LocalCacheManager) -> tuple[int, int]:
-    """Stores LATER, for which other blocks are evicted. Returns how many spare blocks and how many other blocks are
+    """Stores LATER, for which earlier blocks are evicted. Returns how many blocks of SPARE and how many of OTHERS are
     left.
     """
     store(manager, LATER, "later")

@@ -62,7 +62,7 @@ class Request(StoreRequest):
     tokens: list[int]
     namespace: bytes = NAMESPACE
     generated: int = 0
-    """How many of the last tokens are generated, not of the prompt."""
+    """How many tokens at the end of `tokens` were generated. The tokens before them are the prompt."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -437,7 +437,7 @@ def test_nothing_of_replaced_weights_is_stored(kind: type[RequestStores]) -> Non
     engine.stores.reset(dict(engine.pool.hash_by_block))
     taker = engine.start(
         "two", range(8), 50
-    )  # it shares the first request's blocks by the engine's own cache
+    )  # it shares the first request's blocks through the engine's own cache
     assert taker.stale
     engine.step((taker, 8))
     engine.finish(taker)

@@ -29,7 +29,7 @@ SLOTS = 16
 
 
 class ToyTier(Tier, Source, Sink):
-    """A tier with all that a tier needs. It has no memory: the test itself ends its ops."""
+    """A tier with only what the manager needs from every tier. It has no memory: the test itself ends its ops."""
 
     def __init__(self, context: TierContext) -> None:
         self.facts, self.counts = TierFacts("toy", write=WriteMode.THROUGH), TierCounts()

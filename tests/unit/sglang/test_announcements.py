@@ -432,8 +432,8 @@ def test_announced_pages_that_are_stored_again_do_not_wait(make: Make) -> None:
 def test_a_found_page_stays_in_the_file_if_a_store_names_it_in_another_way(
     make: Make, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
-    """Lazy stores know only hashes. So their records have no tokens, and for a page in a caller's namespace they do not
-    last.
+    """Lazy stores know only the hashes of pages, so their records of pages contain no tokens. For a page in a caller's
+    namespace, the record is of no use to later processes.
     """
     first, prompt = make(), chain(0, 3, 1, 3)
     first.store(prompt)

@@ -105,7 +105,7 @@ def test_a_damaged_page_fails_its_request_by_name_and_is_computed_next_time(
 
 
 def test_control_bytes_of_a_failed_load_are_wrong(worlds: Any, tmp_path: Path) -> None:
-    """A request that used them would compute with the former content of its pages."""
+    """A request that used the bytes of a failed load would compute with the former content of its pages."""
     world, contents = restarted(worlds, tmp_path)
     spoil(tmp_path)
     assert load(world) == (4, False)
@@ -158,8 +158,8 @@ def fail_load(world: World, rid: str, cause: FailureCause) -> None:
 def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
     worlds: Any, tmp_path: Path, cause: FailureCause
 ) -> None:
-    """The exception is a load that was too late: the next load may be too late as well, so nothing is promised for a
-    while.
+    """After a failed GDS load, pages are promised and loaded through host memory. The exception is a load that was too
+    late: the next load may be too late as well, so nothing is promised for a while.
     """
     world, contents = restarted(worlds, tmp_path)
     world.pool[:, :, 5 * PAGE_TOKENS : 6 * PAGE_TOKENS] = contents[0]
@@ -209,8 +209,8 @@ def test_an_offload_by_two_ways_ends_with_the_last_of_them(
 def test_promises_of_one_forward_wait_for_the_disk_together(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool, waits: list[float]
 ) -> None:
-    """The engine does nothing else during the wait. If one of the loads of a forward pass is lost, all of them are, so
-    a further wait would be in vain.
+    """The engine does nothing else during the wait. If one load of a forward pass is lost, all of them are, so it would
+    be useless to wait again.
     """
     world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
     match, clock_s, waited = world.cache.match, [100.0], []

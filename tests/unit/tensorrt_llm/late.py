@@ -8,8 +8,8 @@ from tests.unit.tensorrt_llm.world import World
 
 
 class LateOrders:
-    """Replaces a rank's wire. Keeps incoming orders back until they are released, as a socket does that is slower than
-    the engine's own messages. Does not change the order of the orders.
+    """Replaces a rank's wire. Keeps incoming orders back until they are released, like a socket that is slower than the
+    engine's own messages. Does not change the order of the orders.
     """
 
     def __init__(self, world: World) -> None:

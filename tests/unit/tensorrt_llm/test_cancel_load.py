@@ -126,7 +126,9 @@ def test_an_engine_that_takes_a_part_computes_the_rest(
 
 
 def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> None:
-    """The engine computes the prompt. It may still name the promised load to the rank and wait for it."""
+    """After the engine has handed the promise back, it computes the prompt. It may still name the promised load to the
+    rank and wait for it.
+    """
     world = stored(make_world)
     world.executor.kept = lambda tokens: 0
     for _ in range(3):
@@ -159,7 +161,9 @@ def test_a_load_in_flight_is_taken_back_whole(make_world: Make) -> None:
 
 
 def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make) -> None:
-    """The engine counts the rest as loaded. If flexkv dropped this load, a failed load would count as loaded."""
+    """The engine hands back a part of the promise, and counts the rest as loaded when the rank returns the load's id.
+    If flexkv dropped the load, the engine would count blocks as loaded although their load failed.
+    """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)

@@ -202,7 +202,7 @@ def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> N
 
 @pytest.mark.parametrize("breaks", [True, False])
 def test_a_request_that_had_begun_before_a_broken_step_is_not_stored(make_world: Make, breaks: bool) -> None:
-    """This includes a request that was not in the broken step. The control: a step that ends."""
+    """The request was not even in the broken step. The control: the step ends, and the request is stored."""
     world = make_world()
     world.warm_up()
     request, other = Request(900, list(PROMPT)), Request(901, list(PROMPT))

@@ -127,7 +127,7 @@ def test_a_request_that_is_never_named_leaves_nothing_behind(make_world: Make) -
 
 
 def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Make) -> None:
-    """The engine relies on the promise, even when it passes the blocks a second time after the error."""
+    """The engine relies on the promise even if it passes the blocks a second time after the error."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
     manager = world.scheduler.side.ranks.unit.manager
