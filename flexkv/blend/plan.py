@@ -20,7 +20,7 @@ class BlendPlan:
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
     freshly computed key, and selects the rows whose keys differ most. From a check layer on, only the selected rows are
-    computed, and the rows that the cache does not cover, which every layer computes.
+    computed, and those that the cache does not cover.
 
     Attributes:
         check_layers: numbers of the check layers, ascending. Layer 0 cannot be one, because its keys do not depend on

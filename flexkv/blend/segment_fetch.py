@@ -69,11 +69,12 @@ class SegmentFetch:
         return self._load() if self.advance() else None
 
     def advance(self) -> bool:
-        """Looks up again the segments of which pages may still arrive. Returns True if no more pages will arrive. A
-        caller may then begin the load later, because pages that have arrived are kept in host memory.
+        """Repeats the lookups of segments that still wait for pages. Returns True if no segment waits any more. The
+        caller need not begin the load at once, because pages that have arrived are kept in host memory.
         """
         self._moves.free_late()
-        # This asks for every segment that still waits, because that keeps its place in the queue for host slots.
+        # `waits` is called for every segment that still waits, because each call keeps the segment's place in the queue
+        # for host slots.
         self._coming = [
             one for one in self._coming if self._lookup.waits(one, self._awaits_room) or self._fetch(one)
         ]
@@ -102,7 +103,7 @@ class SegmentFetch:
         return SegmentLoad(self._moves, hits, self._deadline_s, self._reads_s)
 
     def _why(self, asked: Asked, got: int) -> PageLoss:
-        """Why a segment's page number `got`, which was in a tier when the fetch began, did not arrive."""
+        """Why page number `got` of a segment did not arrive, although it was in a tier when the fetch began."""
         if self._lookup.pages(asked.keys) <= got:
             return PageLoss.SEGMENT_UNREADABLE
         return PageLoss.SEGMENT_NO_ROOM if asked.segment in self._without_room else PageLoss.SEGMENT_LATE

@@ -84,12 +84,13 @@ def dense_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expected: Sequence[int]) -> None:
-    """Checks a tensor's strides in bytes. Strides of dimensions of size 1 are meaningless and may differ.
+    """Checks that a tensor has the expected strides. Ignores dimensions of size 1, because their strides have no
+    effect.
 
     Args:
         name: name of the tensor for the error's text.
-        found: the tensor's strides.
-        expected: the expected strides.
+        found: the tensor's strides, in bytes.
+        expected: the expected strides, in bytes.
 
     Raises:
         GeometryError: the strides differ. The message contains both.

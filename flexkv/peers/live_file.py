@@ -2,9 +2,10 @@
 is, that it is running, and which pages its folders hold.
 
 The file begins with a header and a frame that identifies the unit. Each heartbeat appends frames with the places that
-have changed. Before the file grows too long, a new one replaces it, called the next *edition*, with all places that
-hold a page. Each start of the unit begins a new *session*. Only the unit that holds the folder's lock writes the file.
-Readers take no lock: each frame has a digest, and a row is only a hint, because each page on disk identifies itself.
+have changed. Before the file grows too long, a new file replaces it. This is the next *edition*, which begins with all
+places that hold a page. Each start of the unit begins a new *session*. Only the unit that holds the folder's lock
+writes the file. Readers take no lock: each frame has a digest, and a row is only a hint, because each page on disk
+identifies itself.
 """
 
 from __future__ import annotations

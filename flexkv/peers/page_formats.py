@@ -69,7 +69,7 @@ class UnitPages:
     def formats_of(self, theirs: Sequence[DiskGroup]) -> PeerFormats:
         """
         Raises:
-            GeometryError, ConfigError: the peer's groups are impossible, or see `rewrites_of`.
+            GeometryError, ConfigError: the peer's groups are impossible, or `rewrites_of` cannot convert their pages.
             DiskError: the peer's pages have another format, and `rewrites` is false.
         """
         # `codec_of` comes first, because it refuses runs that no page can have.

@@ -122,8 +122,8 @@ def remove_unit(folder: Path, unit: str) -> None:
 
 
 def remove_strays(folder: Path) -> None:
-    """Removes sockets and unfinished files of units that were killed before they had written their file. Nothing else
-    would remove them.
+    """Removes the sockets and unfinished files of units that were killed before they had written their card's file.
+    Other units do not notice such leftovers, because they look for finished files only.
     """
     latest_s = time.time() - START_S
     with suppress(OSError):

@@ -236,7 +236,9 @@ class PeerShare:
             self._distant.close()
 
     def _end(self) -> PeerWatch | None:
-        """Lets no more peers join. Returns the watch, which the caller must close; None after the first call."""
+        """Ensures that no more peers join. Returns the watch, which the caller must close. Returns None if this was
+        called before.
+        """
         with self._lock:
             self._ended = True
             watch, self._watch = self._watch, None
@@ -257,7 +259,9 @@ class PeerShare:
         self._drop_departed()
 
     def _drop(self, host: int | None, disk: int | None) -> None:
-        """Drops a peer by its numbers in `host` and `disk`. Call without the lock: many pages take a while."""
+        """Drops a peer, given by its numbers in `host` and `disk`. Do not hold the lock during this call, because it
+        takes a while if the peer has many pages.
+        """
         if self.host is not None and host is not None:
             self.host.drop(host)
         if self.disk is not None and disk is not None:

@@ -218,7 +218,9 @@ class PeerWatch:
         self._again_s = {unit: at_s for unit, at_s in self._again_s.items() if unit in self._found}
 
     def _ask(self, unit: str, now_s: float, wanted: bool) -> None:
-        """Connects to a unit, which then sends its card, if `wanted`. If the unit has ended, removes its files."""
+        """Connects to a unit. If the unit has ended, removes its files. If `wanted`, keeps the connection, on which the
+        unit then sends its card.
+        """
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.setblocking(False)
         try:

@@ -23,7 +23,8 @@ from flexkv.plugins.unit_socket import MOST_LINE_BYTES, decoded, encoded, is_sam
 CHUNK_BYTES = 1 << 16
 
 MARGIN_S = 1.0
-"""Seconds that the client waits beyond a call's deadline, because the unit itself answers that a call was too late."""
+"""Seconds that the client waits beyond a call's deadline. At the deadline the unit itself answers that the call was too
+late, and this answer takes a moment to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ class UnitClient:
         return self._pages(self._call("prefetch", tokens=list(tokens), salt=salt))
 
     def forget(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Makes a prompt's pages misses in all tiers, and returns how many there were. Prompts with the same beginning
-        share pages, so these become misses for them too."""
+        """Turns a prompt's pages into misses in all tiers, and returns how many there were. Pages that other prompts
+        with the same beginning share become misses for those prompts, too."""
         return int(self._call("forget", tokens=list(tokens), salt=salt)["pages"])
 
     def erase_namespace(self, name: str) -> int:
-        """Makes all pages of requests with this `flexkv.namespace` misses in all tiers, and returns how many there
+        """Turns all pages of requests with this `flexkv.namespace` into misses in all tiers, and returns how many there
         were. Pages that such requests store afterwards are cached again."""
         return int(self._call("erase_namespace", namespace=name)["pages"])
 

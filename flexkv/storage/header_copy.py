@@ -69,8 +69,8 @@ def find_header(slab: Path) -> FoundHeader:
 
 
 def mend_header(slab: Path, found: FoundHeader) -> None:
-    """Writes the header that `find_header` found to the slab if the slab's own is damaged, and to the copy if that is
-    damaged or missing. If the copy cannot be written, only logs a warning.
+    """Repairs a slab's header and its copy, using the header that `find_header` found. Writes the slab's own header if
+    it is damaged, and the copy if it is damaged or missing. If the copy cannot be written, only logs a warning.
 
     Raises:
         OSError: the slab's own header cannot be written.

@@ -230,8 +230,8 @@ class RankOps:
         self._finish([job.graph for job in jobs], ends_s, "a load")
 
     def finish_store(self, graph: TransferGraph) -> None:
-        """Waits until a store has finished, or has been cancelled after `load.deadline_s`. The engine may write the
-        store's blocks as soon as this returns.
+        """Waits until a store has finished, or has been cancelled after `load.deadline_s`. When this returns, the store
+        no longer reads the engine's blocks, so the engine may overwrite them.
 
         Raises:
             ClosedError: a copy neither finished nor could be cancelled, so its blocks may still be read at any time.

@@ -44,7 +44,7 @@ class CompletionHandler:
     """Passes the workers' reports to the manager, failures first.
 
     Blocks that a step computed are published only after the step's outcome was reported. Until then, it is not known
-    whether a load that the step read, flexkv's or another connector's, has failed.
+    whether the loads that the step used have failed. This includes loads of other connectors.
 
     Args:
         workers: the worker sides of all ranks if the ranks run in this process; otherwise empty.

@@ -101,8 +101,8 @@ class EventLog(Announcements):
         of_run, named = block_keys.first_of_run(), []
         for number in numbers.tolist():
             block = _block_of(request.request, self._groups[group], number)
-            # A block of an adapter is not announced by the next process, in which the adapter may have different
-            # content.
+            # The next process does not announce a block that was computed with an adapter, because by then the adapter
+            # may have different content.
             named.append(Named(block, block.lora_name is None and (of_run is None or number < of_run)))
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 

@@ -175,7 +175,7 @@ def _cpu_interior(group: KVCacheGroupSpec) -> Interior:
     not known. The vector kernel of x86 stores K element by element and V token by token. Other kernels store tiles that
     suit their instructions.
     """
-    # The module is imported here, because a machine with a GPU does not need the CPU's attention.
+    # The module is imported here and not at the top, because it is only needed if the engine runs on CPUs.
     from vllm.v1.attention.backends import cpu_attn
 
     spec = layer_specs(group)[0]

@@ -40,7 +40,8 @@ class ConnectorMetadata(KVConnectorMetadata):
             the pool, then None.
         early: stores to submit before this step's forward pass, of blocks that were complete before this step.
         reused: for each store that still reads blocks which the engine has reused, the positions of these blocks in the
-            op. The forward pass must wait for their copies; otherwise those pages count as failed.
+            op. The forward pass waits a limited time for the copies of these blocks. The pages that are not copied by
+            then count as failed.
         loads: loads to submit before the forward pass.
         stores: stores to submit after the forward pass, of blocks that it completes.
         settled: stores of blocks that earlier forward passes completed and that this one only reads; submitted together

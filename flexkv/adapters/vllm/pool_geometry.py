@@ -177,9 +177,9 @@ def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
         rule,
         reach,
         "; ".join(str(one.shapes) for one in recurrent),
-        # A state may end within a block if a block hash covers less than a block. It may also do so if a kernel writes
-        # checkpoints during prefill, because the kernel writes them just before the last state, wherever that state
-        # ends.
+        # A state may end within a block in two cases. In one, a block hash covers fewer tokens than a block. In the
+        # other, a kernel writes checkpoints during prefill: it writes them just before the last state, and that state
+        # may end anywhere.
         any(hash_tokens < one.block_size or one.num_prefill_checkpoint_blocks for one in recurrent),
     )
 

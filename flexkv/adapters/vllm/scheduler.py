@@ -368,7 +368,8 @@ class SchedulerSide:
                 if report.blend_disk is not None:
                     self.blend.take_disk_busy(report.rank, report.blend_disk)
             if report.unit == own != NO_UNIT:
-                # This holds even if the rank's engine has registered another pool since. The rank itself reports that.
+                # The report counts even if the rank's engine has registered another pool since. The rank itself reports
+                # such a change.
                 ours.append(report)
             elif not self.handshakes.refuses(report, own) and report.handshake is not None and own == NO_UNIT:
                 self.take_handshake({report.rank: report.handshake})

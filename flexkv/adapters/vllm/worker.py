@@ -297,9 +297,9 @@ class WorkerSide(RankWorker):
     def take_results_early(self) -> list[OpResult]:
         """Returns results of ops to a scheduler in this process before the step's report does, and removes them.
 
-        Returns only results of steps whose outcome the scheduler knows. In a later step a load, flexkv's or another
-        connector's, may have failed. Blocks computed from it must not be published before the engine has discarded
-        their tokens. With two batches in flight, a step is reported after the next one has run.
+        Returns only results of steps whose outcome the scheduler knows. In a later step, a load of flexkv's or of
+        another connector's may have failed. Blocks that were computed from that load must not be published before the
+        engine has discarded their tokens. With two batches in flight, a step is reported after the next one has run.
         """
         self._ops.poll()
         return self._ops.reports.take_settled(self.settled_step)

@@ -139,9 +139,9 @@ def prefill(
 ) -> Prefill:
     """Computes a prompt, the concatenation of `segments`, and reuses the cached rows of its segments.
 
-    Reuses each segment, or its leading blocks, that `cache` has, at any position. Computes the rows that are not
-    cached, and those that `plan` chooses. Stores nothing; use `precompute` for that. If the model's keys cannot be
-    rotated to other positions (`off_reason`), the model itself computes everything.
+    Reuses as much of each segment as `cache` has (all of it, or its leading blocks), wherever in the prompt the segment
+    is. Computes the rows that are not cached, and those that `plan` chooses. Stores nothing; use `precompute` for that.
+    If the model's keys cannot be rotated to other positions (`off_reason`), the model itself computes everything.
 
     Args:
         model: a transformers causal language model of a supported family, in host memory.
@@ -191,9 +191,9 @@ def _blend(
             reused = ReusedRows(cache, load, starts, len(tokens), device)
             logits, layers, computed = blender.run(tokens, past, reused)
         except LostPages as error:
-            # Rows of earlier layers were computed from rows of the lost segments, so the prompt is restarted
-            # without the cached rows of these segments. This ends, because every restart reuses at least one
-            # segment less.
+            # Rows of earlier layers were computed from rows of the lost segments, so the prompt is restarted without
+            # the cached rows of these segments. There is an end to the restarts, because each of them reuses at least
+            # one segment fewer.
             load.close()
             for segment in error.segments:
                 lost.append(f"segment {segment}: {load.lost.get(segment, str(error))}")

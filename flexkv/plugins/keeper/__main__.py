@@ -23,11 +23,11 @@ PR_SET_NO_NEW_PRIVS = 38
 STDIN, STDOUT = 0, 1
 
 KILL_LOOK_S = 0.01
-"""Seconds between two checks whether the processes that the keeper has killed have ended."""
+"""Seconds between two checks of whether the processes that the keeper has killed are gone."""
 
 
 class Keeper:
-    """Runs the plugins of one order, on one thread, until the engine's process is gone.
+    """Runs the plugins of one `Order` on one thread until the engine closes the pipe or its process is gone.
 
     Args:
         order: the plugins, their folder and their deadlines.

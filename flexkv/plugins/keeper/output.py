@@ -17,8 +17,8 @@ READ_BYTES = 1 << 16
 
 READS_PER_S = 16.0
 BURST_READS = 16
-"""Reads that may follow each other at once. A plugin that writes more than `READS_PER_S` allow, 1 MiB per second, waits
-until the keeper reads its pipe again. So no plugin can keep the keeper busy."""
+"""Reads that may follow each other at once. At `READS_PER_S`, the keeper reads 1 MiB per second. A plugin that writes
+more has to wait until the keeper reads its pipe again. So no plugin can keep the keeper busy."""
 
 
 class TokenBucket:

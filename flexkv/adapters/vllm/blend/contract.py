@@ -1,7 +1,7 @@
 """Checks at the engine's start what blending assumes about the engine and its model.
 
-vLLM guarantees neither the structure of its models nor that of its forward context. If one of them is not as blending
-needs it, blending is off, one warning says why, and every request is computed completely.
+vLLM guarantees neither the structure of its models nor that of its forward context. If either differs from what
+blending needs, blending is off: one warning says why, and every request is computed completely.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class BlendPages:
         if request not in self._loads:
             fetch = self._fetches[request]
             try:
-                # `advance` is called first and each time, because that keeps the request's place in the queue for free
-                # host slots.
+                # `advance` comes first and is called every time, because each call keeps the request's place in the
+                # queue for free host slots.
                 load = fetch.begin_load() if fetch.advance() and not self._wait_for_room(order) else None
             except Exception as error:  # also NumPy's errors
                 fetch.give_up()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MOST_SALTS = 1 << 16
-"""How many salts are remembered at most, in 16 bytes each. If a request uses a forgotten salt again, a hit in the
+"""At most this many salts are remembered, in 16 bytes each. If a request uses a forgotten salt again, a hit in the
 engine's own prefix cache reveals this."""
 
 

@@ -10,7 +10,7 @@ change their sum by less than rounding does.
 The first two comparisons run the same kernels on the same rows. The oracle's kernels get fewer rows after the check
 layer, and rounding errors add up over the layers. So the test measures on the model itself which error rounding can
 explain: how much each layer's keys and the output change if the input of every layer after the check layer is rounded
-once more. A wrong row is off in the first of these layers already, where that error is smallest.
+once more. A wrong row is already wrong in the first of these layers, where rounding explains the smallest error.
 """
 
 from __future__ import annotations
