@@ -65,8 +65,8 @@ class CopyStream {
   // Makes the kernel that was launched before `mark` end soon, whether it has started or not. Returns an
   // empty string on success, otherwise the reason.
   std::string stop(uint32_t mark);
-  // Call when a mark passed to stop() has been reached: clears its stop word, because the number will be used
-  // again after a wrap-around.
+  // Clears the stop word of a mark, because the mark's number will be used again after a wrap-around. Call
+  // this when a mark for which stop() was called has been reached.
   void forget_stop(uint32_t mark);
 
   // Unit: bytes. The space for all tables.

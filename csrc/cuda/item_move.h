@@ -41,8 +41,8 @@ class ItemMove {
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether later stages may still be added to the item, because they were not open or had not arrived when
-  // it was taken. False after stop().
+  // Whether stages may still be added to the item. They are the later stages, which were not open or had not
+  // arrived when the lane took the item. False after stop().
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
   // Returns the part that is being enqueued. If there is none, this begins the next part, whose pages then
@@ -64,7 +64,7 @@ class ItemMove {
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
   // Records that the part has ended. Finishes those of its pages that are completely copied or bad, and that
-  // no other part in flight has.
+  // no other part in flight contains.
   void end(const Part& part);
 
   // The pages that have ended since the last call, with their results.

@@ -195,7 +195,7 @@ void LaneDirection::set_due(Queue& queue) {
 void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
-  // It is known when the portion began only if it directly followed another portion.
+  // The time at which the portion began is known only if it directly followed another portion.
   const bool followed = std::exchange(queue.went_on, !queue.in_flight.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];

@@ -55,7 +55,8 @@ std::string cufile_version_text(int32_t version) {
 }
 
 Cufile::Cufile(const CufileTable& table, int64_t pinned_bytes) : table_(table) {
-  // cuFile accepts multiples of 4 KiB. If it refuses this number, its own limit remains.
+  // If cuFile refuses this number, for example because it is not a multiple of 4 KiB, cuFile's own limit
+  // remains.
   if (pinned_bytes > kCufilePinnedBytes && table_.set_max_pinned_kib != nullptr) {
     table_.set_max_pinned_kib(static_cast<size_t>(pinned_bytes / kIoAlignBytes * (kIoAlignBytes / 1024)));
   }

@@ -59,8 +59,8 @@ class FLEXKV_EXPORT GDSManager {
   // `options.io` require. Throws ConfigError if a file cannot be opened or an option has a value that is not
   // allowed.
   GDSManager(const FilePaths& paths, const GdsOptions& options, std::shared_ptr<TransformDevice> device);
-  // Uses the caller's own I/O over `files`, such as a decorator. Throws ConfigError if an option has a value
-  // that is not allowed, or if `options.io` is not kAuto.
+  // Uses I/O over `files` that the caller has made, such as a decorator. Throws ConfigError if an option has
+  // a value that is not allowed, or if `options.io` is not kAuto.
   GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
              std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io);
   ~GDSManager();

@@ -89,7 +89,7 @@ class PeerDirectory {
 
   // Reads the rows that have changed on the boards of all peers. Returns how many rows it read.
   size_t follow();
-  // These call the functions of `PendingNews` that have the same names. They do not wait while another thread
+  // These functions call those of the same names in `PendingNews`. They do not wait while another thread
   // follows or drops a peer.
   size_t take(size_t most, std::vector<PeerNews>& out) { return news_.take(most, out); }
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out) {

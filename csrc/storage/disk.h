@@ -76,8 +76,8 @@ class Disk {
   // How the I/O backend differs from the requested one, and why; empty if it does not differ.
   std::string backend_note() const;
   // Why the disk is full; empty if it is not. While the disk is full, writes fail if the file system has not
-  // yet allocated the slot; all writes may fail if even an allocated slot could not be written. The next
-  // write that shows that there is space again clears the reason.
+  // yet allocated the slot; all writes may fail if even an allocated slot could not be written. The reason is
+  // cleared by the next write whose success shows that there is space again.
   std::string full_reason() const;
   // Takes the disk out of service: no more I/O begins. Queued pages fail with LANE_DOWN at once, and pages in
   // flight are reported after their I/O has finished. The queued pages are reported to `source`, which may be
@@ -206,7 +206,7 @@ class Disk {
   // Whether even a write to an allocated slot found the disk full. This happens on file systems that write
   // every update to a new place.
   bool full_with_space_ = false;
-  Clock::time_point full_until_{};  // until then, writes to slots without allocated space fail at once
+  Clock::time_point full_until_{};  // before this time, writes to slots without allocated space fail at once
   std::string pending_out_;         // why the I/O thread is about to take the disk out; empty: it is not
 };
 

@@ -259,7 +259,7 @@ void DiskLane::read_advanced(const OpSpec& op, int32_t page, int32_t layers) {
 
 void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
-  // Joins the dispatcher first, because it tells the other threads to stop.
+  // Joins the dispatcher's thread first, because it tells the threads of the disks to stop.
   for (size_t i = threads_.size(); i > disks; --i) threads_[i - 1].join();
   // All disks have the same deadline, so that the waits for several hung disks do not add up.
   const auto until = deadline_in(std::max(shared_->options.stuck_s, kLeastStuckS));

@@ -24,7 +24,8 @@ enum class FaultAction : int32_t {
 struct FaultRule {
   FaultAction action = FaultAction::kFail;
   std::optional<OpKind> kind = {};
-  // Number of the op, counted from 0 over the ops that reach the mover; only those of `kind` if that is set.
+  // Number of the op, counted from 0 over the ops that reach the mover. If `kind` is set, only ops of that
+  // kind are counted.
   std::optional<int64_t> nth_op = {};
   std::optional<int32_t> page = {};   // position of the page in the op
   std::optional<int32_t> layer = {};  // a layer that the call moves

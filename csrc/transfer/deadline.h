@@ -7,7 +7,7 @@ namespace flexkv {
 
 using Clock = std::chrono::steady_clock;
 
-// Unit: seconds. Longer waits are cut to this, about 100 days, because they could overflow the clock's
+// Unit: seconds. Longer waits are cut to this value, about 100 days, because they could overflow the clock's
 // arithmetic.
 inline constexpr double kLongestWaitS = 1e7;
 

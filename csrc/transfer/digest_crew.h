@@ -31,7 +31,7 @@ class DigestCrew {
 
   // check() and write() process layers [lo, hi) of the page in each of `slots`. Several threads may call them
   // at once. At any time the crew helps one caller of check() and one caller of write(), and prefers the
-  // former. Further callers work alone. Precondition: view.has_digests().
+  // caller of check(). Further callers work alone. Precondition: view.has_digests().
   //
   // check() does what check_digests() does, and writes one result per slot. Throws std::bad_alloc.
   void check(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi,

@@ -31,7 +31,8 @@ class WorkSource {
   // a load for which the lane has no capacity yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
   // Returns a work item of an expedited op, or null if there is none. A lane with streams must enqueue this
-  // item even if it has its maximum of work in flight, because that work may wait for the inference engine.
+  // item even if it has its maximum of work in flight, because the work in flight may be waiting for the
+  // inference engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
   // For a lane that takes all stages: adds to an item the later stages that have been opened, or have arrived
   // in their slots, since the item was taken. Without this call, these stages would become ready only after

@@ -127,7 +127,7 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
 }
 
 // Finishes the op if all its pages have finished and it waits for no barrier. Queues the consequences for the
-// ops that barrier edges make wait for this op.
+// ops that wait for this op because of a barrier edge.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;

@@ -120,8 +120,8 @@ class SegmentLoad:
         )
 
     def drop_lost(self, wait: bool = False) -> list[LostHit]:
-        """Drops the hits of which some pages did not arrive in time or failed verification, and adds their segments to
-        `lost`. The pages of the other hits do not change until the load is closed.
+        """Drops the hits that have lost pages: pages that did not arrive in time or failed verification. Adds the
+        segments of these hits to `lost`. The pages of the other hits do not change until the load is closed.
 
         Args:
             wait: whether to wait until each hit has arrived or is lost. If False, hits whose pages are still in flight

@@ -146,8 +146,8 @@ def transfer(
     """Measure copies of blocks between an engine's pool and a host pool, and compare them with torch and with one
     contiguous copy.
 
-    A GPU's copies follow the settings transfer.batch_copies, transfer.copy_kernel and transfer.ways_file. A run
-    length is left out if one block of such runs has more bytes than a measurement moves.
+    A GPU's copies follow the settings transfer.batch_copies, transfer.copy_kernel and transfer.ways_file. A run length
+    is left out if a single block with runs of this length is larger than what one measurement moves.
     """
     if "disk" in parts and folder is None:
         raise click.UsageError("--part disk needs --folder, on the disk to measure")

@@ -35,9 +35,9 @@ MOST_STATUS_BYTES = 128 << 10
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(folder: Path | None, as_json: bool) -> int:
-    """List this user's running units on this machine that share pages. For each, show how many pages it finds and has
-    copied from every other unit, also on other machines, and with which units it does not share and why. Exit code 1:
-    a unit did not answer."""
+    """List this user's running units on this machine that share pages. For each of them, show how many pages it finds
+    and has copied from every other unit, including units on other machines. Also show with which units it does not
+    share pages, and why. Exit code 1: a unit did not answer."""
     where = folder or runtime_folder(load_config().peers.folder)
     units = ask_units(where, ANSWER_S)
     if as_json:

@@ -375,8 +375,8 @@ class LiveReader:
 
 
 def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
-    """Returns the frame at this offset, or None and what is wrong with it. That text is empty if the frame is merely
-    not complete yet.
+    """Returns the frame at this offset and an empty text. If there is no good frame, returns None and what is wrong;
+    the text is empty if the frame is merely not complete yet.
     """
     if len(content) < at + FRAME.size:
         return None, ""

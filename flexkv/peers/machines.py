@@ -358,7 +358,7 @@ class MachineWatch:
         self._look(path, unit)
 
     def _forgive(self, unit: DistantUnit) -> None:
-        """Forgets that a unit was refused, because it has ended or started anew."""
+        """Forgets that a unit was refused, because the unit has ended or started anew."""
         if unit.declined:
             self._end_refusal(unit.declined)
         unit.again_s, unit.refused, unit.declined = 0.0, "", ""

@@ -188,8 +188,8 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
 
     def _serve(self, line: socket.socket) -> None:
-        """Answers a request for this unit's status. Nothing else is ever sent on the connection, so any other input, or
-        its end, ends the connection.
+        """Answers a request for this unit's status. The other end has nothing else to send, so any other input ends the
+        connection, and so does its end.
         """
         with suppress(OSError):
             if line.recv(len(ASK_STATUS)) == ASK_STATUS:

@@ -46,8 +46,8 @@ may use them again.
 
 
 WholeSlots = Callable[[int], int]
-"""Takes the number of bytes that a unit may fill in a folder. Returns how many of these its slabs take, which consist
-of complete slots.
+"""Takes the number of bytes that a unit may fill in a folder. Returns how many of them its slabs take, because slabs
+consist of complete slots.
 """
 
 

@@ -42,7 +42,7 @@ def codec_of(group: DiskGroup, number: int = 0) -> c_ext.PageCodec:
 
 
 def short_text(text: str, most: int = TEXT_BYTES) -> bytes:
-    """`text` in UTF-8. Cut between two characters if it is longer than `most` bytes."""
+    """Returns `text` in UTF-8. If that is longer than `most` bytes, it is cut between two characters."""
     return text.encode()[:most].decode(errors="ignore").encode()
 
 

@@ -171,7 +171,8 @@ class Journal:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system cannot start another thread
-            # The slabs hold the folder's lock, and journal and thread refer to each other, so neither is freed soon.
+            # The slabs hold the folder's lock. Journal and thread refer to each other, so they are not freed soon, and
+            # the folder would stay locked.
             self._slabs.clear()
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
@@ -190,8 +191,8 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # A use does not wake the thread, because that would cost the caller time. The thread takes it together with
-            # the next record of another kind, or at its next turn.
+            # A use does not wake the thread, because waking it would cost the caller time. The thread takes it together
+            # with the next record of another kind, or at its next turn.
             if not is_use:
                 self._lock.notify()
         return True

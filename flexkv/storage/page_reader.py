@@ -142,7 +142,8 @@ class PageReader(ABC):
         """Cancels the waiting ops and ends the thread. Idempotent.
 
         Returns False if a read has not finished within `deadline_s` seconds. The read is then abandoned, and no host
-        slot is written any more; only a page whose copying to its slot takes longer than `WRITE_S` is still written.
+        slot is written any more. There is one exception: a page whose copy to its slot has begun and takes longer than
+        `WRITE_S`.
         """
         with self._lock:
             self._closed = True

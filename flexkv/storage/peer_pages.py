@@ -55,7 +55,7 @@ class PeerPages(StoredPages):
         return tuple(disk for disk, named in enumerate(self._weights) if named != weights)
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """Does nothing, because the folder belongs to another unit. The caller's own index forgets the pages."""
+        """Does nothing, because the pages' folder belongs to another unit. The caller's own index forgets the pages."""
 
     def record_use(self, group: int, places: Places) -> None:
         """Does nothing, because the folder belongs to another unit."""

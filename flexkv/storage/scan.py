@@ -65,7 +65,7 @@ class SlotReader:
     Args:
         codecs: codecs of the KV groups that use the slab.
         data: whether to verify the bytes of every run, too, and not only the trailer. If so, a slot that cannot be read
-            is reported instead of raised, so that the rest of a failing disk is checked, too.
+            is reported and raises no error, so that the rest of a failing disk is checked, too.
     """
 
     def __init__(

@@ -56,8 +56,8 @@ takes about as long.
 
 
 JOURNAL_END_S = 5.0
-"""How many seconds a failed opening waits for each journal that it has started to end. The journals end soon, because
-they have nothing to write yet.
+"""If an opening fails after it has started some journals, it waits this many seconds for each of them to end. They end
+soon, because they have nothing to write yet.
 """
 
 

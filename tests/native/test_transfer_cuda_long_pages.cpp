@@ -194,7 +194,7 @@ TEST_CASE("cuda long pages: a store that was cancelled with one in flight is ord
   }
   REQUIRE(world->engine->wait(*second, CudaWorld::kLongS));
   const auto results = world->engine->poll(2);
-  // All pages failed, even the first one, of which a range was in flight.
+  // All pages failed, even the first one, although a range of its layers was in flight.
   CHECK(results.back().failed == std::vector<int32_t>{0, 1, 2, 3});
 }
 

@@ -21,7 +21,9 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 
 
 class BareWorker:
-    """Replaces the worker's base class: keeps the engine's arguments and the metadata that was bound last."""
+    """Replaces TensorRT-LLM's base class of workers' connectors if the package is not installed. Keeps the engine's
+    arguments, and the metadata that was bound last.
+    """
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -35,7 +37,9 @@ class BareWorker:
 
 
 class BareScheduler:
-    """Replaces the scheduler's base class: keeps the engine's arguments."""
+    """Replaces TensorRT-LLM's base class of schedulers' connectors if the package is not installed. Keeps the engine's
+    arguments.
+    """
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args

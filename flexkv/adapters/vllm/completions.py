@@ -130,7 +130,8 @@ class CompletionHandler:
 
     def take_failed_blocks(self, failed: set[int]) -> None:
         """Revokes the stores of `failed` blocks and of all blocks that were computed from them. The engine computes
-        these blocks again, except for a running request with Model Runner V2, of which nothing more is stored."""
+        these blocks again, with one exception: Model Runner V2 does not do so for a running request. Nothing more of
+        such a request is stored."""
         for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:

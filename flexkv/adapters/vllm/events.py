@@ -107,7 +107,7 @@ class EventLog(Announcements):
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None:
-        """Prepares the events of a lazy store, of whose blocks only the hashes are known."""
+        """Prepares the events of a lazy store. Only the hashes of its blocks are known."""
         if plan.graph is None:
             return
         stored, names = keys[plan.stored], [hashes[position] for position in plan.stored.tolist()]

@@ -43,8 +43,8 @@ def forward_spares_loads(geometry: PoolGeometry, output: SchedulerOutput) -> boo
 
     The blocks were free when the load got them. The request that had them before is no longer in a batch, and every
     forward pass that used them was enqueued on the engine's stream before the step's first hook. The request that waits
-    for the load is not in a batch either, and the rows that pad a batch write to the null block. There are two
-    exceptions. Model Runner V1 copies and clears new blocks after that hook (V2 does this before the hook). And in
+    for the load is not in a batch either, and the rows that pad a batch write to the null block. This reasoning fails
+    in two cases. Model Runner V1 copies and clears new blocks after that hook (V2 does this before the hook). And in
     hybrid engines, runners move states between blocks.
     """
     return not (geometry.is_hybrid or output.kv_cache_block_copies or output.new_block_ids_to_zero)

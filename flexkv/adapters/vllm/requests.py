@@ -211,7 +211,9 @@ class RequestTable:
         return self._namespaces.have_adapters
 
     def keys_of(self, request: Request) -> list[Keys]:
-        """Returns the keys of the complete blocks of a request that the engine does not have, per KV group."""
+        """Returns, per KV group, the keys of the complete blocks of `request`, which need not be one of the engine's
+        requests.
+        """
         return [
             table.keys.keys()
             for table in self._tables(request, self._namespaces.of(request, NO_SETTINGS.namespace))
@@ -229,7 +231,7 @@ class RequestTable:
         """Prepares the tracker of a request that the engine looks up. Such a request holds no engine blocks.
 
         If the tracker still has blocks, the request was preempted. After a reset with running requests, the engine may
-        look it up before the step that reports the preemption.
+        look up a preempted request before the step that reports the preemption.
 
         Args:
             preempted: called with the tracker of a preempted request, while it still has the lost blocks.

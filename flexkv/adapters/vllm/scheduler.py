@@ -454,8 +454,8 @@ class SchedulerSide:
     def _reset_built_unit(self) -> None:
         """Repeats a reset that came before the unit was built, because disks may hold pages of the old weights.
 
-        If the engine had computed KV before that reset, KV that it computed since may depend on it, so nothing that the
-        engine has now is stored.
+        If the engine had computed KV before that reset, the KV that it has computed since may depend on the earlier KV,
+        so nothing that the engine has now is stored.
         """
         if self._old_kv:
             self.reset()

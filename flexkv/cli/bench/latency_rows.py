@@ -1,4 +1,5 @@
-"""Measures how long single loads and stores take, and the CPU time of many: `flexkv bench transfer --part latency`."""
+"""Measures how long single loads and stores take, and how much CPU time many of them take: `flexkv bench transfer
+--part latency`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGrap
 RUN_BYTES = (4 << 10, 32 << 10)
 BLOCKS = (1, 16, 256, 1024)
 POOL_BYTES = 512 << 20
-"""Size in bytes of the smallest pool on a GPU. With the longer runs it has twice the 1,024 blocks of the largest op, so
-that these are scattered."""
+"""Size in bytes of the smallest pool on a GPU. With the longer runs it has twice as many blocks as the largest op
+(1,024), so that an op's blocks are scattered."""
 TIMES = 60
 """Measurements of each op, after `WARM_UP` repetitions that do not count."""
 WARM_UP = 5

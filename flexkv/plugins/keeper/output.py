@@ -1,4 +1,5 @@
-"""Turns one plugin's output into lines of the log, which are cut, printable, and limited in number per second."""
+"""Turns one plugin's output into lines of the log. Cuts long lines, makes them printable, and limits their number per
+second."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from flexkv.errors import ConfigError
 
 WAITS = 2
 """Number of times that a request waits before its segments can be loaded: for free slots in host memory, and for reads
-from disk. If layers are streamed, it also waits for the first layers. Each wait, and the load after them, gets an equal
-share of `load.deadline_s`, because after this deadline the request is computed without any segment."""
+from disk. If layers are streamed, there is a third wait, for the first layers, which this does not count. Each wait,
+and the load after them, gets an equal share of `load.deadline_s`, because after this deadline the request is computed
+without any segment."""
 
 
 def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> SegmentFolders:

@@ -19,7 +19,8 @@ class SegmentOrder:
 
     Attributes:
         request: the request's id.
-        load: number of the load. It identifies the load, because another request may reuse the request's id.
+        load: number of the load. The request's id does not identify the load, because a later request may have the same
+            id.
         segments: the tokens of each segment.
         caller: the caller's namespace. Only segments that were stored for the same caller are found.
     """
