@@ -1,10 +1,10 @@
 """Measures the control plane on one thread with 1M cached blocks and requests of 8,192 blocks (128k tokens), and
 compares it with its targets.
 
-Prints a table. `--json PATH` also writes it to a file. `--check PATH` compares it with such a file from the same
-machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time, and as the thread's
-CPU time, which other programs on the machine disturb less. Figures are medians and minima over rounds. Each round uses
-different keys, so that their index entries are not in the CPU caches. Only rows marked "hot" reuse keys.
+Prints a table. `--json PATH` also writes it to a file. `--check PATH` compares it with a file that `--json` wrote on
+the same machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time, and as the
+thread's CPU time, which other programs on the machine disturb less. Figures are medians and minima over rounds. Each
+round uses different keys, so that their index entries are not in the CPU caches. Only rows marked "hot" reuse keys.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ MOST_FAILURES = 20
 ROW_KINDS = ("rows", "comparisons", "beside", "latency", "processor")
 """Keys in the JSON of `flexkv bench transfer` whose values are lists of rows."""
 PARTIAL = "partial"
-"""A key that this module adds to each row. Its value names the step that measured the row if that step did not pass,
-because then other rows of the step are missing; otherwise it is empty.
+"""A key that this module adds to each row. If the step that measured the row did not pass, other rows of that step are
+missing, and the value is the step's name. Otherwise the value is empty.
 """
 
 

@@ -32,7 +32,7 @@ TERM_S = 5.0
 ENDING_S = 3 * TERM_S
 """The most seconds that `_end` takes. A stage may end this much later than its limit."""
 TAIL_BYTES = 4000
-"""The last bytes of a step's output that its record keeps. The step's log has all output."""
+"""Number of bytes at the end of a step's output that the step's record keeps. The step's log contains all output."""
 PR_SET_PDEATHSIG = 1
 """The option of prctl by this name, from linux/prctl.h."""
 LAST_CHARACTERS = 160

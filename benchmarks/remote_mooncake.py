@@ -1,8 +1,8 @@
 """Compares flexkv's client of Mooncake Store with raw calls of Mooncake's library, in the same rounds.
 
-It puts and gets values of 2 MiB in batches of 8, and asks `exists` for 256 names. The master and one owner of memory
-run in a network namespace on this machine. "registered" is the library's own get into memory that was registered with
-it. Prints medians, and ratios to the raw calls; `--json PATH` writes them to a file.
+The program puts and gets values of 2 MiB in batches of 8, and asks `exists` for 256 names. The master and one owner of
+memory run in a network namespace on this machine. "registered" is the library's own get into memory that was registered
+with it. Prints medians, and ratios to the raw calls; `--json PATH` writes them to a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares flexkv's client of Redis with hiredis, Redis's own C client, on one server on this machine.
 
-It puts and gets values of 2 MiB in batches of 8. flexkv's client reads each value directly into its place in one
-buffer. hiredis reads into its own memory, so the time of its get includes a copy of each value to the same place.
+The program puts and gets values of 2 MiB in batches of 8. flexkv's client reads each value directly into its place in
+one buffer. hiredis reads into its own memory, so the time of its get includes a copy of each value to the same place.
 Rounds are interleaved; medians are shown. Probes ask for 256 names. "raw" sends the same bytes over a plain blocking
 socket, and receives the replies without parsing them. hiredis is not probed, because most of the time would go into
 calling it from Python once per name.

@@ -1,9 +1,10 @@
 """The program of the processes that `vllm_beside_gpu` starts. It runs one vLLM engine, with one long request and
 prompts of other requests beside it.
 
-It reads one JSON line per command from standard input, and answers each with one line on the file descriptor given as
-its argument. A step ends when the scheduler, which is in this process, gets a batch's result. A load or store of flexkv
-begins when flexkv's transfer engine accepts it, and ends when the transfer engine returns its result.
+The program reads one JSON line per command from standard input, and answers each command with one line on the file
+descriptor given as its argument. A step ends when the scheduler, which is in this process, gets a batch's result. A
+load or store of flexkv begins when flexkv's transfer engine accepts it, and ends when the transfer engine returns its
+result.
 """
 
 from __future__ import annotations

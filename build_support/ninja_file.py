@@ -329,8 +329,8 @@ class NinjaFile:
         """Adds the tests' own Python extension, from `csrc/testing`, and returns its path. `add_extension` must be
         called first.
 
-        It contains the fake of a GPU's driver, and its own copy of the parts of the core that it uses, because the
-        product's extension hides its symbols. A class that both extensions bind is one class in Python.
+        The extension contains the fake of a GPU's driver, and its own copy of the parts of the core that it uses,
+        because the product's extension hides its symbols. A class that both extensions bind is one class in Python.
         """
         objects = self._objects([*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER])
         core = f"{self.variant.device}/core.a"

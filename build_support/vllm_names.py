@@ -2,9 +2,9 @@
 lacks.
 
 vLLM's connector interface is experimental and the classes of its engine are internal, so a new version may drop any of
-these names. The list has four kinds: names that the adapter's source imports, with the keywords of calls; attributes
-that it reads from arguments annotated with a class of vLLM; settings that enter a key; and the names in `BY_HAND`,
-which the source does not show.
+these names. The list contains four kinds of names: those that the adapter's source imports, with the keywords of calls;
+attributes that the source reads from arguments annotated with a class of vLLM; settings that enter a key; and the names
+in `BY_HAND`, which the source does not show.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             "load.mode": arguments.load_mode,
             "disk.folders": str(_empty_folder(arguments.out / "disk")),
             "disk.bytes_per_folder": DISK_BYTES,
-            # Without this, flexkv may not read from disk: the model is so small that computing may be faster.
+            # With the default, flexkv might never read from disk, because the model is so small that computing may be
+            # faster.
             "disk.compute_if_faster": False,
         }
     }

@@ -82,8 +82,8 @@ PRESETS = {
 def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
     """Writes the model to `folder`/`preset`-`seed` if that does not exist yet, and returns that path.
 
-    The same preset and seed give the same bytes. Several processes may do this at once, because the folder appears with
-    one rename.
+    The same preset and seed give the same bytes. Several processes can write the same model at once, because the folder
+    appears with one rename.
 
     Raises:
         ValueError: there is no such preset.

@@ -50,7 +50,7 @@ class Operations:
         """Loads other weights into the running engine. Returns False if its cache cannot be flushed within ten seconds.
 
         Raises:
-            RuntimeError: the engine refused the weights; the error has the engine's message.
+            RuntimeError: the engine refused the weights; the error contains the engine's message.
         """
         for _ in range(100):
             success, message, *_ = self._engine.update_weights_from_disk(path)

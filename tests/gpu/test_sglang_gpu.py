@@ -19,7 +19,7 @@ STORED_S = 30.0
 
 
 class GpuSglang(SglangProcess):
-    """Runs SGLang with the Python of the tests, instead of that of an environment of its own."""
+    """Runs SGLang in the environment of the tests, instead of in a separate one."""
 
     python = Path(sys.executable)
 

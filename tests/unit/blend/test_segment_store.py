@@ -177,7 +177,7 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 def test_a_caller_that_waits_keeps_such_a_tail_too(
     cache: SegmentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller's wait must not depend on somebody advancing the other store meanwhile."""
+    """The wait must also end if nobody advances the other store meanwhile."""
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         long = begin(cache, LONG)

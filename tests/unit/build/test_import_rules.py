@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # ALLOWED lists the packages of flexkv that each package may import besides itself. Some packages may import only a few
 # modules of another one. Cache imports `transfer.graph` of transfer, and `storage.base`, `storage.tags` and
 # `storage.striping` (only arithmetic) of storage. The simulation imports `remote.base` and the counts of
-# `remote.plane`, which are plain types. `facts` has what all packages use: keys of blocks and their rules
+# `remote.plane`, which are plain types. `facts` contains what all packages use: keys of blocks and their rules
 # (`facts.keys`), settings of requests (`facts.request_settings`), and what ranks and their unit tell each other
 # (`facts.ranks`).
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})

@@ -37,9 +37,10 @@ READERS = {
     "flexkv/peers/runtime_folder.py": "`XDG_RUNTIME_DIR`, the folder of the user's own sockets (docs/one-cache.md)",
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
-"""For each file of the product that reads the environment, which variables it reads. They are variables of launchers
-(docs/tensorrt-llm.md), one of SGLang (docs/identity.md), one that prometheus_client reads too (docs/metrics.md), those
-that Mooncake's library reads, and all variables where a process is started, which inherits them."""
+"""For each file of the product that reads the environment, which variables it reads. Among them are variables of
+launchers (docs/tensorrt-llm.md), one of SGLang (docs/identity.md), one that prometheus_client reads too
+(docs/metrics.md), and those that Mooncake's library reads. Files that start a process read all variables, because the
+process inherits them."""
 
 
 def reads() -> Iterator[tuple[str, str]]:

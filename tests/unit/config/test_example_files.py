@@ -1,5 +1,5 @@
-"""Every sample file has all settings, can be loaded, and each of its lines has an effect. The classes and modules that
-an engine's sample file names exist.
+"""Every sample file lists all settings and can be loaded, and each of its lines has an effect. The classes and modules
+that an engine's sample file names exist.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: obje
         ("FLEXKV_HOST_BYTES", "", ["'host.bytes'", "env FLEXKV_HOST_BYTES", "''"]),
         ("FLEXKV_STORE_MODE", "Lazy!", ["env FLEXKV_STORE_MODE", "'Lazy!'"]),
         ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
-        # Python replaces a byte that is not UTF-8 by such a surrogate.
+        # In a variable's value, Python replaces each byte that is not UTF-8 by a surrogate like this one.
         ("FLEXKV_IDENTITY_NAMESPACE", "\udcff", ["env FLEXKV_IDENTITY_NAMESPACE", "expected text in UTF-8"]),
     ],
 )
@@ -376,8 +376,8 @@ def _takes_numbers(key: str) -> bool:
 
 @pytest.mark.parametrize("key", [key for key in setting_fields() if _takes_numbers(key)])
 def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
-    """Without such a limit, a value like this would fail only at the engine's start, with an overflow or with thousands
-    of threads.
+    """If a setting had no limit, a value like this would fail only at the engine's start, with an overflow or with
+    thousands of threads.
     """
     with pytest.raises(ConfigError) as caught:
         load_config({key: 1 << 62}, {})

@@ -118,7 +118,7 @@ def test_a_name_without_a_setting_here_is_answered_with_the_reason(name: str) ->
         ("FLEXKV_CPU_CACHE_GB", "16", "here it is 'FLEXKV_HOST_BYTES', with its unit (16GiB)"),
         ("FLEXKV_CONFIG_PATH", "flexkv.yml", "here it is 'FLEXKV_CONFIG'"),
         ("FLEXKV_SERVER_CLIENT_MODE", "1", "flexkv has no server"),
-        # Kubernetes sets variables with such names, but to an address that begins with tcp://.
+        # Kubernetes sets variables with names like this one, but their values begin with tcp://.
         ("FLEXKV_SERVER_RECV_PORT", "ipc:///tmp/flexkv_server", "flexkv has no server"),
     ],
 )

@@ -1,8 +1,8 @@
 """Finds everything that a module offers to Python: every function, constructor, method and property, with its
 parameters.
 
-It uses introspection, so that a new binding is fuzzed without a change here. The types of parameters come from the
-stub, which `tests/unit/build/test_stub.py` compares with the core.
+This module uses introspection, so that a new binding is fuzzed without a change here. The types of parameters come from
+the stub, which `tests/unit/build/test_stub.py` compares with the core.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hostile calls that two threads make at the same time on shared objects do not race in the core.
 
-Without ThreadSanitizer the tests find only crashes. Under it the first data race ends the child process.
+Without ThreadSanitizer the tests find only crashes. With ThreadSanitizer, the first data race ends the child process.
 """
 
 from __future__ import annotations

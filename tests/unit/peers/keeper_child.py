@@ -1,8 +1,9 @@
 """A program that forks keepers: processes with a unit that keeps the prompt's pages and serves them until it is killed.
 
-For each line of input it forks one keeper. A line has a folder, a value of `peers.store`, and, for a unit with several
-KV groups, their kind. The keeper prints its process id on a line when it has the prompt; other lines of output are
-logs. All keepers are forked from one process, because importing a unit's modules takes longer than a test.
+For each line of input it forks one keeper. A line gives a folder, a value of `peers.store`, and, for a unit with
+several KV groups, their kind. When the keeper has the prompt's pages, it prints its process id on a line; other lines
+of output are logs. All keepers are forked from one process, because importing a unit's modules takes longer than a
+test.
 """
 
 from __future__ import annotations

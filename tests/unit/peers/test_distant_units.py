@@ -1,7 +1,7 @@
 """Units on different machines find each other's pages through files in their disk folders, and load them correctly or
 not at all.
 
-In these tests all units run on one machine. Each has a runtime folder of its own and claims to run on another machine.
+In these tests all units run on one machine. Each has its own runtime folder, and claims to run on a machine of its own.
 """
 
 from __future__ import annotations

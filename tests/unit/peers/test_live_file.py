@@ -498,7 +498,7 @@ def test_a_writer_and_readers_at_full_speed_agree(owner: Owner, monkeypatch: pyt
 
 
 def test_a_look_reads_a_bounded_part_of_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here every row of a large board changes with each heartbeat. One look at the file must not read all of that."""
+    """Here every row of a large board changes with each heartbeat. One look at the file must not read all rows."""
     owner = Owner(tmp_path, 20_000)
     every = np.zeros(20_000, PLACED)
     every["place"], every["tokens"] = np.arange(20_000), 4

@@ -177,7 +177,7 @@ def test_control_a_session_that_is_taken_before_its_rows_are_read_shows_them_as_
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compared: bool
 ) -> None:
     """The watch compares the head that it has just read with that of the unit that it joined. In the control it does
-    not, and takes the new rows for pages of the old weights."""
+    not compare them, and takes the new rows for pages of the old weights."""
 
     def take() -> None:
         (path,) = (Path(path) for path in watch.joined)

@@ -207,7 +207,7 @@ def test_a_server_that_is_killed_costs_misses(machines: Callable[..., tuple[Mach
 
 def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
     """Stops the mount's client for a second, and runs `call`, which waits for it. Returns the longest time, in seconds,
-    in which no other thread of this interpreter could run meanwhile.
+    for which no other thread of this interpreter could run during the call.
     """
     ticks = [time.monotonic()]
     done = threading.Event()

@@ -121,7 +121,7 @@ def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) ->
 def test_no_generation_is_given_twice_where_a_crash_has_lost_the_log(
     make_disks: MakeDisks, tmp_path: Path, opens: str, repair: bool
 ) -> None:
-    """The copied files are as after a crash that lost the database's log, so that the index has an older count of
+    """The copied files look as they do after a crash that lost the database's log: the index contains an older count of
     openings."""
     filled(make_disks)
     world = make_disks()

@@ -83,8 +83,8 @@ def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -
 
 
 def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) -> None:
-    """The disk missed the second reset, and the disk that recorded that reset is gone. Still, its pages are dropped:
-    their epoch is odd, so only the process that wrote them knew their weights."""
+    """One disk missed the second reset, and the disk that recorded it is gone. The pages on the first disk are dropped
+    nevertheless: their epoch is odd, so only the process that wrote them knew their weights."""
     two = TwoDisks(tmp_path)
     world = two.open()
     world.unit.reset(1)

@@ -181,7 +181,7 @@ def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
 def test_without_epoch_and_index_no_page_is_served(
     memory: Path, epoch: int, lose: Callable[[Path], object]
 ) -> None:
-    """Without both of them, the tier cannot tell whether the pages belong to the current weights."""
+    """If both the epoch and the index are lost, the tier cannot tell whether pages belong to the current weights."""
     world = make_folder(memory / "original", epoch=epoch)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)

@@ -231,7 +231,7 @@ def test_a_slot_that_cannot_be_read_is_named_and_the_others_are_checked(
         report = check_folder(slab.parent)
         assert report.slabs[0].damaged == [(2, "cannot be read: Input/output error")]
         assert (report.slabs[0].good, report.slabs[0].missing) == (5, [2])
-    else:  # a rebuild of an index takes no such disk
+    else:  # rebuilding an index fails on such a disk
         reader = SlotReader(
             c_ext.SlabFile(str(slab), header.header_bytes, header.slot_bytes, 6, header.slab_id),
             header.slab_id,

@@ -19,7 +19,7 @@ def layer(world: DiskWorld, slot: int, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("run_bytes", [4096, 2304])
 def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_bytes: int) -> None:
-    """The read of a later range of one page hangs, and the layers before it are reported nevertheless."""
+    """Even while the read of a later range of one page hangs, the layers before that range are reported."""
     group = make_group(layers=LAYERS, run_bytes=run_bytes)
     faults = testing_ext.IoFaults([])
     world = make_disks(group=group, faults=faults)

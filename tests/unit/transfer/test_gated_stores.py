@@ -40,7 +40,9 @@ def wait_copied(world: World, moves: int) -> None:
 
 
 def test_each_layer_is_copied_when_it_is_named_and_not_before(world: World) -> None:
-    """A forward pass writes and opens the layers one after another. In the end the stored pages have what it wrote."""
+    """A forward pass writes and opens the layers one after another. In the end the stored pages contain the bytes that
+    it wrote.
+    """
     world.scribble(seed=1)
     op = store(world)
     ticket = gated(world, op)

@@ -76,7 +76,7 @@ class World:
         return self.memory.copy()
 
     def page(self, block: int) -> NDArray[np.uint8]:
-        """The bytes of a block, in the order in which a page has them."""
+        """The bytes of a block, in the order of a page."""
         return self.memory[:, block, :].reshape(-1)
 
     def stored(self, slot: int) -> NDArray[np.uint8]:

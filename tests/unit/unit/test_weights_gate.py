@@ -205,8 +205,8 @@ def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
 
 
 def test_a_disk_that_joins_costs_the_others_no_page(build: Build, model: Path, tmp_path: Path) -> None:
-    """A folder without pages must not make a unit drop the pages of the others. It is the last one in the setting,
-    because slots are striped over the folders in their order."""
+    """A folder without pages must not make a unit drop the pages of the others. The new folder comes last in the
+    setting, because slots are striped over the folders in their order."""
     written(build(model))
     unit = build(model, disk__folders=[str(tmp_path / "disk"), str(tmp_path / "new")])
     assert unit.gate.is_open

@@ -3,8 +3,8 @@ flexkv's code and compare them with the document's.
 
 The documents are about: the layer pipeline (from buffers to paged memory); two requests in a CPU offload connector; the
 flow through POSIX files; staged GDS transfers; and tokens and blocks in a cache's connector. Some documents have
-mistakes: two different sizes of a block, V of layer 0 taken for layer 1, and an enumeration in another order. There the
-test follows the document's own premises, and a comment names the mistake.
+mistakes: two different sizes of a block, V of layer 0 taken for layer 1, and an enumeration in another order. In these
+cases the test follows the document's own premises, and a comment names the mistake.
 """
 
 from __future__ import annotations

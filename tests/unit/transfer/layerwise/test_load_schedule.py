@@ -115,7 +115,7 @@ class DeviceWide(HostDevice):
 
 @pytest.mark.parametrize("device_wide", [False, True], ids=["events", "control"])
 def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool) -> None:
-    """The load of layer 1 hangs, and the caller must nevertheless get layer 0."""
+    """The load of layer 1 hangs, but the caller must still get layer 0."""
     device = DeviceWide() if device_wide else HostDevice(one_thread=False)
     world, go_on = LayerWorld(16, layers=2), threading.Event()
 
