@@ -105,5 +105,9 @@ def resolved_commit(model: Any) -> str | None:
         model: the engine's configuration of the model. It has transformers' configuration as `hf_text_config`, and
             usually also as `hf_config`.
     """
+    # With vLLM's `--hf-config-path`, the commit is that of the configuration's repository, not of the weights'.
+    config_path = getattr(model, "hf_config_path", None)
+    if config_path and config_path != model.model:
+        return None
     configs = (model.hf_text_config, getattr(model, "hf_config", None))
     return next((commit for config in configs if (commit := getattr(config, "_commit_hash", None))), None)

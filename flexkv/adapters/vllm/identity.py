@@ -239,6 +239,9 @@ def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, A
         found["quantization of hf_overrides"] = file_digest(str(file))
     if getattr(model, "trust_remote_code", False):
         found["code"] = code_files(path, revision, named)
+        if (config_path := model.hf_config_path) and config_path != model.model:
+            commit = getattr(model.hf_text_config, "_commit_hash", None)
+            found["code of hf_config_path"] = code_files(str(config_path), commit, named=True)
     if inputs:
         found["processor"] = processor_files(path, revision, named)
         scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)

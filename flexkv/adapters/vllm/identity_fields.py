@@ -33,7 +33,8 @@ MODEL = FieldTable(
         "seed": "its value, if the weights are random (`load_format` dummy)",
         "hf_config": "all of it, if the model takes images or other inputs",
         "hf_text_config": "all of it",
-        "hf_config_path": "by the configuration that is read from it",
+        "hf_config_path": "by the configuration that is read from it and, with `trust_remote_code`, by its Python "
+        "files. A commit of its repository does not identify the weights",
         "hf_overrides": "by the resulting configuration of the model, and the content of a `quantization_config_file`",
         "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
         "max_model_len": "if the model has LongRoPE, by the factors that it selects; if it is a Llama 4, by whether "

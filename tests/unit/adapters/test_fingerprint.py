@@ -232,6 +232,16 @@ def test_a_branch_of_the_hub_is_told_apart_by_its_commit(folder: Path) -> None:
     assert namespace(folder, commit="a" * 40) == namespace(folder)
 
 
+def test_the_commit_of_another_repositorys_configuration_does_not_identify_weights(folder: Path) -> None:
+    hub: dict[str, Any] = {"model": "owner/name", "commit": "c" * 40}
+    other = hub | {"config_path": "owner/other"}
+    one, two = ({"revision": letter * 40} for letter in "ab")
+    assert namespace(folder, **other, **one) != namespace(folder, **other, **two)
+    assert content(folder, **other, **one) == NAMED
+    assert "owner/name@default, which may move" in content(folder, **other).unnamed
+    assert content(folder, **hub, config_path="owner/name") == NAMED, "the control"
+
+
 @pytest.mark.parametrize("scheme", ["engine", "common"])
 def test_batch_invariant_kernels_have_keys_of_their_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, scheme: str

@@ -527,6 +527,18 @@ def test_files_of_a_text_model_that_none_reads_are_in_no_key(text_folder: Path) 
             file.unlink()
 
 
+def test_the_code_beside_another_configuration_is_in_the_keys(text_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = resolved(text_folder, hf_config_path=str(tmp_path))
+    usual = namespace(config)
+    (tmp_path / "model.py").write_text("x = 1")
+    assert namespace(config) == usual, "no code of the model's is run"
+    config.model_config.trust_remote_code = True
+    remote = namespace(config)
+    (tmp_path / "model.py").write_text("x = 2")
+    assert len({usual, remote, namespace(config)}) == 3
+
+
 ONLINE: list[dict[str, Any]] = [
     {},
     {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor_static"}},
