@@ -38,7 +38,9 @@ Method = Callable[[], None]
 
 
 def huge_buffer(size: int) -> Bytes:
-    """Private memory that is already touched, in transparent huge pages if the host allows them. All bytes are 1."""
+    """Private memory whose pages have already been touched, in transparent huge pages if the host allows them. All
+    bytes are 1.
+    """
     memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, np.uint8)[:size]

@@ -444,7 +444,7 @@ def run(arguments: argparse.Namespace, size: Size, folder: Path) -> dict[str, di
 
     try:
         if not arguments.cpu:
-            for name in names:  # so that imports and graphs overlap
+            for name in names:  # all at once, so that imports and graph captures overlap
                 start(name)
         ready = []
         for name in names:

@@ -125,8 +125,8 @@ QUICKLY_COMPILED = "-O1 -g0"
 """Flags for tests, and for bindings that only pass arguments on; compiling takes half the time of `-O3`."""
 
 SANITIZED = {"address": "-Og", "thread": "-O1", "undefined": "-Og"}
-"""Optimisation by sanitizer. At `-O1`, optimising the checks of `address` and `undefined` takes as long as everything
-else together.
+"""Optimisation flags by sanitizer. At `-O1`, optimising the checks of `address` and `undefined` takes as long as
+everything else together.
 """
 
 QUICKLY_SANITIZED = {"address": "-O0", "thread": "-O1", "undefined": "-O0"}

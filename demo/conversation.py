@@ -119,8 +119,8 @@ class Script:
         self._forget()
 
     def crowd(self) -> None:
-        """Plays conversations in rotation that together are larger than the engine's pool, so that each second turn
-        finds the start of its prompt evicted.
+        """Plays conversations in rotation. Together they are larger than the engine's pool, so that the second turn of
+        each conversation finds the start of its prompt evicted.
         """
         prompts = {talk: self._tokens(CROWD_PROMPT_TOKENS, talk) for talk in range(1, CROWD + 1)}
         for number in range(CROWD_TURNS):
@@ -144,7 +144,7 @@ class Script:
         [plain] = self.alone.generate([request])
         before = self.engine.metrics()
         [result] = self.engine.generate([request])
-        # Stores end a moment after their request. Their bytes count for this turn, so it waits for them.
+        # Stores end a moment after their request. Their bytes count for this turn, so the turn waits for the stores.
         self.engine.call("drain")
         after = self.engine.metrics()
 

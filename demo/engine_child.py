@@ -1,4 +1,4 @@
-"""The child process of `EngineProcess`. It has one vLLM engine, and runs one operation per JSON message.
+"""The child process of `EngineProcess`. It contains one vLLM engine, and runs one operation for each JSON message.
 
 The parent can pass the names of modules that add operations.
 """

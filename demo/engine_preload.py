@@ -66,9 +66,9 @@ if current_platform.is_cpu():
 importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 importlib.metadata.packages_distributions()
 
-# An engine collects garbage several times when it starts and ends, which takes half a second each time if the
-# million objects of these modules are included. vLLM calls gc.unfreeze() when an engine ends, so that the
-# process can free memory. That does nothing here, because these processes end with their engine.
+# An engine collects garbage several times when it starts and ends, which takes half a second each time if the million
+# objects of these modules are included. vLLM calls gc.unfreeze() when an engine ends, so that the process can free
+# memory. Here that function is replaced by one that does nothing, because these processes end with their engine.
 gc.collect()
 gc.freeze()
 gc.unfreeze = lambda: None

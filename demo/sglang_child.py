@@ -25,8 +25,8 @@ class Operations:
         self._engine = engine
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Runs requests together. Their keys are `ids`, `tokens` and optionally `custom_params`; `extra_key` or
-        `cache_salt` separates tenants.
+        """Runs requests together. Each request has the keys `ids` and `tokens`, optionally `custom_params`, and, to
+        separate tenants, `extra_key` or `cache_salt`.
         """
         return list(self._run(self._generate_all(requests)))
 

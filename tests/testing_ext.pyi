@@ -132,7 +132,7 @@ class FakeGpu:
     def stream(self) -> int:
         """The handle of the engine's stream."""
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Enqueues work on the engine's stream, which that stream's thread runs in its turn."""
+        """Enqueues work on the engine's stream. The stream's thread runs it after all earlier work."""
     def hold_copies(self, held: bool) -> None:
         """Stops every stream except the engine's, or releases them."""
     def drain(self) -> None:

@@ -1,7 +1,8 @@
 """A plugin that warms the cache: it reads the pages of a file's prompts from disk to host memory, once, and ends.
 
-Copy it into the folder of `plugins.folder`, with `prompts.jsonl` beside it. That file has one list of token ids per
-line, the most important prompt first. The plugin ends at the end of the file, or when host memory is nearly full.
+Copy the plugin into the folder of `plugins.folder`, with `prompts.jsonl` beside it. `prompts.jsonl` has one list of
+token ids per line, the most important prompt first. The plugin ends at the end of the file, or when host memory is
+nearly full.
 """
 
 from __future__ import annotations

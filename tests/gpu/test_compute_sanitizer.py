@@ -44,8 +44,8 @@ CHOSEN = [
     ("memcheck", "tests/gpu/test_rotation_gpu.py", "every_geometry or (turned_as and (0 or 7))"),
     ("initcheck", "tests/gpu/test_transfer_gpu.py", "every_byte and 1000 and not 80 and not 5"),
 ]
-"""For each run the tool, the test file, and the selected tests. They cover each kernel in each mode with odd sizes, but
-are few, because the tools make kernels many times slower.
+"""For each run the tool, the test file, and the selected tests. The selected tests cover each kernel in each mode with
+odd sizes, but are few, because the tools make kernels many times slower.
 """
 
 CONTROLS = {

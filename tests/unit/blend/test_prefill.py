@@ -173,8 +173,8 @@ def _rotation(model):
 
 
 def test_a_wrong_mask_is_found(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a causal kernel's usual mask aligns the last row with the last key. With it, rows in the middle of
-    the prompt would attend to later positions, and these tests would notice.
+    """The control: a causal kernel's usual mask aligns the last row with the last key. With that mask, rows in the
+    middle of the prompt would attend to later positions, and these tests would notice.
     """
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)

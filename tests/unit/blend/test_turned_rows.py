@@ -1,4 +1,4 @@
-"""Rows of loaded segments, which an engine gets rotated, layer by layer. They are held until the load is closed."""
+"""An engine gets the rows of loaded segments rotated, layer by layer. The rows are held until the load is closed."""
 
 from __future__ import annotations
 

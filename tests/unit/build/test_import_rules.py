@@ -99,8 +99,8 @@ NAMED_BY_ENGINES = (
     "flexkv.common",
     "flexkv.kvmanager",
 )
-"""The modules that an engine imports: because its configuration names them, through an entry point, or when it looks
-for a package named flexkv."""
+"""The modules that an engine imports, because its configuration or an entry point names them, or because it looks for a
+package named flexkv."""
 RUNNER = "blend.runner"
 RUNNER_ENGINES = frozenset({"transformers", "torch"})
 """Modules that blending's runner for transformers models may import, and the rest of `blend` may not."""

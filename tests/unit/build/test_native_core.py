@@ -73,7 +73,7 @@ def test_a_core_of_another_source_is_refused(
     package: Path, change: Callable[[Path], None], said: str
 ) -> None:
     change(package)
-    # -S leaves `site` out: with it, an editable install would import the working tree's core instead.
+    # -S leaves out the module `site`. With `site`, an editable install would import the working tree's core instead.
     command = [sys.executable, "-S", "-c", PROGRAM]
     environ = {"PYTHONPATH": str(package.parent)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`disk.folders` is one or more absolute paths: a text in which colons or commas separate them, or a list."""
+"""`disk.folders` is one or more absolute paths, given as a list or as a text with colons or commas between them."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _last_line(log: Path) -> str:
 
 def _report(run: Run, first: int, ended: Ended) -> str:
     """Runs the failed case again with fewer calls, and reports the smallest set of calls found that still fails. If the
-    case does not fail alone, reports from which case on it fails.
+    case does not fail when it runs alone, reports with which earlier case the child must begin for it to fail.
     """
     text = [f"a child {ended.why}", f"at {ended.last}"]
     if ended.last.startswith("case "):

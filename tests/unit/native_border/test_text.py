@@ -1,4 +1,6 @@
-"""Text of any kind is accepted. Bytes that are not UTF-8 in a message do not turn its error into a UnicodeError."""
+"""Text of any kind is accepted. If the message of an error contains bytes that are not UTF-8, the error does not become
+a UnicodeError.
+"""
 
 from __future__ import annotations
 

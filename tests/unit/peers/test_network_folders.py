@@ -32,9 +32,9 @@ PAGES = 5
 CLOSE_S = 15.0
 """Time limit for closing an engine, which waits for its readers, its disks and its threads, one after another."""
 OPTIONS = "dir_cache=no,attr_timeout=0.3,entry_timeout=0.3"
-"""Options of sshfs: it caches nothing itself, and the kernel caches attributes for 0.3 s."""
+"""Options with which sshfs caches nothing itself, and the kernel caches attributes for 0.3 s."""
 BEAT_S = 0.2
-"""Interval of heartbeats. Others take a unit for gone a second after they saw its last heartbeat."""
+"""Seconds between heartbeats. Other units take a unit for gone one second after they saw its last heartbeat."""
 CACHED, CACHED_BEAT_S = "dcache_timeout=1", 0.5
 """sshfs caches attributes for a second, and the kernel caches sshfs's answers for another second. Together this is less
 than the five heartbeats after which a unit is taken for gone."""

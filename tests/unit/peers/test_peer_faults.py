@@ -346,7 +346,7 @@ def test_cards_survive_their_way(make_engine: Make, folder: Path) -> None:
 
 
 def test_an_unusable_descriptor_leaves_the_unit_serving(make_engine: Make, folder: Path) -> None:
-    """The peer sends a descriptor of an ordinary file in place of its board's."""
+    """The peer sends the descriptor of an ordinary file instead of that of its board."""
     engine = make_engine(**settings_of(folder))
     share, card = share_of(engine), card_of(engine)
     with open("/dev/null") as nothing, pytest.raises(Exception, match="expected a sealed memfd"):

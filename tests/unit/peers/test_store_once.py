@@ -89,7 +89,7 @@ def test_eight_units_with_one_prompt_keep_its_bytes_once(
         copies * PAGES * units[0].unit.pool.slot_bytes
     )
     if with_disks:
-        # With `own`, a unit writes pages that it copied from a peer's memory to its disk only when it closes.
+        # With `own`, a unit that copied pages from a peer's memory writes them to its own disk only when it closes.
         on_disk = sum(len(tier.presence) for unit in units for tier in disks(unit))
         assert on_disk == (PAGES if store == "once" else 4 * PAGES)
     if store == "once":

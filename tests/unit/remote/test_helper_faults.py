@@ -159,8 +159,8 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
 
 
 def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a broken link ends the ops as soon as it kills the process, without waiting until it is reaped. The
-    slots are freed while the process can still write to them.
+    """The control: a broken link ends the ops as soon as it kills the process, without waiting until the process is
+    reaped. The slots are freed while the process can still write to them.
     """
     unit, lost = stored(), HelperLink.lost
 

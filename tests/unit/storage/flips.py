@@ -1,4 +1,4 @@
-"""Copies of a disk tier's folder, each with one flipped bit in one file, that are opened as the product opens them."""
+"""Makes copies of a disk tier's folder, each with one flipped bit in one file, and opens them as the product does."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ class Copies:
         """Flips bits of the file `name`, one at a time, each in a fresh copy. Yields a description of each flip.
 
         Args:
-            offsets: called with the file's size, returns the offsets of the bytes in which bits are flipped.
+            offsets: a function that gets the file's size and returns the offsets of the bytes in which bits are
+                flipped.
             seed: seed of the random choice of bits.
             bits: number of bits to flip per byte.
         """

@@ -101,7 +101,8 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     next_given = world.unit.next_generations(1)
     assert next_given[0] > given.max()
     assert len(world.unit.rows(0)) == 6
-    # The count of openings jumps only if the file `opens` is lost, because the count in the index may be older.
+    # The count of openings jumps only if the file `opens` is lost: the index contains a count too, but that one may be
+    # older.
     jumped = opens_of(next_given) > opens_of(given) + 1
     assert jumped == (lost != "index")
 

@@ -147,7 +147,7 @@ def test_control_groups_limit_what_is_available(tmp_path: Path) -> None:
     (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:    8192 kB\n")
     (proc / "self" / "cgroup").write_text("7:cpu,memory:/a\n0::/b/c\n")
     assert c_ext.available_memory(str(proc), str(groups)) == (8 * MIB, "MemAvailable")
-    # cgroup v2: the parent's limit applies. Its inactive page cache counts as free.
+    # cgroup v2: the parent's limit applies, and the parent's inactive page cache counts as free.
     (groups / "b" / "c").mkdir(parents=True)
     (groups / "b" / "c" / "memory.max").write_text("max\n")
     (groups / "b" / "c" / "memory.current").write_text("1\n")

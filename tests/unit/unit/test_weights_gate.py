@@ -187,9 +187,9 @@ def test_pages_of_nobody_knows_which_weights_are_not_served(
 def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The slabs were deleted, so they had no pages when the unit with the new weights wrote to them, and a crash kept
-    it from writing its weights' name. These pages must not be taken for pages of the previous weights, whose name was
-    there.
+    """The slabs were deleted, so the folder had no pages when the unit with the new weights started. That unit wrote
+    pages, but a crash kept it from writing its weights' name. These pages must not be taken for pages of the previous
+    weights, whose name was still in the folder.
     """
     original = (model / FILE).read_bytes()
     finish(written(build(model)))
@@ -221,8 +221,8 @@ class LateDigest:
         self._go, self._digest_files = threading.Event(), digest.digest_files
         monkeypatch.setattr(check, "digest_files", self)
         monkeypatch.setattr(check, "SOON_BYTES", 0)
-        # On a slow machine, the files may be old enough for the table to keep their digests. Nothing would be delayed
-        # then, so the table must know none.
+        # On a slow machine, the files may be old enough for the table to keep their digests. In that case nothing would
+        # be delayed, so here the table knows no digests.
         monkeypatch.setattr(WeightsTable, "known", lambda *_: {})
         self._monkeypatch = monkeypatch
         self.failure: Exception | None = None
