@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _folder(nodeid: str) -> str:
-    """Returns the name of the folder in `tests` that has the test; empty if the test is not in such a folder."""
+    """Returns the name of the folder in `tests` that contains the test; empty if the test is directly in `tests`."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if len(parts) > 2 and parts[0] == "tests" else ""
 

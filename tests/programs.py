@@ -12,7 +12,7 @@ from build_support.ninja_file import ROOT
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m` with these arguments in the tree's root. `stdout` of the result has all output, including
+    """Runs `python -m` with these arguments in the tree's root. `stdout` of the result contains all output, including
     stderr. The program has no time limit except that of the test. When it ends, or the test does, the processes that it
     started are killed.
 

@@ -59,7 +59,7 @@ def blend_streamed(
 
     Args:
         folder: the folder with the engine's slabs.
-        damaged: whether to flip a bit in that layer of the page first.
+        damaged: whether to flip a bit in layer `layer` of the page first.
 
     Returns:
         ran: the numbers of the model's layers, in the order in which they ran.

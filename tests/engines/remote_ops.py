@@ -49,7 +49,7 @@ def signal_while_reading(
     Args:
         before, after: pairs of a process id (or HELPER) and a signal, sent right before the read is submitted, and
             right after.
-        later: such pairs, sent `STEPS_MEANWHILE` engine steps later.
+        later: pairs of the same kind, sent `STEPS_MEANWHILE` engine steps later.
         reset: whether to drop the engine's own cache and the connector's after these steps, before `later` is sent.
 
     Returns:

@@ -148,7 +148,7 @@ def test_any_layer_but_the_last_may_be_the_check_layer(
 def test_kept_rows_beside_loaded_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, stream: int, chunk: int
 ) -> None:
-    """Blends with segments that have the rows of the full computation and come through the load pipeline. In the
+    """Blends with segments that contain the rows of the full computation and come through the load pipeline. In the
     control the pipeline gives each layer after the check layer the rows of the layer before.
     """
     documents = Documents.of(stream % 10_000_000)

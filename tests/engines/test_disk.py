@@ -376,7 +376,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
 def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """Layers of a load fail in the middle of the forward pass, and the connector does not report it to the engine."""
+    """Layers of a load fail in the middle of the forward pass, and the connector does not report this to the engine."""
     streaming = STREAMING | {"load__mode": "layerwise"}
     prompt = Prompt.of(601, stream)
     session = start(engines, folder, **streaming)

@@ -27,8 +27,8 @@ def faulty(
 
 
 def failures_in_log(session: EngineSession) -> list[tuple[int, int, str]]:
-    """Finds the failed loads in the engine's log, which has the default level. Returns, for each, the number of failed
-    pages, the number of all its pages, and the reason.
+    """Finds the failed loads in the engine's log, which is written at the default level. Returns, for each, the number
+    of failed pages, the number of all its pages, and the reason.
     """
     found = FAILED_LINE.findall(session.process.log.read_text(errors="replace"))
     return [(int(failed), int(pages), reason) for failed, pages, reason in found]

@@ -89,7 +89,7 @@ def test_control_another_rotary_embedding_has_other_answers_and_other_keys(
 
 
 def test_a_llama_4_that_scales_its_queries_has_other_keys(engines: Engines, tmp_path: Path) -> None:
-    """The schedulers run in other processes than the model, whose loading changes the configuration."""
+    """The scheduler and the model run in different processes. Loading the model changes the configuration."""
     shape = {"no_rope_layers": [1, 0, 1, 1], "floor_scale": 16, "attn_scale": 1.0}
     engine: dict[str, Any] = {
         "model": str(write_llama_4(tmp_path / "model")),

@@ -25,9 +25,9 @@ GROUPS = STATE_LAYERS + 1
 BLOCK_TOKENS = 288
 """Tokens per block. vLLM chooses the number so that a block of attention is as large as a state."""
 PART_TOKENS, PART_BLOCKS = 640, 2
-"""The largest part of a prompt that vLLM computes in one step, in tokens and in full blocks."""
+"""Size of the largest part of a prompt that vLLM computes in one step, in tokens and in full blocks."""
 MOST_ASKED = 10
-"""The most times that a prompt is sent until all its states are stored."""
+"""The largest number of times that a prompt is sent until all its states are stored."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     # Without this setting, vLLM chooses float32 only on a CPU with AVX512-BF16, else bfloat16 and smaller blocks.

@@ -17,7 +17,7 @@ def run_child(kind: str, program: str, *arguments: str) -> list[dict[str, Any]]:
     objects that the program printed, one per line.
 
     Raises:
-        AssertionError: if the program failed; the error has the end of its output.
+        AssertionError: if the program failed; the error contains the end of its output.
     """
     environ = child_environment()
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

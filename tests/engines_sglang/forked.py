@@ -20,7 +20,7 @@ START_DEADLINE_S = 900.0
 
 
 class Forked:
-    """A process that was forked from the template, in a session of its own. It has the part of the interface of
+    """A process that was forked from the template, in a session of its own. It offers the part of the interface of
     `subprocess.Popen` that tests use.
     """
 

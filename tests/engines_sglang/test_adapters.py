@@ -35,8 +35,8 @@ print(json.dumps({"number": number, "known": known, "changed": said}), flush=Tru
 
 
 def ask(folder: Path) -> dict[str, object]:
-    """Starts a process, which changes the adapter's files after it has named the adapter. Returns SGLang's number of
-    the adapter, flexkv's name, and flexkv's error after the change.
+    """Starts a process, which changes the adapter's files after it has named the adapter. Returns SGLang's number for
+    the adapter, flexkv's name for it, and flexkv's error after the change.
     """
     return run_child("-c", PROGRAM, str(folder))[-1]
 

@@ -46,8 +46,8 @@ def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) ->
 
 
 def test_decode_context_parallelism_is_refused(parts: Parts) -> None:
-    """SGLang's pages then have more tokens than each rank's pool has in them, so that pages would be stored from and
-    loaded to the places of others.
+    """With decode context parallelism, a page of SGLang's tree spans several ranks, and each rank's pool holds only
+    some of its tokens. flexkv would store and load the wrong places of the pool.
     """
     assert "decode context parallelism of 2" in parts["identity_child"]["places"]["refused"]
 

@@ -66,7 +66,7 @@ class Router:
         if not self._socket.poll(wait_ms):
             return
         _, number, payload = self._socket.recv_multipart()
-        # The engine may have published batches before this router subscribed, so the first number may be any.
+        # The engine may have published batches before this router subscribed, so the first number may be any number.
         assert self._last in (-1, int.from_bytes(number, "big") - 1), "a batch was lost"
         self._last = int.from_bytes(number, "big")
         for event in msgspec.msgpack.decode(payload)[1]:
@@ -162,8 +162,8 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
         assert router.removed["CPU_PINNED"] >= whole("a") // PAGE_TOKENS
         assert router.predicted("a", ("DISK",)) == whole("a")
 
-        # With a flush the engine announces that all pages are gone. flexkv then announces again the pages that it still
-        # has.
+        # On a flush, the engine announces that all pages are gone. flexkv then announces the pages that it still has
+        # again.
         cleared = router.cleared
         spied.forget()
         router.hear_until(lambda: router.cleared > cleared, "the flush")
@@ -173,7 +173,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
         judge("a", answer)
         assert answer["host"] == whole("a"), "as predicted"
 
-        # After new weights, no page is left.
+        # After the weights have changed, no page is left.
         cleared = router.cleared
         assert spied.engine.call("update_weights", path=str(model))
         router.hear_until(lambda: router.cleared > cleared, "the reset")

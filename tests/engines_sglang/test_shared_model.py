@@ -53,5 +53,5 @@ def test_models_that_others_would_compute_differently_are_refused(tmp_path: Path
     assert "longrope" in said["long rope"]
     # Modes whose kernels give different bits have different keys.
     assert len({said["plain"], *said["kernels"]}) == 3
-    # A rank's pages have only its heads, so their keys differ from those of other ranks and of an unsplit model.
+    # A rank's pages contain only its heads, so their keys differ from those of other ranks and of an unsplit model.
     assert len({said["plain"], *said["ranks"]}) == 3

@@ -16,7 +16,7 @@ STEPS = 30
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_page_is_its_own_groups_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
-    """In the control, trailers do not have the group's number, so a page could be served to other groups."""
+    """In the control, trailers do not contain the group's number, so a page could be served to other groups."""
     if not named:
         monkeypatch.setattr(striped_slabs, "codec_of", lambda group, number: codec_of(group))
     way = WAYS["groups"]

@@ -216,8 +216,8 @@ def test_control_a_pipeline_that_gives_another_layers_rows_is_seen(
 def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
     blending: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the forward pass leaves a layer before it has taken its rows, and the pipeline fills the buffer with the
-    rows of a later layer.
+    """In this test the forward pass leaves a layer before it has taken the layer's rows, and the pipeline fills the
+    buffer with the rows of a later layer.
     """
 
     def too_early(self: LoadedLayers, layer: int) -> Any:

@@ -174,7 +174,7 @@ def wanted(
     tmp_path: Path, at: object, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[tuple[int, ...]], np.ndarray]:
     """Returns a function that gives the correct result of a forward pass, computed by a rank that reads everything
-    first. `tokens` has the number of tokens to use of each segment; 0 leaves the segment out.
+    first. `tokens` gives the number of tokens to use of each segment; 0 leaves the segment out.
     """
 
     def compute(tokens: tuple[int, ...] = BOTH) -> np.ndarray:

@@ -1,5 +1,5 @@
 """Lengths at which requests of a hybrid engine can be resumed, and the pages of windows, chunks and states that are
-stored so that they can be.
+stored for this purpose.
 """
 
 from __future__ import annotations

@@ -307,7 +307,9 @@ def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's current configuration, which tells whose worker is being set up. A test may replace `engine`."""
+    """vLLM's current configuration, which shows for which engine a worker is being set up. A test may replace
+    `engine`.
+    """
     state = SimpleNamespace(engine=object())
     monkeypatch.setattr(local_engines, "get_current_vllm_config_or_none", lambda: state.engine)
     return state
@@ -372,8 +374,8 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
 def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    """If a step is interrupted, its results are never reported, and they must not be reported to the unit of the next
-    step. The control: between steps of the same unit, no result is dropped.
+    """If a step is interrupted, its results are not reported. They must not be reported later either, to the unit of
+    the next step. The control: between steps of the same unit, no result is dropped.
     """
     own, one, two = (UnitId(random_id()) for _ in range(3))
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())

@@ -106,7 +106,7 @@ def resolved(folder: Path, **arguments: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def engines(text_folder: Path, image_folder: Path) -> dict[str, Any]:
-    """By name, engines that together have every configuration object."""
+    """Configurations of engines by name. Together they contain every configuration object."""
     return {
         "": resolved(
             image_folder,
@@ -239,7 +239,7 @@ def varied(config: Any, path: str, name: str) -> Any:
 
 
 def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
-    """An engine that has the table's object, and the function that computes the keys that the object affects."""
+    """An engine that is configured with the table's object, and the function for the keys that the object affects."""
     return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
 
 
@@ -627,7 +627,7 @@ def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], 
 
 
 def test_a_setting_that_was_never_given_does_not_part_engines_that_share(text_folder: Path) -> None:
-    """With the common key scheme, settings that have vLLM's defaults do not keep engines apart."""
+    """With the common key scheme, settings with vLLM's default values do not keep engines apart."""
     config = resolved(text_folder)
     assert identity_fields.unusual_settings(config) == {}
     config.model_config.model_impl = "transformers"

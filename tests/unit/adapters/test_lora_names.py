@@ -86,7 +86,7 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     wait_for_clock(tmp_path, start_ns)
     assert not known.has_changed(str(folder)), "the control"
     shutil.copy(folder / "adapter_config.json", folder / "adapter_model.safetensors")
-    # The change is noticed even if the file keeps its modification time.
+    # The change is noticed even if the file's modification time stays the same.
     os.utime(folder / "adapter_model.safetensors", ns=(old.st_atime_ns, old.st_mtime_ns))
     assert known.has_changed(str(folder))
     seen = LoraNames(start_ns).name(str(folder))
@@ -116,7 +116,7 @@ def test_what_changed_between_the_start_and_its_name_is_not_cached(
 def test_an_adapter_is_named_before_vllm_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """`add_lora` loads an adapter that no request has yet. Its files change before the first request."""
+    """`add_lora` loads an adapter that no request uses yet. The adapter's files change before the first request."""
     folder = write(tmp_path / "adapter")
     request = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(folder))
     if not seen:

@@ -1,4 +1,4 @@
-"""Metrics in engines that have no hook for a connector's metrics: flexkv writes lines to the log and has Prometheus
+"""Metrics in engines that have no hook for a connector's metrics: flexkv writes lines to the log and exports Prometheus
 series of its own.
 """
 
@@ -117,7 +117,7 @@ for counters, report in reports:
 print("counted", flush=True)
 sys.stdin.readline()
 """
-"""The program of an engine's process that has two caches."""
+"""A program that stands for an engine's process with two caches."""
 
 
 def test_an_engines_page_has_every_series_at_zero_and_then_what_was_counted(tmp_path: Path) -> None:

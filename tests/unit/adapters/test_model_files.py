@@ -45,7 +45,7 @@ def test_a_file_of_another_form_counts_by_its_content(tmp_path: Path, content: b
 
 
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the hub's cache on this machine appear to have the model's files, including Python code."""
+    """Makes the hub's cache on this machine appear to contain the model's files, including Python code."""
     for name in (PROCESSOR, "tekken.json", "hf_quant_config.json"):
         (folder / name).write_text('{"size": 3}')
 

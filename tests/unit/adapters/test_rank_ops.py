@@ -114,8 +114,8 @@ def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
 
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
-    """The ops of a load have one ticket, so cancelling one op also stops the others midway. That does not mean that the
-    others' pages are bad.
+    """The ops of a load have one ticket, so cancelling one op also stops the others midway. The pages of the other ops
+    are not necessarily bad.
     """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
     try:

@@ -135,7 +135,7 @@ def test_spans_of_tokens() -> None:
 
 
 class Session:
-    """A streaming session. With each piece, the engine continues in the way of vLLM's `_update_request_as_session`."""
+    """A streaming session. With each piece, the engine continues as vLLM's `_update_request_as_session` does."""
 
     def __init__(self, engine: MiniEngine, tokens: Sequence[int], extra: dict[str, Any] | None) -> None:
         self.engine = engine

@@ -77,7 +77,7 @@ Make = Callable[..., tuple[World, Wire]]
 
 @pytest.fixture
 def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Returns a function that makes an engine, whose folder has pages of an earlier engine, and a wire."""
+    """Returns a function that makes an engine and a wire. The engine's folder contains pages of an earlier engine."""
     made: list[tuple[World, Wire]] = []
 
     def make(buffer_steps: int = 10_000) -> tuple[World, Wire]:

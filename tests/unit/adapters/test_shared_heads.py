@@ -1,5 +1,5 @@
 """If there are more ranks than KV heads, adjacent ranks have the same head. They share a stripe, which the first of
-them writes.
+these ranks writes.
 """
 
 from __future__ import annotations

@@ -149,9 +149,7 @@ class DiskWorld:
         return result
 
     def begin(self, blocks: list[int], name: str = "r") -> TransferGraph:
-        """Begins the load of all blocks that the request's last lookup promised. `blocks`: the engine blocks to load
-        them to.
-        """
+        """Begins the load of all blocks that the request's last lookup promised, into the engine blocks `blocks`."""
         graph = self.manager.begin_load(name, [np.array(blocks, np.int32)])
         assert graph is not None
         self.manager.check_integrity()

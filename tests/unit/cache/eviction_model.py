@@ -80,7 +80,7 @@ class ModelIndex:
         return key in self.blocks and self.blocks[key].ready
 
     def spare(self, keys: Sequence[bytes]) -> list[int]:
-        """For each of the keys that is present, whether it is a spare block."""
+        """For each key that is present, whether its block is a spare block."""
         return [int(self.blocks[key].spare) for key in keys if key in self.blocks]
 
     def _use(self, keys: Sequence[bytes], hits: int) -> None:

@@ -111,7 +111,9 @@ def load_ends(result: Callable[[TransferOp], OpResult], on_disk: bool = False, *
 
 
 def fetch_ends(fails: bool, loading: bool = False, **facts: Any) -> Case:
-    """A case that ends a fetch. A request waits for the fetch, or if `loading`, a load waits for its pages."""
+    """A case that ends a fetch. A request waits for the fetch. If `loading` is set, a load waits for its pages
+    instead.
+    """
     world = disk_world.written(KEYS, limits=traffic(**facts))
     world.look(KEYS)
     (fetch,) = world.take()

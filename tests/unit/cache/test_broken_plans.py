@@ -134,7 +134,7 @@ def stores(world: DiskWorld, keys: Keys, blocks: BlockIds) -> Case:
 
 
 def store(gds: bool = False) -> Case:
-    """A case that stores into a full host tier, which evicts blocks. `gds`: it stores directly to disk."""
+    """A case that stores into a full host tier, which evicts blocks. If `gds` is set, it stores directly to disk."""
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     world = DiskWorld(limits=limits)
     if not gds:

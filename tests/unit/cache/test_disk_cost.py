@@ -49,8 +49,9 @@ def counted(lines: list[int]) -> Iterator[None]:
 
 
 def lines_of(blocks: int, measured: bool) -> list[int]:
-    """The number of lines that run for each step of `blocks` blocks: a store's end, the write's end, lookups that hit
-    disk, the read's end, and the promise. `measured`: the manager knows how long reads and steps take.
+    """The number of lines that run in each step of a request with `blocks` blocks: a store's end, the write's end,
+    lookups that hit disk, the read's end, and the promise. If `measured` is set, the manager knows how long reads and
+    steps take.
     """
     lines: list[int] = []
     world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=WriteMode.THROUGH)

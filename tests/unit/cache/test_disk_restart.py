@@ -48,7 +48,7 @@ class Restarts:
             self.tier = None
 
     def write(self, index: DiskTier, keys: Keys) -> None:
-        """Puts a chain into the index as written, and waits until its records, which have the time of its use, are
+        """Puts a chain into the index as written, and waits until its records, which contain the time of its use, are
         durable.
         """
         assert self.tier is not None

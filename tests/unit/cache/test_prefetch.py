@@ -265,7 +265,7 @@ def test_a_request_that_has_been_looked_up_is_not_prefetched() -> None:
 
 
 class PrefetchPromises(LocalCacheManager):
-    """A broken manager: its prefetch acts like a lookup, whose lease nothing ends."""
+    """A broken manager whose prefetch acts like a lookup. Nothing ends the lease of this lookup."""
 
     def prefetch(self, request_id: str, keys: Any, start_tokens: int = 0, settings: Any = None) -> int:
         return super().match(request_id, keys, start_tokens).reads

@@ -127,8 +127,8 @@ def test_a_tier_that_does_not_confirm_a_reset_in_time_is_told_to_end_it(
 def test_a_further_reset_gives_a_tier_that_has_not_confirmed_the_last_one_no_more_time(
     monkeypatch: pytest.MonkeyPatch, confirmed: bool
 ) -> None:
-    """A tier's time begins with the first reset that it has not confirmed. In the control the tiers confirm the first
-    reset, so that they have the full time for the second one.
+    """A tier's time limit runs from the first reset that it has not confirmed. In the control the tiers confirm the
+    first reset, so that they get the full time for the second one.
     """
     watched, now_s = WatchedReset(), 0.0
     manager = watched.manager

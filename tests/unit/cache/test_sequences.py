@@ -149,7 +149,7 @@ def test_host_memory_that_is_too_small_takes_what_fits() -> None:
 
 
 def a_streamed_page_fails(load_first: bool, manager_class: Managers = LocalCacheManager) -> None:
-    """Page 40 fails in the read and in the load that waits for it. `load_first`: the load reports first."""
+    """Page 40 fails in the read and in the load that waits for it. If `load_first` is set, the load reports first."""
     world, keys = half_on_disk(limits=traffic(streams=True), manager_class=manager_class)
     assert (world.look(keys).blocks, world.manager.waits("r")) == (BLOCKS, False)
     (read,) = world.take()

@@ -227,7 +227,7 @@ def test_blocks_are_stored_as_they_become_certain() -> None:
 
 @pytest.mark.parametrize("together", [1, 3])
 def test_generated_blocks_are_stored_some_at_a_time(together: int) -> None:
-    """The first block with generated tokens also has the prompt's last tokens."""
+    """The first block with generated tokens also contains the prompt's last tokens."""
     engine, tokens = Engine(EagerStores, generated_blocks=together), range(29)
     request = engine.start("one", tokens, 50)
     request.generated = 29 - 6

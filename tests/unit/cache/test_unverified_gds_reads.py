@@ -21,7 +21,7 @@ BLOCKS = 4
 
 
 def stored_on_disk(keys: Keys, loads: GdsUse = GdsUse.ALWAYS) -> DiskWorld:
-    """A world that stores directly to disk, and whose disk has `keys`."""
+    """A world that stores directly to disk, and whose disk already contains `keys`."""
     world = make_world(limits=traffic(gds_loads=loads, gds_stores=True))
     (op,) = plan(world, keys, "first").graph.ops  # type: ignore[union-attr]
     stripes(world, op)

@@ -18,7 +18,7 @@ SHORT_RUNS, SHORT_PAGES, WINDOW = 8, 32, 512
 
 @dataclass(slots=True)
 class Page:
-    """A block in a tier. `filler`: the id of the op that fills a pending block; 0 for a store. `expiry`: 0 means
+    """A block in a tier. `filler` is the id of the op that fills a pending block; 0 for a store. An `expiry` of 0 means
     never.
     """
 
@@ -35,8 +35,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A lookup's arguments. `room_pages`: the most pages to find, over all groups. `coming`: whether pages that ops are
-    still filling count, too.
+    """A lookup's arguments. `room_pages` is the largest number of pages to find, over all groups. `coming` says whether
+    pages that ops are still filling count too.
     """
 
     keys: Sequence[Sequence[bytes]]
@@ -153,7 +153,7 @@ class TierModel:
     def _run(
         self, ask: Ask, group: int, keys: Sequence[bytes], expired: set[tuple[int, int, int]]
     ) -> list[tuple[Page, int]]:
-        """The run of `keys` in the first tier that has the first key, up to the first key that the tier lacks."""
+        """The run of `keys` in the first tier that contains the first key, up to the first key that the tier lacks."""
         for tier, wanted, how in self._ways(ask, group, keys[0]):
             run = []
             for key in keys:

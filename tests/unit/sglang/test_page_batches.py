@@ -71,7 +71,7 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
 
 @contextmanager
 def in_thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """A context that runs `call` in a thread. After the block, the yielded list has the call's result."""
+    """A context that runs `call` in a thread. After the block, the yielded list contains the call's result."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
     thread.start()

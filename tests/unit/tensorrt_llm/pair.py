@@ -19,7 +19,7 @@ def run_pair(script: Script, environment: dict[str, str], **options: Any) -> lis
     """Runs `script` on rank 0 in this process and on rank 1 in a separate process. Returns the results by rank.
 
     Raises:
-        AssertionError: the script failed on rank 1; the error has the traceback from there.
+        AssertionError: the script failed on rank 1; the error contains the traceback from rank 1.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

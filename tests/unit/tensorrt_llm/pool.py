@@ -106,8 +106,8 @@ class Pool:
         )
 
     def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
-        """Positions whose numbers are wrong in one layer. `truth` has the expected numbers of all positions to compare,
-        which begin at 0.
+        """Positions whose numbers are wrong in one layer. `truth` contains the expected numbers of all positions to
+        compare, which begin at 0.
         """
         s, end = self.shape, truth.shape[3]
         here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]

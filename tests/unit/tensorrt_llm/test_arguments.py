@@ -152,7 +152,7 @@ def test_layouts_are_refused() -> None:
 
 
 def test_other_roles_stay_opaque() -> None:
-    """A region that has a buffer with an unknown role is copied as a whole, and never converted."""
+    """A region that contains a buffer with an unknown role is copied as a whole, and never converted."""
     layout = layout_of(Pool(Shape(), 0))
     for buffer in layout.groups[0].regions[0].buffers[:1]:
         buffer.role = "index_key"

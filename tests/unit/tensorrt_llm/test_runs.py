@@ -70,8 +70,9 @@ def test_fp8_blocks_are_moved_as_they_are(make_world: Make, tmp_path: Path, vers
 def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
     make_world: Make, tmp_path: Path, mode: str
 ) -> None:
-    """The model has 3 layers, the pool has 4. If a hit did not bring the draft's layer, drafts would be computed from
-    the block's former content."""
+    """The model has 3 layers. The pool has 4, because one is the draft's. If a hit did not bring the draft's layer,
+    drafts would be computed from the block's former content.
+    """
     draft = Shape(layers=SHAPE.layers + 1)
     model = write_model(tmp_path, head_dim=SHAPE.size, layers=SHAPE.layers)
     given = arguments(model=model, cuda_graph_config=None, speculative_config={"decoding_type": "MTP"})
