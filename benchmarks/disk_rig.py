@@ -1,4 +1,6 @@
-"""What benchmarks/disk.py measures: a disk tier with a host pool and a transfer engine, and the raw I/O loop."""
+"""The systems that benchmarks/disk.py measures: a disk tier with a host pool and a transfer engine, and the raw I/O
+loop.
+"""
 
 from __future__ import annotations
 

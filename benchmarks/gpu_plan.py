@@ -258,7 +258,9 @@ def _sanitize(out: Path) -> list[Step]:
 
 
 def _lacks_testing(step: str) -> str:
-    """Returns why a step that needs the tests' own extension cannot run; empty if it can, or does not need it."""
+    """Returns why a step that needs the tests' own extension cannot run; empty if it can run, or does not need the
+    extension.
+    """
     needed = "disk lane" in step
     return NO_TESTING if needed and find_spec("tests.testing_ext") is None else ""
 

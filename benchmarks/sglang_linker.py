@@ -43,7 +43,7 @@ idle scheduler polls once per second.
 
 @dataclass(slots=True)
 class Runs:
-    """What was measured. Lists have one entry per run.
+    """The measurements. Lists have one entry per run.
 
     Attributes:
         cold_s, own_s, hit_s: seconds to the first token of a prompt that is computed, that comes from the engine's own

@@ -66,8 +66,8 @@ ADDED_OVER_MEMCPY_MAX = 1.3
 
 @dataclass(slots=True)
 class Times:
-    """What was measured with one connector, one entry per run: seconds to the first token; for each hit also the number
-    of tokens served and of pages read from disk.
+    """The measurements with one connector, one entry per run: seconds to the first token, and for each hit also the
+    number of tokens served and the number of pages read from disk.
 
     Attributes:
         stored: seconds from a computed prompt's answer until the engine has no work left for it.

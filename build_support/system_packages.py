@@ -114,7 +114,7 @@ def install(needs: list[str]) -> bool:
 
 
 def _without_password() -> tuple[str, ...]:
-    """The words that, before a command, run it as root, or make it fail if that would need a password."""
+    """Returns the words to put before a command so that it runs as root, or fails if that would need a password."""
     return () if os.geteuid() == 0 else ("sudo", "-n")
 
 

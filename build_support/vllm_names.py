@@ -180,8 +180,8 @@ FILLED_BY_US = frozenset(
     f"{BASE}:{name}"
     for name in ("KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata")
 )
-"""Classes whose objects vLLM only passes on for a connector. The adapter makes these objects, of its own subclasses, so
-their attributes are not names of vLLM.
+"""Classes whose objects vLLM only passes on for a connector. The adapter makes these objects itself, from its own
+subclasses, so their attributes are not names of vLLM.
 """
 
 ADDED = {

@@ -158,8 +158,8 @@ class EngineProcess:
             return
         self._open = False
         assert self._process.pid is not None
-        # Kills the process first: before it has called setsid it is in the fork server's process group, which
-        # must live on.
+        # Kills the process first: before it has called setsid it is in the fork server's process group, which must not
+        # be killed.
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""One call that runs all GPU measurements: its stages' time limits fit into ten minutes, and it does not build a native
-core that was carried to the machine.
+"""One call runs all GPU measurements. Its stages' time limits fit into ten minutes, and it does not build a native core
+that was carried to the machine.
 """
 
 from __future__ import annotations

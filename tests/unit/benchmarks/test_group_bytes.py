@@ -1,6 +1,4 @@
-"""How many pages of a long prompt are stored for a model with several KV groups, as `benchmarks.group_bytes` counts
-them.
-"""
+"""`benchmarks.group_bytes` counts how many pages of a long prompt are stored for a model with several KV groups."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which errors that compute-sanitizer reports make a run fail: memory errors always do, API errors of libcufile do
-not."""
+"""If compute-sanitizer reports a memory error, the run fails. API errors of libcufile do not make it fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a running request's steps count as concurrent with a load or a store, and how they are judged."""
+"""The steps of a running request that count as concurrent with a load or a store, and the verdict on them."""
 
 from __future__ import annotations
 

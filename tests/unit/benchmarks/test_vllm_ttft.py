@@ -1,4 +1,4 @@
-"""Which measurements the benchmark of the time to the first token refuses to report."""
+"""Measurements that the benchmark of the time to the first token refuses to report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How prompts are split into segments, keys of segments, which do not depend on positions, and the choice of rows to
-compute.
+"""Prompts are split into segments, the keys of segments do not depend on positions, and the right rows are chosen to be
+computed.
 """
 
 from __future__ import annotations

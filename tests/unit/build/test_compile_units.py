@@ -1,4 +1,4 @@
-"""Which source files are compiled together as one unit: a few bindings in users' builds, and a dozen files in builds
+"""Several source files are compiled together as one unit: a few bindings in users' builds, and a dozen files in builds
 with a sanitizer.
 """
 

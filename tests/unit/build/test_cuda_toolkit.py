@@ -1,4 +1,4 @@
-"""Which variant of the build, with or without CUDA, the environment selects."""
+"""The environment selects the variant of the build, with CUDA or without."""
 
 from __future__ import annotations
 

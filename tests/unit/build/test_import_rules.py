@@ -270,7 +270,7 @@ def package_sources() -> dict[str, str]:
 
 @cache
 def named_modules(source: str) -> tuple[str, ...]:
-    """Returns the modules that a file imports, and those whose names it has in a string, in order to import them on
+    """Returns the modules that a file imports, and those whose names it contains as strings, in order to import them on
     first use or to run them as a process.
     """
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]

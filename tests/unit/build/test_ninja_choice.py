@@ -1,5 +1,5 @@
-"""Which ninja the build uses. It must always be the same one: versions of ninja hash commands differently, so each
-would recompile what another one has compiled.
+"""The build always uses the same ninja. Versions of ninja hash commands differently, so each would recompile what
+another one has compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a wheel, a source archive and an editable install contain."""
+"""The content of a wheel, of a source archive and of an editable install."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What copies cost other work, as `flexkv bench transfer` reports it. Every figure comes from work during which copies
-were in flight, and the sums are right.
+"""`flexkv bench transfer` reports what copies cost other work. Every figure comes from work during which copies were in
+flight, and the sums are right.
 """
 
 from __future__ import annotations

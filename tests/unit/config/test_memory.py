@@ -1,4 +1,4 @@
-"""How flexkv reads the free memory from the kernel and the control groups, and how much of it a unit takes."""
+"""flexkv reads the free memory from the kernel and the control groups, and a unit takes a share of it."""
 
 from __future__ import annotations
 

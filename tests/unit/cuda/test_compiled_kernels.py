@@ -1,5 +1,5 @@
-"""What nvcc makes of the kernels: they spill no registers to memory, access memory 16 bytes at a time, and as many of
-their blocks as intended fit on a multiprocessor.
+"""The kernels that nvcc compiles spill no registers to memory and access memory 16 bytes at a time. As many of their
+blocks as intended fit on a multiprocessor.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from flexkv import c_ext
 VLLM, TRTLLM, SGLANG = 0, 1, 2
 Bytes = NDArray[np.uint8]
 KEEP = 0xA5
-"""Value of every byte of a pool and its padding before a transfer. Bytes that the transfer does not move must keep
-it."""
+"""Value of every byte of a pool and its padding before a transfer. Bytes that the transfer does not move must keep this
+value."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ JOIN_S = 60.0
 AT_ONCE = 0.2
 """Share of the calls that run at the same time as another call: the same call, or a valid call of the same class."""
 TURNS = 3
-"""How often each of two concurrent calls is repeated, because a single pair of calls seldom overlaps."""
+"""Number of times that each of two concurrent calls is repeated, because a single pair of calls seldom overlaps."""
 
 RAW_ADDRESSES = {
     ("transfer_kv_blocks*", "gpu_*"): "addresses of an engine's tensors, and what is added to them",
@@ -337,8 +337,8 @@ def describe(target: Target, positional: Sequence[object], named: dict[str, obje
 
 
 def _shown(value: object) -> str:
-    """How the log shows a value: its beginning, or its type and shape. For other objects it is only the type, because
-    hostile ones may raise in `__repr__`.
+    """Returns the text with which the log shows a value: its beginning, or its type and shape. For other objects the
+    text is only the type, because hostile ones may raise in `__repr__`.
     """
     kind = type(value).__name__
     if kind in ("int", "float", "str", "bytes", "bool", "NoneType"):

@@ -26,7 +26,7 @@ SHOWN_CHARACTERS = 4000
 
 @dataclass
 class Counts:
-    """How many calls of each function returned, and how many raised an allowed error."""
+    """For each function, the number of calls that returned and the number that raised an allowed error."""
 
     returned: Counter[str] = field(default_factory=Counter)
     raised: Counter[str] = field(default_factory=Counter)

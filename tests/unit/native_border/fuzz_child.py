@@ -24,8 +24,8 @@ from tests.unit.native_border.recipes import NOT_MADE
 
 WRONG = 3
 MEMORY_BYTES = 1 << 30
-"""How much memory the process may use beyond what it uses at its start. There is no limit under a sanitizer, because
-AddressSanitizer maps terabytes.
+"""Bytes of memory that the process may use beyond what it uses at its start. There is no limit under a sanitizer,
+because AddressSanitizer maps terabytes.
 """
 
 SWITCH_S = 1e-5

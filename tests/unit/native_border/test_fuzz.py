@@ -54,7 +54,7 @@ def test_no_hostile_call_crashes_the_core(soak_round: int) -> None:
     assert counts.returned.total() > LEAST_RETURNED * called.total()
 
 
-# How a child ends that reads address 0. Under AddressSanitizer, the sanitizer ends it.
+# Describes the end of a child that reads address 0. Under AddressSanitizer, the sanitizer ends the child.
 SEGFAULT = "ended with code 1" if c_ext.build_info()["sanitizer"] else "died by SIGSEGV"
 
 

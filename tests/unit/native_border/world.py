@@ -12,9 +12,7 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferOp
 from tests.unit.native_border.recipes import BLOCKS, RECIPES, RUN, RUNS, WAIT_S
 
 TICKET_S = 0.2
-"""How long to wait for a graph to end, in seconds. It does not end if an earlier graph waits for layers that nobody
-opens.
-"""
+"""Seconds to wait for a graph to end. A graph does not end if an earlier graph waits for layers that nobody opens."""
 
 NO_TICKET = 2**40
 """A ticket that no graph has. It is used if the engine's queue is full, so that `submit` returns None."""

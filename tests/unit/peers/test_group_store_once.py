@@ -1,5 +1,5 @@
-"""With `peers.store: once`, units with several KV groups together keep one copy of each group's pages. If a keeper
-ends, the others take over all its pages that they can still read.
+"""With `peers.store: once`, units with several KV groups together keep one copy of each group's pages. If a unit that
+keeps pages ends, the other units take over those pages that they can still read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_four_units_keep_the_pages_of_all_groups_once(
     start: Start, kind: str, store: str, copies: int
 ) -> None:
     """After the first unit has computed the prompt, two others load it and one computes it again. The control is the
-    setting `own`, with which each of them keeps a copy."""
+    setting `own`, with which each of the four units keeps a copy."""
     units = [start(kind, **{"peers.store": store}) for _ in range(4)]
     units[0].run("first", PROMPT)
     pages = cached(units[0])

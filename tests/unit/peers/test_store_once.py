@@ -1,5 +1,5 @@
-"""With `peers.store: once`, units together keep one copy of each page. If its keeper ends, another unit takes over
-every page that it can still read.
+"""With `peers.store: once`, units together keep one copy of each page. If a unit that keeps pages ends, another unit
+takes over those pages that it can still read.
 """
 
 from __future__ import annotations

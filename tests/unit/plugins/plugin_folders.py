@@ -61,8 +61,8 @@ def processes_of(folder: Path) -> set[int]:
 
 
 class Held:
-    """The resources that this process holds now: the names of its flexkv threads, and its file descriptors. Two are
-    equal if they have the same threads and equally many descriptors.
+    """The resources that this process holds now: the names of its flexkv threads, and its file descriptors. Two such
+    objects are equal if they have the same threads and equally many descriptors.
     """
 
     def __init__(self) -> None:

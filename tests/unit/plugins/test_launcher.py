@@ -1,4 +1,4 @@
-"""How the launcher runs plugins as processes: what it passes to them, when it restarts them, and that it leaves no
+"""The launcher runs plugins as processes: it tells each plugin where it runs, restarts plugins that end, and leaves no
 process behind.
 """
 

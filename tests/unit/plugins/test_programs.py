@@ -1,4 +1,6 @@
-"""Which files in a plugins folder are plugins, in which process each of them runs, and which are refused."""
+"""The files in a plugins folder: which of them are plugins, in which process each plugin runs, and which files are
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A unit that runs plugins: what resources it holds, and that none of them remains after it is closed. The tests need
-no engine.
+"""A unit that runs plugins holds only the expected resources, and none of them remains after the unit is closed. The
+tests need no engine.
 """
 
 from __future__ import annotations

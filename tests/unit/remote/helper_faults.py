@@ -20,7 +20,7 @@ from tests.unit.remote.remote_unit import BLOCK_TOKENS, DEADLINE_S, RemoteUnit
 
 REAL, FAULTY = "flexkv.remote.helper", "tests.unit.remote.faulty_helper"
 SLACK_S = 20.0
-"""How much longer than allowed a load may take in these tests, because the machine may be busy."""
+"""Seconds by which a load may exceed its time limit in these tests, because the machine may be busy."""
 
 
 class Plan:

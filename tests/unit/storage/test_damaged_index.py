@@ -293,7 +293,7 @@ def test_what_the_file_system_refuses_is_no_damage(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """SQLite reports a flipped bit and a read-only file system with the same message, so flexkv must find out which of
-    the two it is before it discards the index."""
+    the two is the cause before it discards the index."""
     slab, _ = filled(make_disks)
     flip(slab.parent / "index.sqlite", 47)
     allocate = os.posix_fallocate

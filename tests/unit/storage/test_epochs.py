@@ -69,8 +69,8 @@ def test_a_disk_that_was_away_in_a_reset_comes_back_empty(two: TwoDisks) -> None
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -> None:
-    """When both disks are opened together, the epoch is written to the disk that missed the reset. It is kept in a
-    separate file, so losing the index does not lose it."""
+    """When both disks are opened together, the epoch is written to the disk that missed the reset. The epoch is kept in
+    a separate file, so it is not lost with the index."""
     assert two.open().close()
     two.remove(0)
     if index == "lost":

@@ -1,4 +1,4 @@
-"""How much of a file system a unit's folder may take."""
+"""The share of a file system that a unit's folder may take."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When a journal begins a group commit, and which rows wait for it. The tests replace the clock or the journal's
-writes.
+"""The time at which a journal begins a group commit, and the rows that wait for the commit. The tests replace the clock
+or the journal's writes.
 """
 
 from __future__ import annotations

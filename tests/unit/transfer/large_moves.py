@@ -142,7 +142,7 @@ class MovesWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """How many bytes each path of the GPU has moved; empty for plain memory."""
+        """Number of bytes that each path of the GPU has moved; empty for plain memory."""
         lane = self.engine.cuda_lane
         return {} if lane is None else {path: moved for path, _, moved, _ in lane.counts() if moved}
 

@@ -103,7 +103,7 @@ def threads() -> dict[str, str]:
 
 def test_idle_threads_sleep(world: World) -> None:
     def wakes() -> int:
-        """How often the threads of this engine have gone to sleep so far."""
+        """Number of times that the threads of this engine have gone to sleep so far."""
         said = [Path(f"/proc/self/task/{task}/status").read_text() for task in mine]
         return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in said)
 

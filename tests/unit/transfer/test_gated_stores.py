@@ -1,4 +1,4 @@
-"""Gated stores: they are submitted before their layers are written, and copy each layer after it is opened."""
+"""Gated stores are submitted before their layers are written, and copy each layer after it has been opened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(world: World, blocks: Sequence[int] = BLOCKS) -> TransferOp:
 
 
 def copied(world: World) -> int:
-    """How many layers of pages were copied from the engine's pool, summed over pages."""
+    """Number of layers that were copied from the engine's pool, summed over pages."""
     return int(world.counter.count(OpKind.D2H)[0])
 
 

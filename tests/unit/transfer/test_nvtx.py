@@ -1,5 +1,5 @@
-"""NVTX ranges for a profiler. If they are off, no NVTX library is loaded or called. If they are on, each thread pops as
-many ranges as it pushes. The NVTX library here is a fake.
+"""NVTX ranges for a profiler. If the ranges are off, no NVTX library is loaded or called. If they are on, each thread
+pops as many ranges as it pushes. The NVTX library here is a fake.
 """
 
 from __future__ import annotations

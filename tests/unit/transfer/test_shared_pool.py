@@ -181,7 +181,7 @@ def test_numbers_that_name_something_else_now_are_refused() -> None:
     foreign = os.memfd_create("flexkv-pool")
     os.ftruncate(
         foreign, descriptor.file_bytes
-    )  # name and size are right, but it is not sealed, so it could shrink
+    )  # name and size are right, but the memory is not sealed, so it could shrink
     with pytest.raises(ClosedError, match="sealed"):
         HostPool.attach(dataclasses.replace(descriptor, fd=foreign, token=bytes(16)))
     os.close(foreign)

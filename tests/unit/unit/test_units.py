@@ -1,4 +1,4 @@
-"""What a unit does in each of its states. A build of a unit that fails leaves no lock, thread or memory behind."""
+"""The behaviour of a unit in each of its states. If a unit cannot be built, no lock, thread or memory remains."""
 
 from __future__ import annotations
 

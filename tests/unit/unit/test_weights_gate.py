@@ -102,8 +102,8 @@ def on_disk(unit: LiveUnit) -> int:
 
 
 def asked(unit: LiveUnit) -> int:
-    """Looks up a request until its fetches are finished. Returns the number of blocks that it is promised, from any
-    tier."""
+    """Looks up a request until its fetches are finished. Returns the number of blocks that the request is promised,
+    from any tier."""
     name = f"request {time.monotonic_ns()}"
     ends_s = time.monotonic() + DEADLINE_S
     while (result := unit.manager.match(name, [KEYS], 0)).reads or unit.manager.waits(name):

@@ -46,8 +46,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def checked(*models: Path, folder: Path | None = None, since_ns: int | None = None) -> WeightsCheck:
-    """Runs a check of these models to its end, and returns it. Unless `since_ns` is given, the engine's process seems
-    to have started after every change on disk."""
+    """Runs a check of these models to the end, and returns the check. Unless `since_ns` is given, the engine's process
+    seems to have started after every change on disk."""
     content = WeightsContent(tuple(map(str, models)))
     done = WeightsCheck(content, folder, time.time_ns() + LATER_NS if since_ns is None else since_ns)
     done.start(WITHIN_S)

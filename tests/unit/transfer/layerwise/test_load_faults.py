@@ -1,4 +1,4 @@
-"""The load pipeline if chunks are lost, if its stages raise or hang, or if its caller stops early or misuses it."""
+"""The load pipeline's behaviour if chunks are lost, stages raise or hang, or the caller stops early or misuses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""At which step the load pipeline submits which work for which layer, and which events a step waits for."""
+"""The schedule of the load pipeline: the step in which it submits each piece of work, and the events for which a step
+waits.
+"""
 
 from __future__ import annotations
 
