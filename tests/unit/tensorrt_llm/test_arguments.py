@@ -33,7 +33,7 @@ LLAMA = {
     "hidden_size": 64,
     "head_dim": 8,
 }
-REFUSED = "refused, or only as the runtime itself allows it with a connector"
+REFUSED = "refused, or allowed only as far as the runtime itself allows it with a connector"
 """The reason that docs/identity.md gives for arguments that no engine with a connector can have."""
 
 LATENT = {"num_hidden_layers": 3, "num_attention_heads": 8, "kv_lora_rank": 6, "qk_rope_head_dim": 2}
