@@ -14,7 +14,7 @@ STEPS = ("decoding steps", "quiet steps", "decoding steps beside stores", "decod
 
 
 def vllm_section(folder: Path) -> list[str]:
-    """Returns the section's lines of Markdown. If the result file is absent or cannot be read, they say so."""
+    """Returns the section's lines of Markdown. If the result file is absent or cannot be read, the section says so."""
     heading = ["## vLLM's steps beside loads and stores", ""]
     path = folder / RESULT
     if not path.exists():

@@ -8,9 +8,9 @@ of the engine without a connector: beside the same prompts for stores, and witho
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
-Each engine is one process, scheduler included. They start together and are measured one after the other. Each calls
-`--prepare MODULE:FUNCTION` before it imports vLLM. `--cpu` runs a tiny model on a CPU, which shows that the program
-works, but says nothing about a GPU.
+Each engine is one process, scheduler included. They start together and are measured one after the other. Each calls the
+function that `--prepare MODULE:FUNCTION` names before it imports vLLM. `--cpu` runs a tiny model on a CPU, which shows
+that the program works, but says nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def added_over_memcpy(times: Times) -> float:
-    """Returns the median of the time that a hit takes beyond one in the engine's own prefix cache, in multiples of
-    the time of a memcpy of the same bytes.
+    """Returns how much longer a hit takes than a hit in the engine's own prefix cache: the median over all runs, in
+    multiples of the time of a memcpy of the same bytes.
     """
     runs = zip(times.hit, times.own, times.memcpy, strict=True)
     return statistics.median((hit - own) / memcpy for hit, own, memcpy in runs)

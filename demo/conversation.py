@@ -35,7 +35,7 @@ LOAD_SECONDS = "vllm:flexkv_transfer_seconds_sum{direction=load}"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt, its answer, and what was measured.
+    """One prompt, its answer, and the measurements.
 
     Attributes:
         phase: "cold", "warm" (the engine dropped its own cache before), "crowd", or "disk" (a new process answers).

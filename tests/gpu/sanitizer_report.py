@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 PREFIX = re.compile(r"=========(?!=)")
-"""Begins each line of the tool. Headings of pytest, whose output is mixed with the tool's, do not match."""
+"""Matches the beginning of each line of the tool's output. Headings of pytest, whose output is mixed with the tool's,
+do not match.
+"""
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?\b(?! were not printed)")
 API_ERROR = re.compile(r"Program hit .* on CUDA API call to (\w+)")
 LIBRARY = re.compile(r"\bin (\S*\.so[\w.]*)\s*$")

@@ -251,7 +251,7 @@ def test_a_fetch_that_is_given_up_holds_nothing(
     fetch.give_up()
     fetch.give_up()
     faults.release()
-    # The given-up fetch's reads continue, and the next fetch uses their pages.
+    # The reads of the fetch that was given up continue, and the next fetch uses their pages.
     load = fetched(cache.begin_fetch(SEGMENTS))
     assert tokens_of(load) == {0: 20, 1: 11, 2: 3}
     load.abandon()

@@ -63,7 +63,8 @@ GPU_STATISTICS = {
 them."""
 
 ROOM = {"CufileProperties"}
-"""Structures that the library fills in. The shim's are larger than NVIDIA's, because newer libraries write more."""
+"""Structures that the library fills in. The shim's structures are larger than NVIDIA's, because newer libraries write
+more."""
 
 PROLOGUE = """
 #include <cufile.h>

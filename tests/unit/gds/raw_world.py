@@ -77,7 +77,7 @@ class Case:
         return -(-self.blocks // (self.devices * self.files)) + self.round_robin
 
     def place(self, block: int) -> tuple[int, int, int]:
-        """Returns the device, the file and the offset in it of a block, by the documented rule."""
+        """Returns where a block is, by the documented rule: the device, the file, and the offset in the file."""
         turn, within = divmod(block, self.round_robin)
         device = turn % self.devices
         on_device = (turn // self.devices) * self.round_robin + within

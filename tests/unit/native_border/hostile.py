@@ -47,8 +47,8 @@ class Index:
 
 
 class OnDemand(Sequence[Any]):
-    """A sequence that makes its items on demand. Each call of `len` returns the next of `lengths`, and later calls
-    return the last one. The lengths may be wrong. Without `lengths`, the true length is returned.
+    """A sequence that makes its items on demand. Successive calls of `len` return `lengths` one after another, and the
+    last one from then on. These lengths may be wrong. If no `lengths` are given, `len` returns the true length.
     """
 
     def __init__(self, items: Sequence[object], *lengths: int) -> None:

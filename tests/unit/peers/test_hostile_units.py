@@ -60,7 +60,7 @@ GROUP_CHANGES: dict[str, dict[str, object]] = {
     "a long signature": {"signature": "ab" * 5000},
 }
 FORMAT_TOKENS = {"a format of no tokens": "0", "a format of many digits": "9" * 5000}
-"""By the name of an invalid card: the number of tokens in the name of its page format."""
+"""For some invalid cards, by the card's name here: the number of tokens in the name of its page format."""
 
 CHANGES: dict[str, dict[str, object]] = {
     "no group": {"groups": []},

@@ -1,4 +1,4 @@
-"""Plugins can pin pages: how many, for how long, and what ends a pin."""
+"""Plugins can pin pages. The tests cover how many, for how long, and what ends a pin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A child process of test_nvtx.py. It opens a rank's lanes with the settings of its environment, moves pages by every
-lane that works without a GPU, and prints which calls the fake NVTX at argv[1] got. argv[2] is a folder for a disk
-tier.
+"""A child process of test_nvtx.py. It opens a rank's lanes with the settings of its environment, moves pages with every
+lane that works without a GPU, and prints which calls the fake NVTX at argv[1] got. argv[2] is a folder for a disk tier.
 """
 
 from __future__ import annotations
