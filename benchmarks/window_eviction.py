@@ -39,7 +39,8 @@ class Request:
     """One request of a trace.
 
     Attributes:
-        keys: keys of the complete blocks without the prompt's last token, which is always computed, in order.
+        keys: keys of the prompt's complete blocks, in order. The prompt's last token is left out, because it is always
+            computed.
         tokens: number of tokens of the complete prompt.
     """
 

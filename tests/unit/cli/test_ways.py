@@ -1,5 +1,5 @@
-"""`flexkv bench transfer --save` writes a table of the best way to copy, and `flexkv info` shows it. The rates are made
-up, because these tests run without a GPU.
+"""`flexkv bench transfer --save` writes a table that says for which run lengths which way to copy is best, and `flexkv
+info` shows it. The rates are made up, because these tests run without a GPU.
 """
 
 from __future__ import annotations

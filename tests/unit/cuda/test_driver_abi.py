@@ -63,8 +63,7 @@ POINTERS = {"kLegacyStream": "CU_STREAM_LEGACY"}
 in a static assertion."""
 
 BATCH_OF = {12: "batch_12080", 13: "batch_13000"}
-"""For each major version of CUDA: the entry of driver.h's table for the cuMemcpyBatchAsync that this version declares.
-"""
+"""For each major version of CUDA, the entry of driver.h's table for this version's cuMemcpyBatchAsync."""
 
 PROLOGUE = """
 #include <cuda.h>

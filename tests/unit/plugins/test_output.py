@@ -1,4 +1,4 @@
-"""A plugin's output is logged as lines. They are cut and made printable, and their rate is limited; lost lines are
+"""A plugin's output is logged as lines. The lines are cut and made printable, and their rate is limited; lost lines are
 counted.
 """
 

@@ -18,7 +18,7 @@ def build_fake_nvtx(folder: Path) -> Path:
     library = folder / "libfake_nvtx.so"
     command = [*(compiler() or "g++").split(), "-x", "c", "-std=gnu11", "-shared", "-fPIC"]
     command += [str(Path(__file__).with_suffix(".c")), "-o", str(library)]
-    # The compiler must not load the runtime of a sanitizer under which this process may run.
+    # This process may run under a sanitizer, whose runtime the compiler must not load.
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(command, check=True, env=environ, timeout=COMPILE_S)
     return library
