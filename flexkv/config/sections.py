@@ -280,8 +280,8 @@ class DiskConfig(Section):
     mode: Literal["through", "back", "evict"] = Field(
         "through",
         description="When a block is written. `through`: as soon as it is in host memory. `back`: when the disks are "
-        "quiet, or at the latest before it leaves host memory. `evict`: only then, which writes least, but a crash "
-        "loses most.",
+        "quiet, or at the latest before it leaves host memory. `evict`: only before it leaves host memory; this "
+        "writes least, but a crash loses most.",
     )
     ttl_s: OptionalWholeSeconds = Field(
         None,
@@ -408,7 +408,8 @@ class RemoteConfig(Section):
     stuck_s: OptionalSeconds = Field(
         None,
         description="If the process with the store's client shows no sign of life for this long, flexkv kills and "
-        "restarts it. At least one second more than `get_s` and `probe_s`. Unset: 5 s, or more if they need it.",
+        "restarts it. At least one second more than `get_s` and `probe_s`. Unset: 5 s, or one second more than the "
+        "longer of these two if that is more.",
     )
     batch_pages: Count = Field(8, le=1024, description="Number of values per call to the store.")
     inflight_pages: Count = Field(
@@ -532,9 +533,9 @@ class PeersConfig(Section):
     )
     across_machines: bool = Field(
         False,
-        description="Let units of several machines read each other's folders while they run. Each machine has its own "
-        "in `disk.folders`, and all of them are in one folder that every machine mounts. Needs `disk.folders`, and "
-        "`peers.share` other than `off`: [one-cache.md](one-cache.md#several-machines).",
+        description="Let units of several machines read each other's folders while they run. Each machine "
+        "lists its own folders in `disk.folders`, and all of them lie in one folder that every machine mounts. Needs "
+        "`disk.folders`, and `peers.share` other than `off`: [one-cache.md](one-cache.md#several-machines).",
     )
     beat_s: BeatSeconds = Field(
         2.0,

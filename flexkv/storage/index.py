@@ -198,7 +198,7 @@ class SlotIndex:
             known = self._slab_ids[group]
             if known is not None and known != signed(slab_id):
                 logger.warning(
-                    "%s: the slab of group %d is another one: its rows are forgotten", self.path, group
+                    "%s: the slab of group %d was replaced: its rows are forgotten", self.path, group
                 )
                 self._clear_group(group)
                 self.beyond[group].clear()
