@@ -23,8 +23,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Unit: tokens. The most that one call of tail_keys hashes; this takes some seconds, with the GIL held. A
-// tail is shorter than a block, and all tails of one 4096-token block have 2**23 tokens together.
+// Unit: tokens. How many tokens one call of tail_keys hashes at most. This many take some seconds, with the
+// GIL held. A tail is shorter than a block, and all tails of one 4096-token block have 2**23 tokens together.
 constexpr size_t kMostTailTokens = size_t{1} << 30;
 
 std::span<const uint8_t> span_of(const py::bytes& value) {

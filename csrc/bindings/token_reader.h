@@ -13,7 +13,7 @@ namespace flexkv {
 size_t token_count(pybind11::handle tokens);
 
 // Returns tokens[begin : begin + count]. Throws TokenError if a token is not an integer in [0, 2**32), or is
-// a bool. The message has the position and value of the first such token.
+// a bool. The message gives the position and the value of the first such token.
 std::vector<uint32_t> read_tokens(pybind11::handle tokens, size_t begin, size_t count);
 
 }  // namespace flexkv

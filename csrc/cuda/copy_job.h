@@ -17,8 +17,9 @@ namespace flexkv::cuda {
 // Number of loads that a thread has in flight. A warp thus loads 4 KiB of a run at once, and two
 // multiprocessors fill the link.
 inline constexpr int kCopyLoadsInFlight = 8;
-// Unit: bytes. The most that one warp copies before it takes the next item: two rounds of kCopyLoadsInFlight
-// loads of 16 bytes per thread. It is a multiple of 16, so that the chunks of a run keep the run's alignment.
+// Unit: bytes. How much one warp copies at most before it takes the next item: two rounds of
+// kCopyLoadsInFlight loads of 16 bytes per thread. It is a multiple of 16, so that the chunks of a run keep
+// the run's alignment.
 inline constexpr int64_t kChunkBytes = 8192;
 
 // A piece of a run. In block b of the pool it is at address device_base + b * block_stride, and in the stripe
@@ -36,7 +37,7 @@ struct CopyPage {
   uintptr_t host;
 };
 
-// The most stages that one kernel can count.
+// How many stages one kernel can count.
 inline constexpr int32_t kMostStages = 256;
 
 // Words in device memory that let streams wait for one stage of a job that is still running. If the pointers

@@ -32,18 +32,18 @@ inline constexpr int64_t kLoadKernelBelowBytesWithoutBatch = 512 << 10;
 // times.
 inline constexpr std::array<int, 2> kKernelMultiprocessors = {2, 1};
 
-// Unit: portions. The most portions for the copy engine that a stream has in flight, for loads and for
+// Unit: portions. How many portions for the copy engine a stream has in flight at most, for loads and for
 // stores. While one portion moves, the others are queued, so the copy engine need not wait for the thread. An
 // op that the inference engine's stream waits for is enqueued without regard to this limit.
 inline constexpr std::array<size_t, 2> kPortionsInFlight = {2, 3};
-// Unit: launches. The most copy kernels that a stream has in flight. An op that the inference engine's stream
-// waits for must itself wait until these kernels have ended.
+// Unit: launches. How many copy kernels a stream has in flight at most. An op that the inference engine's
+// stream waits for must itself wait until these kernels have ended.
 inline constexpr size_t kLaunchesInFlight = 2;
 // Unit: bytes. The largest portion for the copy engine, for loads and for stores. Each step of the inference
 // engine ends with a small copy to the host, which waits for one portion of a store: 0.05 ms, or 0.1 ms if
 // portions were twice as large.
 inline constexpr std::array<int64_t, 2> kPortionBytes = {4 << 20, 2 << 20};
-// Unit: copies. The most copies in a portion, however short the copies are.
+// Unit: copies. The maximum number of copies in a portion, however short the copies are.
 inline constexpr size_t kPortionCopies = 256;
 // Unit: bytes. Longer copies to the host are cut to this length, so that the copy engine can serve another
 // stream between two of them: behind two copies of several MiB, small copies of the inference engine waited
@@ -51,18 +51,18 @@ inline constexpr size_t kPortionCopies = 256;
 // GB/s instead of 50.
 inline constexpr int64_t kStoreCopyBytes = 64 << 10;
 
-// Unit: bytes. The most that the first kernel of an op copies, and the most that each later one copies. The
-// first is small so that it starts soon, and the thread makes the tables of the next kernel while it runs.
-// The later ones are large so that there are few of them, because each has to wait for a multiprocessor while
-// a large matrix product runs.
+// Unit: bytes. How much the first kernel of an op copies at most, and how much each later one. The first is
+// small so that it starts soon, and the thread makes the tables of the next kernel while it runs. The later
+// ones are large so that there are few of them, because each has to wait for a multiprocessor while a large
+// matrix product runs.
 inline constexpr int64_t kFirstLaunchBytes = 4 << 20;
 inline constexpr int64_t kLaunchBytes = 64 << 20;
-// Unit: bytes. The most that one kernel copies of a layerwise load. The engine waits for the layers of such a
-// load one by one. Such a kernel keeps its multiprocessors from layer to layer, whereas one kernel per layer
-// would have to wait for a multiprocessor each time. Loads that take turns share this limit, so that their
-// first layers arrive within 3 ms of each other.
+// Unit: bytes. How much of a layerwise load one kernel copies at most. The engine waits for the layers of
+// such a load one by one. Such a kernel keeps its multiprocessors from layer to layer, whereas one kernel per
+// layer would have to wait for a multiprocessor each time. Loads that take turns share this limit, so that
+// their first layers arrive within 3 ms of each other.
 inline constexpr int64_t kLayersLaunchBytes = 128 << 20;
-// Unit: pages. The most pages that one launch copies, because its tables hold no more.
+// Unit: pages. How many pages one launch copies at most, because its tables hold no more.
 inline constexpr size_t kLaunchPages = 8192;
 // Unit: bytes. Layers of a layerwise op that are smaller than this are copied together: enqueuing a copy
 // takes about 10 us, in which the link moves this much.

@@ -31,8 +31,8 @@ constexpr double kLongPauseS = 200e-6;
 // Unit: items. While this many layerwise items wait to be enqueued, the thread takes no more. They take
 // turns, so that the first layers of all arrive soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. The most stored bytes whose digests the thread makes between two polls for the copies in
-// flight.
+// Unit: bytes. For how many stored bytes the thread makes digests, at most, between two polls for the copies
+// in flight.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace

@@ -11,8 +11,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The most that a probing read of looks() reads. It is far larger than `posix_gds_min_kb`, the
-// size below which cuFile makes POSIX calls.
+// Unit: bytes. How much a probing read of looks() reads at most. It is far larger than `posix_gds_min_kb`,
+// the size below which cuFile makes POSIX calls.
 constexpr int64_t kLookBytes = int64_t{1} << 20;
 
 // Describes the codes (CUfileOpError) of errors that cuFileBufRegister returns for an engine's pool.

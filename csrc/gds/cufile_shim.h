@@ -79,8 +79,7 @@ class Cufile {
   // or "PCI P2PDMA". Whether calls use one of them differs from file to file. Empty in compatibility mode,
   // where every call is a POSIX call inside cuFile.
   const std::string& direct_by() const { return direct_by_; }
-  // Unit: bytes. The most device memory that cuFile registers in this process; 0 if cuFile does not report
-  // it.
+  // Unit: bytes. How much device memory cuFile can register in this process; 0 if cuFile does not report it.
   int64_t pinned_limit() const { return pinned_limit_; }
   // Why cuFile does not count the routes of its calls; empty if it does.
   const std::string& uncounted() const { return statistics_->refusal(); }
@@ -116,8 +115,8 @@ inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no G
 
 // Returns the process's cuFile, which the first call opens. Returns null, and sets `why` to the reason, if
 // there is no GPU or cuFile cannot be opened. Without a GPU, this function does not even load cuFile, because
-// opening cuFile's driver may hang. `pinned_bytes` is the most device memory that the process may register:
-// its GPU's memory.
+// opening cuFile's driver may hang. `pinned_bytes` is how much device memory the process may register: all
+// memory of its GPU.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes = 0);
 
 // Formats the number that cuFileGetVersion reports, which has 1000 per major and 10 per minor version: 1200

@@ -33,8 +33,8 @@ struct GdsGroup {
   std::vector<GdsSlab> slabs;
 };
 
-// Unit: bytes. The most that one transfer moves. That is more than kMostTransferBytes, because a transfer's
-// last work item may go beyond this limit.
+// Unit: bytes. Returns how much one transfer can move at most. That is more than kMostTransferBytes, because
+// a transfer's last work item may go beyond this limit.
 int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {

@@ -20,7 +20,7 @@ constexpr double kFileLookS = 10;
 constexpr int64_t kLookBufferBytes = int64_t{1} << 20;
 // Unit: bytes. No pool is larger than this.
 constexpr int64_t kMostRegionBytes = int64_t{1} << 50;
-// Unit: bytes. A larger value is a mistake of the caller. Up to this limit, rounding up stays far from
+// Unit: bytes. A larger value is a mistake by the caller. Up to this limit, rounding up stays far from
 // overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 

@@ -33,7 +33,7 @@ struct GdsOptions {
   bool use_staged_transfer = true;  // if false, each piece of a page moves directly, in one call
   int32_t max_staging_blocks = kDefaultStagingBlocks;
   int64_t max_staging_bytes = kDefaultStagingBytes;
-  int64_t most_transfer_bytes = INT64_MAX;  // the most that one transfer moves, which limits the staging
+  int64_t most_transfer_bytes = INT64_MAX;  // how much one transfer moves at most; limits the staging
   double deadline_s = 600;                  // how long one transfer may take
   double stuck_s = 60;                      // see TransferControl::stuck_s()
   RegisterPool register_pool = RegisterPool::kAuto;

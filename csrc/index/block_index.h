@@ -55,11 +55,11 @@ struct Inserted {
 
 class BlockIndex {
  public:
-  // `group_slots[g]`: the most slots that group g will ever have. `shared_with[g]`: the group whose slots
-  // group g uses, which is g itself or an earlier group; the vector is empty if no groups share slots. If
-  // groups share slots, every statement below about a group's slots, evictions or coldest blocks applies to
-  // these groups together. Throws ConfigError if an argument is invalid, CapacityError if the index would be
-  // too large or gets no memory.
+  // `group_slots[g]`: the maximum number of slots that group g will ever have. `shared_with[g]`: the group
+  // whose slots group g uses, which is g itself or an earlier group; the vector is empty if no groups share
+  // slots. If groups share slots, every statement below about a group's slots, evictions or coldest blocks
+  // applies to these groups together. Throws ConfigError if an argument is invalid, CapacityError if the
+  // index would be too large or gets no memory.
   BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed,
              const std::vector<uint32_t>& shared_with = {});
   BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed,
@@ -116,8 +116,8 @@ class BlockIndex {
     for (const EntryId id : entries) end_pin(id);
   }
 
-  // Writes one entry per key: the entry of the key's block if the block is ready (if `ready_only` is false,
-  // also if it is pending), otherwise kNoEntry. Returns how many entries were found.
+  // Writes one entry per key: the entry of the key's block if the block is ready, otherwise kNoEntry. If
+  // `ready_only` is false, entries of pending blocks are written, too. Returns how many entries were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
   // Returns the entries of a group, ready or pending, whose keys end with `mark`. O(entries).
@@ -231,7 +231,7 @@ class BlockIndex {
     const SizeClass& owner = class_at(group);
     return owner.pool.usable() - std::min<size_t>(owner.pool.usable(), owner.pinned);
   }
-  // The most slots that a group will ever have.
+  // The maximum number of slots that a group will ever have.
   uint32_t most_slots() const {
     uint32_t most = 0;
     for (const SizeClass& owner : classes_) most = std::max(most, owner.pool.max_slots());
@@ -239,8 +239,8 @@ class BlockIndex {
   }
   uint64_t evictions() const { return evictions_; }
 
-  // Checks all list links, counts, map places and slot owners, and that each entry has as many pins as it has
-  // occurrences in `pinned`. Throws ContractError, which says what is wrong. O(entries).
+  // Checks all list links, counts, map places and slot owners, and that the number of each entry's pins is
+  // the number of its occurrences in `pinned`. Throws ContractError, which says what is wrong. O(entries).
   void check_integrity(std::span<const EntryId> pinned) const;
 
  private:

@@ -21,14 +21,14 @@
 
 namespace flexkv {
 
-// The most hit lengths that one lookup returns. An engine that cannot restore the longest one uses a shorter
-// one.
+// How many hit lengths one lookup returns at most. An engine that cannot restore the longest one uses a
+// shorter one.
 inline constexpr int64_t kMostLengths = 64;
 
 class BoundaryLookup {
  public:
-  // The most probes for pages of groups without full attention. A lookup that exceeds this number stops and
-  // returns the lengths found so far.
+  // The maximum number of probes for pages of groups without full attention. A lookup that exceeds this
+  // number stops and returns the lengths found so far.
   static constexpr size_t kMaxProbes = 16384;
 
   // `rules` has one rule for each group of `tiers`. `alignment`: every hit length is a multiple of this many

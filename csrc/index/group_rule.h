@@ -59,7 +59,7 @@ struct GroupRule {
     return had;
   }
 
-  // Returns the most pages that a hit of up to `tokens` tokens can need. It never decreases with `tokens`.
+  // Returns how many pages a hit of up to `tokens` tokens can need at most. It never decreases with `tokens`.
   size_t most_pages(size_t start, size_t tokens) const {
     const size_t all = tokens / block_tokens - start / block_tokens;
     switch (kind) {

@@ -20,7 +20,7 @@ namespace flexkv {
 
 // The limits of one lookup.
 struct LookupTerms {
-  size_t room_pages = 0;    // the most pages to find, summed over all groups
+  size_t room_pages = 0;    // the maximum number of pages to find, summed over all groups
   uint32_t tiers_mask = 0;  // the tiers to search: bit t is set for tier t
   uint64_t now_s = 0;       // current Unix time in seconds; blocks that have expired by then are misses
   bool coming = true;       // whether host pages that an op is still filling count as found
@@ -48,10 +48,10 @@ class TierLookup {
   // the keys after the start of the lookup.
   //
   // The lookup searches host memory first. At a page that host memory lacks, it continues in the first tier
-  // that has the page for as long as that tier has the following pages, and then in host memory again. A host
-  // page that is being stored ends the prefix: it may never be published, and a fetch cannot fill it while
-  // the store runs. Throws ContractError, and leases nothing, if the arguments are invalid or a page has too
-  // many leases.
+  // that has the page. It stays there for as long as that tier has the following pages, and then returns to
+  // host memory. A host page that is being stored ends the prefix: it may never be published, and a fetch
+  // cannot fill it while the store runs. Throws ContractError, and leases nothing, if the arguments are
+  // invalid or a page has too many leases.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
   // Looks up the leading pages of one group; BoundaryLookup calls this for groups with full attention. Leases

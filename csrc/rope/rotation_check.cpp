@@ -8,7 +8,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A larger row is a mistake of the caller. Up to this limit, sums stay far from overflow.
+// Unit: bytes. A larger row is a mistake by the caller. Up to this limit, sums stay far from overflow.
 constexpr int64_t kMostRowBytes = int64_t{1} << 56;
 
 void require(bool holds, const std::string& message) {

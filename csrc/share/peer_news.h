@@ -34,8 +34,8 @@ struct PeerNews {
   bool there;
 };
 
-// Keeps one record per page, which sums up all pending news of the page. Summing up is the work of the thread
-// that adds news, so that the thread that takes the news has less to do. Thread-safe: one thread adds news,
+// Keeps one record per page, which sums up all pending news of the page. The thread that adds news does the
+// summing up, which leaves less work to the thread that takes the news. Thread-safe: one thread adds news,
 // another takes it.
 class PendingNews {
  public:

@@ -33,7 +33,7 @@ struct DiskGroup {
 
 struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
-  int32_t depth = 32;     // the most I/Os in flight
+  int32_t depth = 32;     // the maximum number of I/Os in flight
   double stuck_s = 30.0;  // after this many seconds without progress the disk counts as hung; 0: never
   // Whether to register the host pools with io_uring, so that their memory stays pinned instead of being
   // pinned for each I/O.

@@ -13,11 +13,11 @@ namespace {
 
 // Unit: I/Os. When this many reads in a row have overtaken a waiting write, the write goes next.
 constexpr int32_t kReadsBeforeWrite = 16;
-// Unit: bytes. The most bytes in flight on one disk: kMostBytesInFlight if all are reads, kMostWritesInFlight
-// if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (on the measured drive, 32 are no
-// faster), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s. Reads alone may have
-// twice as many: a page gains nothing by waiting outside the disk's queue, and more pages in the queue keep
-// the disk busy while this thread does not run.
+// Unit: bytes. How much may be in flight on one disk: kMostBytesInFlight if all are reads,
+// kMostWritesInFlight if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (on the
+// measured drive, 32 are no faster), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s.
+// Reads alone may have twice as many: a page gains nothing by waiting outside the disk's queue, and more
+// pages in the queue keep the disk busy while this thread does not run.
 constexpr int64_t kMostBytesInFlight = int64_t{64} << 20;
 constexpr int64_t kMostWritesInFlight = int64_t{32} << 20;
 // Unit: bytes. After sealing this many bytes, the thread calls IoQueue::take, so that the queue does not hold

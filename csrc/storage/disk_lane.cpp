@@ -16,8 +16,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. The most pages in the queues of all disks together, which take a few MiB of memory. The limit
-// matters if a disk hangs and the watchdog has not noticed yet.
+// Unit: pages. The maximum number of pages in the queues of all disks together. This many take a few MiB of
+// memory. The limit matters if a disk hangs and the watchdog has not noticed yet.
 constexpr size_t kMostQueuedPages = 65536;
 // Unit: checks. A disk counts as hung if its oldest job stays the same for this many checks. Checks are
 // counted rather than seconds, so that a process that was stopped finds no disk hung when it resumes. The

@@ -47,8 +47,8 @@ class PageMover {
   virtual int32_t depth() const { return 0; }
 };
 
-// The most movers that may be nested in one. The limit bounds the stack, because calls and destructors go
-// through all of them.
+// How many movers may be nested in one. The limit bounds the stack, because calls and destructors go through
+// all of them.
 inline constexpr int32_t kMostMoversInside = 64;
 
 // Returns `inner`. Throws ContractError if a mover around it would have more than kMostMoversInside inside.

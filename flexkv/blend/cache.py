@@ -37,10 +37,10 @@ class SegmentCache:
         namespace: everything that separates callers: model, weights, LoRA, salt. `shape` is added.
         slots: number of pages of `block_tokens` tokens that the host pool holds; the least recently used pages are
             evicted first.
-        staging_tokens: most tokens that may be loaded or stored at the same time, rounded up to full blocks. This
-            limits the cached tokens of one prompt.
+        staging_tokens: how many tokens may be loaded or stored at the same time, rounded up to full blocks. This limits
+            the cached tokens of one prompt.
         block_tokens: tokens per block.
-        deadline_s: most seconds that each wait lasts.
+        deadline_s: how long each wait may last, in seconds.
         prefetch_layers: see `LoadPipeline`.
         folders: folders that keep pages after they have left host memory, and after the process has exited.
 
@@ -286,7 +286,7 @@ class SegmentCache:
         durable.
 
         Args:
-            close_s: most seconds that all of this may take; None for `SegmentFolders.close_s` or, without that,
+            close_s: how long all of this may take, in seconds; None for `SegmentFolders.close_s` or, without that,
                 `deadline_s`.
 
         Returns:

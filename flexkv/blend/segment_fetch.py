@@ -28,7 +28,7 @@ class SegmentFetch:
         `advance` or `begin_load` repeatedly, until `begin_load` returns a load; or `give_up`.
 
     Args:
-        deadline_s: most seconds that each wait of the load lasts.
+        deadline_s: how long each wait of the load may last, in seconds.
         caller: see `SegmentCache.begin_load`.
         reads_s: see `SegmentLoad`.
 

@@ -51,9 +51,9 @@ class SegmentLoad:
 
     Args:
         hits: the hits to load. This object frees their staging blocks.
-        deadline_s: most seconds that each wait lasts.
-        reads_s: most seconds that all waits for pages together last, if pages are still being read from disk; None if
-            each wait may last `deadline_s`.
+        deadline_s: how long each wait may last, in seconds.
+        reads_s: how long all waits for pages together may last, in seconds, if pages are still being read from disk;
+            None if each wait may last `deadline_s`.
 
     Attributes:
         hits: the hits that were not dropped.

@@ -17,8 +17,8 @@ from flexkv.cache.base import Outcome
 from flexkv.transfer.base import Ticket
 
 MOST_HITS = 256
-"""Most segments of one prompt that are loaded; the limit exists because each takes queue entries of the transfer
-engine."""
+"""The maximum number of segments of one prompt that are loaded. The limit exists because each of them takes queue
+entries of the transfer engine."""
 
 READS_A_HIT = 2
 """Reads from disk per hit: one for its full blocks, and one for the tokens after them."""
@@ -138,8 +138,8 @@ class SegmentLookup:
         in use, until the copies have finished.
 
         Args:
-            deadline_s: most seconds to wait until the segments' tails have been read from disk; 0 to load only tails
-                that are in host memory.
+            deadline_s: how long to wait, in seconds, until the segments' tails have been read from disk; 0 to load only
+                tails that are in host memory.
         """
         found: list[tuple[Asked, Hit]] = []
         try:

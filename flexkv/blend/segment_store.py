@@ -29,7 +29,7 @@ class SegmentStore:
         blocks: the staging blocks with the segment's rows, which this object frees; int32 [blocks].
         block_tokens: tokens per block.
         name: returns a new id for a request to the manager.
-        deadline_s: most seconds that the store may take.
+        deadline_s: how long the store may take, in seconds.
 
     Attributes:
         keys: the segment's keys.

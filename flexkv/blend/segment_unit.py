@@ -36,7 +36,7 @@ QUEUE_PLACES = 4
 finished op keeps its entry until its result is taken."""
 
 LOOK_EVERY_S = 0.05
-"""During a wait for reads, most seconds between two checks of whether a disk was lost."""
+"""During a wait for reads, the longest time in seconds between two checks of whether a disk was lost."""
 
 FLUSH_LOOK_S = 0.005
 """During a flush, seconds between two checks of whether all writes have finished."""
@@ -55,7 +55,7 @@ class SegmentFolders:
         streams: whether pages are promised while they are being read from disk, and loaded layer by layer. If False, a
             page is promised when it is in host memory.
         asks_again: whether lookups are fetches (`SegmentFetch`), which look up again the pages that must wait.
-        close_s: most seconds that `close` may take; None for the same time as any other wait.
+        close_s: how long `close` may take, in seconds; None for the same time as any other wait.
         peers: settings for sharing pages with running caches that have the same namespace.
     """
 
@@ -84,14 +84,14 @@ class SegmentUnit:
         pages: number of pages of the staging pool, and the largest number of pages that may be in flight.
         namespace: digest of everything that separates two callers, 32 bytes. Each namespace has its own folders.
         folders: where pages are kept beyond host memory.
-        ops: most reads that one lookup may plan.
-        deadline_s: most seconds that each wait lasts.
+        ops: how many reads one lookup may plan.
+        deadline_s: how long each wait may last, in seconds.
 
     Attributes:
         live: the unit as `build_unit` returns it.
-        close_s: most seconds that `close` may take by default.
+        close_s: how long `close` may take by default, in seconds.
         streams: whether pages are promised while they are being read from disk.
-        wait_s: the setting `disk.wait_s`: most seconds that a lookup waits for reads.
+        wait_s: the setting `disk.wait_s`: how long a lookup waits for reads at most, in seconds.
 
     Raises:
         CapacityError: the pool does not fit into the available memory.

@@ -56,7 +56,7 @@ class RowDevice:
         device: the device.
         dtype: the device's dtype for the cache's elements.
         rooms: makes the `Passage` of one load from host memory to the buffers. Its arguments are the number of layers
-            that have separate staging buffers, and the most seconds to wait for such a buffer.
+            that have separate staging buffers, and how many seconds to wait at most for such a buffer.
     """
 
     device: LayerDevice

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class DriverRefused(Exception):
-    """Raised if a call of the CUDA driver fails. The text has the call's name and its error code."""
+    """Raised if a call of the CUDA driver fails. The text contains the call's name and its error code."""
 
 
 def done(answer: tuple[Any, ...], call: str) -> Any:

@@ -17,7 +17,8 @@ BLOCK_TOKENS = 16
 """The block size that engines choose on a GPU unless they are configured otherwise."""
 SLOT_MULTIPLE_BYTES = 4096
 MOST_LAYERS = 10_000
-"""Most layers that are accepted: no model has as many, and a damaged, larger number would exhaust memory."""
+"""The largest number of layers that is accepted. No model has as many, and a larger number in a damaged file would
+exhaust memory."""
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SEEN = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kind of layer that sees a limited number of tokens -> the configuration key with that number."""

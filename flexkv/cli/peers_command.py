@@ -79,8 +79,8 @@ def _print(units: list[dict[str, Any]]) -> None:
 
 
 def ask_units(folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """Returns each unit's status. If a unit does not answer within `deadline_s` seconds, its entry has the facts from
-    the unit's file and an `error` instead."""
+    """Returns each unit's status. If a unit does not answer within `deadline_s` seconds, its entry contains the facts
+    from the unit's file and an `error` instead."""
     return [_ask(folder, unit, facts, deadline_s) for unit, facts in read_cards(folder)]
 
 

@@ -31,7 +31,7 @@ SPARE_S = 30.0
 """A job in a separate process is ended if it takes this many seconds longer than expected."""
 MOST_BENCH_BYTES = 4 << 30
 MOST_NAMES = 1000
-"""Most names per command. For each name, the command reads or removes a value."""
+"""The maximum number of names per command. For each name, the command reads or removes a value."""
 
 KEY = re.compile(r"[0-9a-f]{32}")
 PREFIX = re.compile(r"flexkv/[0-9]{1,4}/[0-9a-f]{32}/[0-9]{1,9}/?")

@@ -18,16 +18,16 @@ PROTOCOL = 2
 """The common version of cards, boards and pools. A unit with another version is refused."""
 
 MOST_CARD_BYTES = 128 << 10
-"""The most bytes of a card, so that it fits into one packet of a Unix socket."""
+"""The maximum length of a card, in bytes. It is limited so that a card fits into one packet of a Unix socket."""
 
 MOST_NUMBER = 1 << 62
 """The largest number that a card may contain; native code stores numbers as int64."""
 
 MOST_GROUPS = 64
-"""The most KV groups of a unit."""
+"""The maximum number of a unit's KV groups."""
 
 MOST_TOKENS = (1 << 31) - 1
-"""The most tokens of a block, and the largest reach; native code stores both as uint32."""
+"""The maximum number of a block's tokens, and the largest reach. Native code stores both as uint32."""
 
 SHOWN_DIGITS = 8
 """How many digits of a unit's id are shown to users."""

@@ -46,13 +46,13 @@ MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
 MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
 APPENDED_BYTES = 4 << 20
-"""The most bytes that are appended to an edition before a new one replaces it."""
+"""How many bytes are appended to an edition, at most, before a new one replaces it."""
 MOST_FILE_BYTES = 64 << 20
 """No unit writes a longer file. An edition begins with up to 11 MiB of rows, and one heartbeat adds up to 11 MiB."""
 MOST_READ_BYTES = 16 << 20
-"""The most bytes that one `LiveReader.look` reads from a file. The next one continues there."""
+"""How many bytes one call of `LiveReader.look` reads from a file at most. The next call continues there."""
 MOST_FRAMES = 1024
-"""The most frames that one `LiveReader.look` reads from a file."""
+"""How many frames one call of `LiveReader.look` reads from a file at most."""
 MOST_BEATS = 512
 """A new edition replaces the file after this many heartbeats, so that one look can read all frames of an idle unit."""
 

@@ -51,10 +51,10 @@ heartbeat.
 """
 
 MOST_UNITS = 64
-"""The most units of other machines that are followed at a time."""
+"""The maximum number of units of other machines that are followed at a time."""
 
 MOST_FILES = 1024
-"""The most files that are looked at. This includes files that ended units have not removed."""
+"""The maximum number of files that are looked at. This includes files that ended units have not removed."""
 
 MOST_FOLDERS = 256
 """One search looks into at most this many of the folders in the folder that all machines see."""

@@ -24,13 +24,13 @@ START_S = 60.0
 """A unit writes its file at most this many seconds after it has made its socket."""
 
 MOST_PATH_BYTES = 107
-"""The most bytes of a Unix socket's path (`sun_path`)."""
+"""The maximum length of a Unix socket's path (`sun_path`), in bytes."""
 
 MOST_UNITS = 256
-"""The most units that are read from a folder."""
+"""The maximum number of units that are read from a folder."""
 
 MOST_FACTS_BYTES = 64 << 10
-"""The most bytes of a unit's file; a longer file is not a unit's."""
+"""The maximum length of a unit's file, in bytes. A longer file is not a unit's."""
 
 CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user and group."""

@@ -38,10 +38,10 @@ LEAVE_S = 5.0
 """How many seconds a close waits for the thread that `retire` has started."""
 
 MOST_REASON = 300
-"""The most characters of a reason for a refusal, which may repeat text from a peer."""
+"""The maximum length of a reason for a refusal, in characters. A reason may repeat text from a peer."""
 
 MOST_REFUSED = 64
-"""The most refused units that are remembered, so that units that come and go do not accumulate."""
+"""At most this many refused units are remembered, so that units that come and go do not accumulate."""
 
 
 @dataclass(slots=True)

@@ -44,13 +44,13 @@ STOP_S = 2.0
 """How many seconds a close waits for the thread. The thread waits SCAN_S at most, unless a peer's disk blocks it."""
 
 MOST_CONNECTIONS = 256
-"""The most units that may follow this one at a time. Further connections are closed without an answer."""
+"""The maximum number of units that may follow this one at a time. Further connections are closed without an answer."""
 
 ASK_STATUS = b"peers?"
 """What `flexkv peers` sends to ask for this unit's status, after it has received the card."""
 
 MOST_FILES = 4
-"""The most file descriptors that are accepted with a card."""
+"""The maximum number of file descriptors that are accepted with a card."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ LEVELS = {"I": logger.info, "W": logger.warning}
 keeper that failed."""
 
 LINE_BYTES = 4096
-"""Longest line that is read at once, in bytes. A keeper does not write longer lines."""
+"""The length of the longest line that is read at once, in bytes. A keeper does not write longer lines."""
 
 MARGIN_S = 2.0
 """Seconds that a keeper has to end beyond its plugins' deadlines, because a busy machine may schedule it late."""

@@ -13,7 +13,7 @@ import flexkv
 from flexkv.plugins.base import Program, Role
 
 MOST_PROGRAMS = 16
-"""Most plugins of a folder. Each is a process, and more of them are probably a mistake."""
+"""The maximum number of a folder's plugins. Each is a process, and more of them are probably a mistake."""
 
 NAME = re.compile(r"(?:(?P<scheduler>scheduler)|worker_(?P<rank>\d{1,6})|(?P<all>all))_.")
 CLAIMS = re.compile(r"(scheduler|worker|all)_")

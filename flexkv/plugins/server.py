@@ -20,7 +20,8 @@ from flexkv.plugins.unit_socket import MOST_LINE_BYTES, MOST_WAIT_S, decoded, en
 logger = get_logger(__name__)
 
 MOST_CONNECTIONS = 32
-"""Most connections at once: two for each plugin that a folder may have. Further ones wait until one has ended."""
+"""The maximum number of connections at once: two for each plugin that a folder may have. Further ones wait until one
+has ended."""
 
 CHUNK_BYTES = 1 << 18
 

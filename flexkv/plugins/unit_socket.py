@@ -17,10 +17,10 @@ MOST_LINE_BYTES = 16 << 20
 """Size of the longest message, enough for a call with `MOST_TOKENS` tokens."""
 
 MOST_TOKENS = 1 << 20
-"""Most tokens in the prompt of a call."""
+"""The maximum number of tokens in the prompt of a call."""
 
 MOST_WAIT_S = 600.0
-"""Longest deadline of a call, in seconds."""
+"""The longest deadline of a call, in seconds."""
 
 
 def socket_name(unit: bytes) -> str:

@@ -11,7 +11,8 @@ from flexkv.storage.private_files import open_private
 
 
 def write_line(path: Path, text: str) -> None:
-    """Writes the text and its digest durably. After a power cut, the file has either this line or the previous one.
+    """Writes the text and its digest durably. After a power cut, the file contains either this line or the previous
+    one.
 
     Raises:
         OSError: the file could not be written.

@@ -135,7 +135,7 @@ def room_for_slabs(free: int, own: int) -> int:
 
 
 def room_beside(total: int) -> int:
-    """The most bytes that headers and index take if they and the slabs have `total` bytes together."""
+    """How many bytes headers and index take at most if they and the slabs have `total` bytes together."""
     return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 

@@ -14,7 +14,7 @@ from flexkv import c_ext
 from flexkv.storage.base import DiskGroup
 
 TEXT_BYTES = 512
-"""The most bytes of each text at the end of a header. A longer text is cut."""
+"""The maximum length of each text at the end of a header, in bytes. A longer text is cut."""
 
 WORD_BYTES = 16
 """Size in bytes of a field that holds a short text, padded with zeros."""

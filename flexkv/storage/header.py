@@ -79,9 +79,9 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """Returns a 32-byte digest for each group. The group of the same number in a different unit has the same digest if
-    its slot images have the same encoding and geometry and, unless `is_plain`, if its slab, rule, reach and signature
-    are the same.
+    """Returns a 32-byte digest for each group. Groups of the same number in two units have the same digest if their
+    slot images have the same encoding and geometry. Unless `is_plain`, their slabs, rules, reaches and signatures must
+    be the same, too.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.

@@ -37,7 +37,7 @@ that are not written yet.
 """
 
 USE_FLUSH_CHUNKS = 512
-"""The most chunks of a slab that a commit writes only because of uses (2 MiB), so that uses cost the disk little."""
+"""How many chunks of a slab (2 MiB) a commit writes at most only because of uses, so that uses cost the disk little."""
 
 RETRIES = 5
 RETRY_S = 0.2

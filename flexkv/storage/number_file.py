@@ -17,7 +17,7 @@ class DamagedNumberError(DiskError):
 
 
 def write_number(path: Path, number: int) -> None:
-    """Writes the number durably. After a power cut, the file has either this number or the previous one.
+    """Writes the number durably. After a power cut, the file contains either this number or the previous one.
 
     Raises:
         OSError: the file could not be written.

@@ -82,8 +82,8 @@ class NamedDisks:
         return tuple(sorted(disk for disk in self._with_pages if self._named[disk] != (weights, epoch)))
 
     def name(self, weights: bytes, epoch: int) -> None:
-        """Writes the name to the disks that lack it, in a separate thread, so that a disk that hangs does not delay the
-        caller.
+        """Writes the name to the disks that lack it. A separate thread does this, because a disk may hang and must not
+        delay the caller.
         """
         said = (weights, epoch)
         folders = [folder for disk, folder in self._folders.items() if self._named[disk] != said]

@@ -37,8 +37,8 @@ struct Calls {
   // Maxima for loads [0] and stores [1]: bytes that the copy engine had in flight at once, bytes of one copy,
   // bytes of one batch, multiprocessors that a kernel got, and kernels in flight at once.
   std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
-  // The most stores of more than kLongStoreCopy bytes that the copy engine had in flight at once. Behind two
-  // such stores, a small copy on another stream was seen to wait for 10 to 370 ms, and once for 2 s.
+  // How many stores of more than kLongStoreCopy bytes the copy engine had in flight at once, at most. Behind
+  // two such stores, a small copy on another stream was seen to wait for 10 to 370 ms, and once for 2 s.
   int64_t peak_long_stores = 0;
   std::vector<int> priorities;      // priority of each stream that was created; 0 is the lowest
   std::vector<int32_t> stage_ends;  // CopyJob::stage_ends of the last kernel with stages, in chunks

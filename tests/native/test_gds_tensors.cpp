@@ -1,4 +1,4 @@
-// The transfer templates that take tensors, with a tensor type that has only the members that they need.
+// The transfer templates for tensors, called with a tensor type that has only the members they need.
 #include <doctest/doctest.h>
 
 #include <vector>

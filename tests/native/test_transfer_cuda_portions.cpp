@@ -25,7 +25,7 @@ std::vector<int32_t> all_of(const CudaShape& shape) {
   return all;
 }
 
-// Unit: bytes. The most that the copy engine has in flight in one direction.
+// Unit: bytes. How much the copy engine has in flight at most in one direction.
 int64_t most_in_flight(size_t direction) {
   return static_cast<int64_t>(cuda::kPortionsInFlight[direction]) * cuda::kPortionBytes[direction];
 }

@@ -12,7 +12,7 @@ namespace {
 
 // Unit: layers. A description of a pool or file with more layers is wrong.
 constexpr int64_t kMostLayers = 1 << 16;
-// Unit: bytes. A larger value is a mistake of the caller. Up to this limit, products with numbers of layers
+// Unit: bytes. A larger value is a mistake by the caller. Up to this limit, products with numbers of layers
 // stay far from overflow.
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 44;
 

@@ -60,7 +60,7 @@ class TransformDevice {
   // Returns why a transform cannot access this memory, or an empty string if it can.
   virtual std::string cannot_reach(const void* memory, int64_t bytes) const = 0;
   // Returns the transformer of one transfer. Its batches start after `fence` or, if that is null, after the
-  // work that the engine has enqueued so far, and see the bytes that this work has written.
+  // work that the engine has enqueued so far. They see the bytes that this work has written.
   virtual std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages,
                                                    StreamEvent* fence = nullptr) = 0;
   // Sleeps until the engine's work has reached `fence` or, if that is null, until the work that the engine
@@ -73,9 +73,9 @@ inline constexpr int32_t kHostDevice = -1;
 // Returns the device of plain memory and the CPU.
 std::shared_ptr<TransformDevice> host_transform_device();
 
-// Unit: thread blocks. The most that a transform beside the model uses. Each block fills the registers of one
-// multiprocessor, so a transfer never takes more than this many multiprocessors from the model. Together they
-// transform more than 100 GB/s (docs/gpu-results.md), far more than disks deliver.
+// Unit: thread blocks. How many blocks a transform beside the model uses at most. Each block fills the
+// registers of one multiprocessor, so a transfer never takes more than this many multiprocessors from the
+// model. Together they transform more than 100 GB/s (docs/gpu-results.md), far more than disks deliver.
 inline constexpr int kTransformBlocks = 8;
 
 // How many multiprocessors transforms use: a few, so that the model has the others, or all, for measurements.

@@ -30,7 +30,7 @@ struct PolicyRoom {
   // The policy's notes, indexed by entry; null if PolicyKind::notes is false. They are kept apart from the
   // entries, so that lookups do not load them. All size classes of an index share the array.
   HugeArray<PolicyNote>* notes;
-  const SlotPool& pool;  // the slots of the policy's size class; `usable()` is the most blocks it can hold
+  const SlotPool& pool;  // the slots of the policy's size class; `usable()` is how many blocks it can hold
 };
 
 // Why blocks are admitted.

@@ -78,7 +78,7 @@ class OwnPools:
         self._registered = False
 
     def check(self) -> None:
-        """Checks that the engine that is registering its KV cache is the engine that made the connector.
+        """Checks that the engine now registering its KV cache is the one that made the connector.
 
         Raises:
             ConfigError: another engine has made the connector, or this process was forked from the process that made

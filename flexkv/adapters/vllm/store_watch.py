@@ -9,8 +9,8 @@ before it calls any connector, and requests would wait or be preempted when memo
 reuse a block as soon as it needs it.
 
 The engine's pool calls back when it reuses a watched block or resets (`BlockPool.unpin_blocks`). If a copy of the block
-is in flight, the step's metadata orders every worker to end the copy before its forward pass may write to the block,
-or else to count the page as failed. If no copy has begun, flexkv no longer stores the block.
+is in flight, the step's metadata orders every worker to end the copy before the worker's forward pass may write to the
+block. A worker that cannot do so counts the page as failed. If no copy has begun, flexkv no longer stores the block.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from flexkv.transfer.layerwise.paged import PagedLayers
 
 
 class LostPages(FlexKVError):
-    """Raised if pages that the cache promised did not arrive; `segments` has the numbers of their segments."""
+    """Raised if pages that the cache promised did not arrive; `segments` contains the numbers of their segments."""
 
     def __init__(self, segments: Sequence[int], reason: str) -> None:
         super().__init__(reason)

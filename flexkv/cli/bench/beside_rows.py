@@ -26,8 +26,8 @@ from flexkv.transfer.graph import OpKind
 RUN_BYTES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 LAYERS = 32
 POOL_BYTES = 512 << 20
-"""Smallest pool on a GPU. Up to six ops are in flight and share no block, so each moves 85 MiB, the KV of a prompt of a
-few thousand tokens."""
+"""Size in bytes of the smallest pool on a GPU. Up to six ops are in flight and share no block, so each op moves 85 MiB:
+the KV of a prompt of a few thousand tokens."""
 PAIRS = 5
 SECONDS = 40.0
 """Seconds for all rows together, if the caller does not choose them."""

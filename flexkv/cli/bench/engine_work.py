@@ -25,7 +25,7 @@ PRODUCT_SIZE = 8192
 PLAIN_STEP_ROWS, PLAIN_STEP_WIDTH, PLAIN_PRODUCT_SIZE = 4, 64, 256
 """The shape of a step and the size of the product for plain memory, where a CPU computes."""
 FEWEST = 3
-"""Fewest repetitions of one kind of work in a window, however short the window is."""
+"""The minimum number of repetitions of one kind of work in a window, however short the window is."""
 
 
 @dataclass(frozen=True, slots=True)

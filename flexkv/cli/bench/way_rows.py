@@ -17,8 +17,9 @@ ENGINE_LOADS_FROM = 0.95
 """The copy engine takes nothing from the inference engine's kernels. So it loads runs of every length at which it
 reaches this share of the kernel's rate."""
 KERNEL_STORES_FROM = 0.6
-"""The kernel stores runs of a length at which it reaches this share of the copy engine's rate, because batches of
-stores by the copy engine slow down the inference engine's steps (docs/gpu.md). An H200's kernel reaches 0.72."""
+"""The kernel stores runs of every length at which it reaches this share of the copy engine's rate. It need not be as
+fast as the copy engine, whose batches of stores slow down the inference engine's steps (docs/gpu.md). An H200's kernel
+reaches 0.72."""
 
 ROUNDS = 3
 """Rounds of measurement, some seconds apart; the best rate counts. On a shared machine, the link once reached only 0.6

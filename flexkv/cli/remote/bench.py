@@ -20,11 +20,11 @@ TTL_S = 600
 NAMES = 256
 """Number of names per `exists` call, which is as many as a unit asks for at once."""
 SINGLE_VALUES = 16
-"""Most values that are moved one per call."""
+"""The maximum number of values that are moved one per call."""
 LEAST_S = 1.0
-"""Shortest deadline of a call in seconds, used if less of the total time is left."""
+"""The shortest deadline of a call, in seconds. It is used if less of the total time is left."""
 CALL_S = 30.0
-"""Longest deadline of a call in seconds."""
+"""The longest deadline of a call, in seconds."""
 PHASES = 6
 """Number of phases: puts, `exists` calls and gets, each first with one value per call and then with many. Each phase
 may take the same share of the total time."""

@@ -20,7 +20,8 @@ HEAD = struct.Struct("<8sIIQQ16sQQIIQIIQ")
 DIGEST_AT = 88
 
 MOST_RUNS = 1 << 17
-"""Most runs that a value can have. The runs of an engine's page (layers, times K and V, times ranks) stay far below."""
+"""The maximum number of runs that a value can have. An engine's page has far fewer (layers, times K and V, times
+ranks)."""
 
 
 @dataclass(frozen=True, slots=True)

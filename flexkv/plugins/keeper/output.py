@@ -14,7 +14,7 @@ one piece, even if each byte becomes three."""
 MOST_SHOWN_BYTES = 3 * LINE_BYTES
 
 READ_BYTES = 1 << 16
-"""Most bytes of one read."""
+"""The maximum number of bytes that one read returns."""
 
 READS_PER_S = 16.0
 BURST_READS = 16

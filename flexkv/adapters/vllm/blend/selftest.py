@@ -201,9 +201,8 @@ class SelfTest:
         whole: Any,
         limits: Limits,
     ) -> float:
-        """Returns how far the kept rows are off at most, in their keys in any layer after the check layer or in their
-        output, as a multiple of the error that rounding explains there. The rows that are not kept are taken from a
-        full computation.
+        """Returns the largest error of a kept row, in its keys in any layer after the check layer or in its output. The
+        unit is the error that rounding explains there. The rows that are not kept are taken from a full computation.
 
         Args:
             rows: the numbers of the reused rows.
