@@ -1,4 +1,4 @@
-// What CUDA support this build and this machine have. These functions can be called on every machine, also
+// What CUDA support this build and this machine have. These functions can be called on every machine, even on
 // one without CUDA.
 #pragma once
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Records which pages the other units of this machine have, and in which slots. One thread follows their
+// Records which pages the other units on this machine have, and in which slots. One thread follows their
 // boards, another copies pages from their host pools, and the manager's thread takes the news about their
 // pages.
 #pragma once

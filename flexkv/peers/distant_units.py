@@ -1,4 +1,4 @@
-"""Shares a unit's folders with units of other machines whose folders lie beside its own, and follows those folders."""
+"""Shares a unit's folders with units on other machines whose folders lie beside its own, and follows those folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SharingTerms(Protocol):
 
 
 class DistantUnits:
-    """The units of other machines with which this unit shares pages through folders.
+    """The units on other machines with which this unit shares pages through folders.
 
     Args:
         directory: gets the pages in these units' folders.
@@ -54,7 +54,7 @@ class DistantUnits:
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
 
     def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
-        """Shows the unit's folders to units of other machines, and begins to follow the folders of those units. If that
+        """Shows the unit's folders to units on other machines, and begins to follow the folders of those units. If that
         fails, the log says why.
 
         Args:
@@ -80,7 +80,7 @@ class DistantUnits:
         logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
 
     def end(self) -> None:
-        """Stops promising pages of other machines, and tells the watch's thread to end. Does not wait for a file
+        """Stops promising pages from other machines, and tells the watch's thread to end. Does not wait for a file
         server. Idempotent.
         """
         with self._lock:

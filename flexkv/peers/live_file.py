@@ -1,4 +1,4 @@
-"""The file through which units of other machines follow a unit. It lies in the unit's folder, and says which unit this
+"""The file through which units on other machines follow a unit. It lies in the unit's folder, and says which unit this
 is, that it is running, and which pages its folders hold.
 
 The file begins with a header and a frame that identifies the unit. Each heartbeat appends frames with the places that

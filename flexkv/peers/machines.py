@@ -1,4 +1,4 @@
-"""The thread that shows a unit's folders to units of other machines and follows the folders of those units, through
+"""The thread that shows a unit's folders to units on other machines and follows the folders of those units, through
 files only.
 
 The folders of all units lie below one folder that every machine sees. The machines' clocks and the files' times do not
@@ -51,7 +51,7 @@ heartbeat.
 """
 
 MOST_UNITS = 64
-"""The maximum number of units of other machines that are followed at a time."""
+"""The maximum number of units on other machines that are followed at a time."""
 
 MOST_FILES = 1024
 """The maximum number of files that are looked at. This includes files that ended units have not removed."""
@@ -314,7 +314,7 @@ class MachineWatch:
         self._rest(unit, news, now_s)
         head = unit.reader.head
         if head is None or head.machine == self._head.machine:
-            return  # `PeerWatch` follows the units of this machine
+            return  # `PeerWatch` follows the units on this machine
         if news.is_alive:
             unit.alive_s = now_s
             if unit.mirror is None:

@@ -68,7 +68,7 @@ class PeerShare:
         pages: this unit's KV groups.
         host, disk: whether to share host memory, and whether to share folders.
         once: whether `peers.store` is `once`, so that an ended peer's pool stays readable for up to DEPARTED_S.
-        beat_s: seconds between heartbeats for units of other machines; None to share on this machine only.
+        beat_s: seconds between heartbeats for units on other machines; None to share on this machine only.
 
     Attributes:
         host: the directory of peers' host pools; None if host memory is not shared.
@@ -346,7 +346,9 @@ class PeerShare:
             self.refused[whom] = why[:MOST_REASON]
 
     def end_refusal(self, whom: str) -> None:
-        """Forgets why a unit was refused. Call this when this unit shares with it after all, or it has ended."""
+        """Forgets why a unit was refused. Call this when this unit shares with that unit after all, or when that unit
+        has ended.
+        """
         with self._lock:
             self.refused.pop(whom, None)
 

@@ -57,8 +57,8 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
 
 
 def odd_file(path: Path) -> str:
-    """Returns a text that names the database or the log if it is not a file; empty if each is a file or missing. A pipe
-    in the file's place must not be opened, because opening it would wait.
+    """Returns a text that names the database or the log if one of them exists and is not a regular file; otherwise an
+    empty text. A pipe in the file's place must not be opened, because opening it would wait.
 
     Raises:
         OSError: the folder cannot be read.

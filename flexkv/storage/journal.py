@@ -310,7 +310,7 @@ class Journal:
                 if held.any():
                     self._on_durable(record.group, record.slots[held], record.generations[held])
         except BaseException as error:
-            # The failure must be set before `reset.done`, because a caller that waits for the reset then looks whether
+            # The failure must be set before `reset.done`, because a caller that waits for the reset then checks whether
             # it failed.
             self.failure = self.failure or str(error)
             raise

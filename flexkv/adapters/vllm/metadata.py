@@ -35,7 +35,7 @@ class ConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         unit: the unit that gives the orders; NO_UNIT before all ranks have shaken hands.
-        step: number of the last step with a forward pass; this step's number if it has one.
+        step: number of this step if it has a forward pass, otherwise that of the last step that had one.
         grant: the record with which a worker maps the host pool; sent until every rank has reported that it has mapped
             the pool, then None.
         early: stores to submit before this step's forward pass, of blocks that were complete before this step.

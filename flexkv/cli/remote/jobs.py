@@ -48,7 +48,9 @@ def opened(options: StoreOptions) -> Iterator[Store]:
 
 
 def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
-    """Asks each server twice whether it is alive: first with connecting, then for the time of a round trip alone."""
+    """Asks each server twice whether it is alive. The first question includes connecting; the second one measures a
+    round trip alone.
+    """
     found = []
     for url in options.urls:
         with opened(replace(options, urls=(url,))) as store:
