@@ -30,7 +30,8 @@ LOCK_RETRY_S = 0.02
 
 
 class FrameLog:
-    """A log that one process has open and one thread uses. Read all of `frames()` before the first `append`.
+    """A log that only one process can have open, and only one thread may use. Read all of `frames()` before the first
+    `append`.
 
     Args:
         identity: 32 bytes that say what the frames mean. A file with another identity loses its frames.
