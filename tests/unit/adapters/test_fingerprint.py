@@ -235,9 +235,8 @@ def test_a_branch_of_the_hub_is_told_apart_by_its_commit(folder: Path) -> None:
 def test_the_commit_of_another_repositorys_configuration_does_not_identify_weights(folder: Path) -> None:
     hub: dict[str, Any] = {"model": "owner/name", "commit": "c" * 40}
     other = hub | {"config_path": "owner/other"}
-    one, two = ({"revision": letter * 40} for letter in "ab")
-    assert namespace(folder, **other, **one) != namespace(folder, **other, **two)
-    assert content(folder, **other, **one) == NAMED
+    assert namespace(folder, **other, revision="a" * 40) != namespace(folder, **other, revision="b" * 40)
+    assert content(folder, **other, revision="a" * 40) == NAMED
     assert "owner/name@default, which may move" in content(folder, **other).unnamed
     assert content(folder, **hub, config_path="owner/name") == NAMED, "the control"
 
