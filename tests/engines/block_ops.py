@@ -76,8 +76,8 @@ def pool(llm: Any) -> dict[str, Any]:
 
 
 def compare_pages(llm: Any) -> dict[str, Any]:
-    """Counts the blocks in the engine's prefix cache, and those of them that have no byte-identical page in flexkv's
-    host memory.
+    """Counts the blocks in the engine's prefix cache, and the blocks among them without a byte-identical page in
+    flexkv's host memory.
     """
     import numpy as np
     from vllm.distributed.kv_transfer import get_kv_transfer_group

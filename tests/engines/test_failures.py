@@ -135,7 +135,9 @@ def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
 
 
 def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:
-    """Without digests the damage is not found. So the other tests would fail if a wrong byte were served."""
+    """Without digests the damage is not found, and the output changes. So the other tests would fail if a wrong byte
+    were served.
+    """
     session = faulty(engines, [{"action": "corrupt", "kind": "store"}])
     prompt = Prompt.of(600, stream)
     session.check_one(prompt)

@@ -1,4 +1,6 @@
-"""Store modes: which blocks are stored and when, also through vLLM's built-in FlexKV connector."""
+"""Store modes: which blocks are stored and when, also through `FlexKVConnectorV1`, the connector class for flexkv that
+vLLM ships.
+"""
 
 from __future__ import annotations
 

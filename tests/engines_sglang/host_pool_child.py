@@ -45,9 +45,7 @@ def build_host_pool(name: str, layout: str) -> Any:
 
 
 def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicache.FlexKVHiCache:
-    """Makes a storage over a host pool. `number` determines the namespace; if it is None, the namespace is a new
-    one.
-    """
+    """Makes a storage over a host pool. `number` determines the namespace; None means a new namespace."""
     number = next(numbers) if number is None else number
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(

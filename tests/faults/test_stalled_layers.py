@@ -1,4 +1,4 @@
-"""Layerwise loads from disk to an engine's pool that bypass host memory: the forward gets the first layer while the
+"""Layerwise loads that bypass host memory, from disk to an engine's pool: the forward gets the first layer while the
 last one is still being read. Runs with three adapters; the pools are in ordinary memory.
 """
 

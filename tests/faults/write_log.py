@@ -29,7 +29,7 @@ class Call:
         offset: offset of a write, or size of a truncation.
         data: the bytes of a write, or the names.
         begin, end: positions in the log at which the call began and ended.
-        covered: position in the log from which a sync covers it.
+        covered: position in the log from which on a sync covers the call.
     """
 
     kind: int

@@ -1,4 +1,4 @@
-"""vLLM's MultiConnector uses another connector beside flexkv's. If that connector's load fails, flexkv learns it only
+"""vLLM's MultiConnector uses another connector beside flexkv's. If that connector's load fails, flexkv learns this only
 from the outcome of the step.
 """
 
