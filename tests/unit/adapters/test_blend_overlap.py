@@ -282,7 +282,7 @@ def test_control_a_device_that_works_only_when_awaited_copies_nothing_ahead(
 def test_a_source_that_fails_at_the_check_layer_has_all_rows_computed(
     blending: Any, copies: Copies, host: RowDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is possible because all layers up to the check layer have computed all rows."""
+    """All rows can still be computed, because all layers up to the check layer have computed all rows."""
 
     def fail(layer: int) -> None:
         raise OSError("gone")

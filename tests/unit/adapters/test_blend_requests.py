@@ -338,7 +338,9 @@ def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None
 
 
 def test_a_hit_after_its_segments_came_is_not_used(world: World) -> None:
-    """In the meantime another request with the same salt has started, so vLLM has blocks for that salt."""
+    """While the segments were coming, another request with the same salt has started, so vLLM has blocks for that
+    salt.
+    """
     tracker = world.blended()
     make_ready(world, tracker)
     assert world.match(tracker, computed=16) is None

@@ -105,9 +105,9 @@ def test_control_behind_all_that_the_stream_was_given_it_waits(
 def test_loads_wait_where_the_runner_touches_new_blocks(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, spared: bool
 ) -> None:
-    """This runner clears the blocks of a load, although vLLM's own runner promises not to. With `spared`, the control,
-    flexkv trusts the promise, and the runner clears loaded KV. This does no harm under V2, which clears blocks before
-    it calls its first hook.
+    """The runner in this test clears the blocks of a load, although vLLM's own runner promises not to. With `spared`,
+    the control, flexkv trusts the promise, and the runner clears loaded KV. Under V2 this does no harm, because V2
+    clears blocks before it calls its first hook.
     """
     engine = make_engine()
     scheduler: Any = engine.scheduler

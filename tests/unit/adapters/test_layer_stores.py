@@ -307,8 +307,8 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
 
 
 def test_blocks_that_earlier_chunks_began_and_tails_are_stored(make_engine: Make) -> None:
-    """This includes blocks that two chunks of the prompt filled, and the partial tail, which is stored as a complete
-    page when the request ends.
+    """Blocks that two chunks of the prompt filled are stored too. So is the partial tail, as a complete page, when the
+    request ends.
     """
     engine = make_engine(**{"store.partial_blocks": True}, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))

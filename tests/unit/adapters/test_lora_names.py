@@ -442,7 +442,9 @@ def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
 def test_a_load_in_flight_for_an_adapter_that_is_trained_anew_fails(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
 ) -> None:
-    """Otherwise the engine would compute the rest of the prompt with the new content, after KV of the former one."""
+    """If the load did not fail, the engine would compute the rest of the prompt with the new content, after KV of the
+    former one.
+    """
     engine, folder, adapter = stored(make_engine, tmp_path)
     assert engine.add(make_request(PROMPT, "two", lora_request=adapter)) == HIT
     if changed:

@@ -122,7 +122,7 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for any number of pending pages, and for any number of requests with pending pages."""
+    """The offer stays small for any number of pending pages, and for any number of requests with pending pages."""
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
     for name in range(4):
@@ -493,7 +493,7 @@ def test_a_name_that_is_used_again_ends_the_hold(make_engine: Make) -> None:
 
 
 def test_where_nothing_says_what_becomes_of_blocks_they_are_counted(make_engine: Make) -> None:
-    """Under vLLM's built-in class, stores end in the step, and flexkv cannot learn when a block is reused."""
+    """Under `FlexKVConnectorV1`, stores end in the step, and flexkv cannot learn when a block is reused."""
     engine, worker = two_in_flight(make_engine, role=EngineRole(stores_end_in_step=True))
     engine.add(make_request(PROMPT, "one"))
     engine.step()

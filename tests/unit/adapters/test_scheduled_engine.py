@@ -249,7 +249,9 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
 
 
 def test_no_client_resets_under_requests_while_an_aborted_load_holds_blocks(make_scheduled: Make) -> None:
-    """vLLM would raise an error at such a reset, however long the load's copies take."""
+    """vLLM raises an error if a reset would preempt running requests while a load holds blocks. After an abort, the
+    load holds them until its copies have ended.
+    """
     worker_class = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.H2D)))
     engine = make_scheduled(full(4), window(4, 9), blocks=128, worker_class=worker_class)
     engine.run("first", PROMPT)

@@ -71,7 +71,7 @@ def test_every_tensor_has_a_sample(tmp_path: Path) -> None:
 
 
 def test_control_a_single_value_of_a_large_tensor_is_not_seen(tmp_path: Path) -> None:
-    """Only the digest of all content detects such a change."""
+    """Only the digest of all content detects a change of one value in a large tensor."""
     before = identity(write_model(tmp_path / "a"))
     change(tmp_path / "a" / "model.safetensors", "model.embed_tokens.weight", 1000 * HIDDEN, 8 * HIDDEN)
     assert identity(tmp_path / "a") == before

@@ -41,7 +41,7 @@ def on_disk(
 
 
 def ask_until_answered(world: DiskWorld, keys: list[Keys]) -> tuple[MatchResult, int]:
-    """Looks up as an engine does in each step. Returns the answer and the number of pages read for it."""
+    """Looks a request up, as an engine does in each step. Returns the answer and the number of pages read for it."""
     read = 0
     for _ in range(8):
         result = world.manager.match("r", keys, 0)

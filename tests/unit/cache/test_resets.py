@@ -83,8 +83,8 @@ class WatchedReset:
 
 
 def test_a_reset_that_is_begun_waits_for_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`begin_reset` does not wait for the tiers; `poll_reset` polls whether they have confirmed. Until then older pages
-    are misses, and new pages are promised.
+    """`begin_reset` does not wait for the tiers; `poll_reset` polls whether they have confirmed. Even before they have
+    confirmed, older pages are misses, and new pages are promised.
     """
     watched = WatchedReset()
     manager, keys = watched.manager, chain(5)

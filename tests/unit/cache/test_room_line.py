@@ -35,7 +35,7 @@ def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
 
 
 def ask(world: DiskWorld, name: str, keys: Keys) -> MatchResult | None:
-    """Looks up as an engine does in each step. Returns None while the request waits."""
+    """Looks a request up, as an engine does in each step. Returns None while the request waits."""
     if world.manager.still_waits(name):
         return None
     result = world.look(keys, name)
