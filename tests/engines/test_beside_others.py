@@ -21,8 +21,8 @@ PROMISED_TOKENS = 8 * BLOCK_TOKENS
 
 
 def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """Makes a `kv_transfer_config` with several connectors. The first one that has tokens loads them; all of them
-    store.
+    """Makes a `kv_transfer_config` with several connectors. The first connector that finds tokens loads them; all
+    connectors store.
     """
     return {
         "kv_connector": "MultiConnector",

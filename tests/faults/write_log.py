@@ -118,7 +118,7 @@ class Disks:
         self._settled: dict[int, tuple[int, bytearray]] = {file: (0, bytearray()) for file in self._files}
 
     def image(self, cut: int) -> dict[str, bytes]:
-        """Returns relative path -> content, as the disk could be after a power cut at position `cut`."""
+        """Returns the files as a power cut at position `cut` could leave them: relative path -> content."""
         paths: dict[str, int] = {}
         lost = False
         for call in self._names:

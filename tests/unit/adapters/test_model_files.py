@@ -1,4 +1,6 @@
-"""Facts that are read from files beside the weights. They are read only if the model is given as a folder."""
+"""Facts that flexkv reads from files beside the weights. It reads these files only if the model is given as a
+folder.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
 
 
 def test_eviction_policies_take_runs_apart() -> None:
-    """Runs with different policies differ, so the tests above do not test one policy under two names."""
+    """Simulations with different policies differ, so the tests above do not test one policy under two names."""
     differ = [
         Simulation(narrow).run() != Simulation(replace(narrow, policy="bonus_lru")).run()
         for narrow in narrow_configs(seeds=3)
