@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -133,8 +134,8 @@ def _apart(config: VllmConfig) -> Any:
     nothing."""
     seed = _seed_of_weights(config)
     model = config.model_config
-    more = unusual_settings(config) | environment() | _tuning(model) | _library(model, inputs=False)
-    if more := more | _files(model, inputs=False):
+    more = unusual_settings(config) | _mistral_files(config) | environment()
+    if more := more | _tuning(model) | _library(model, inputs=False) | _files(model, inputs=False):
         return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
     # With batch invariance a user expects the same bits each time, which only vLLM's own kernels give.
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
@@ -151,7 +152,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
     speculative = config.speculative_config
     # VLLM_BATCH_INVARIANT selects other kernels, which give different bits.
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
-    mode |= _tuning(model) | _library(model, inputs=_takes_inputs(model))
+    mode |= _mistral_files(config) | _tuning(model) | _library(model, inputs=_takes_inputs(model))
     if variables := environment():
         mode["environment"] = variables
     if geometry.is_hybrid:
@@ -210,6 +211,14 @@ def _tuning(model: ModelConfig) -> dict[str, bool]:
         return {}
     said = model.try_get_generation_config() | model.override_generation_config
     return {TUNING: bool(said.get(TUNING, model.max_model_len > TUNED_ABOVE_TOKENS))}
+
+
+def _mistral_files(config: VllmConfig) -> dict[str, str]:
+    """Returns that vLLM reads Mistral's weights files, as it does with `load_format` auto if the model's folder has
+    any, even beside others; otherwise empty."""
+    is_auto = str(config.load_config.load_format) == "auto"
+    folder = Path(str(config.model_config.model))
+    return {"weights_files": "mistral"} if is_auto and any(folder.glob("consolidated*.safetensors")) else {}
 
 
 def _library(model: ModelConfig, inputs: bool) -> dict[str, str]:

@@ -118,7 +118,8 @@ LOAD = FieldTable(
     taken=("ignore_patterns",),
     read={
         "load_format": (
-            f"{FORMAT_RULE}. With dummy the weights are random, and the seed is in the key",
+            f"{FORMAT_RULE}. With dummy the weights are random, and the seed is in the key. With auto, the key says "
+            "if the model's folder has Mistral's files (`consolidated*.safetensors`): vLLM then reads only these",
             files_of_format,
         ),
         "model_loader_extra_config": (EXTRA_RULE, loader_settings),

@@ -340,6 +340,23 @@ def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme
 
 
 @pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_auto_reads_mistrals_files_where_they_are_beside_others(tmp_path: Path, scheme: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_weights(tmp_path)
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+
+    def keys(load_format: str) -> bytes:
+        described = resolved(tmp_path, dtype="float16", load_format=load_format)
+        return engine_namespace(described, geometry, settings)
+
+    assert keys("auto") == keys("hf") == keys("safetensors")
+    save_file({"weight": torch.zeros(4096)}, tmp_path / "consolidated.safetensors")
+    assert keys("hf") == keys("safetensors")
+    assert keys("auto") != keys("hf")
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
 def test_how_fast_a_loader_reads_changes_no_key(text_folder: Path, scheme: str) -> None:
     geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
     settings = load_config({"keys.scheme": scheme}, {})
