@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sglang import __version__ as sglang_version
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_lora, get_parallel
+from sglang.srt.server_args import ServerArgs
 
 from flexkv.adapters.common.common_keys import (
     COMMON,
@@ -22,7 +24,7 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import plain_namespace
-from flexkv.adapters.common.loader_settings import USUAL, files_of_format
+from flexkv.adapters.common.loader_settings import files_of_format
 from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
@@ -207,7 +209,9 @@ def _shared_model(
         "adapters": None,
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
     } | _apart(server_args, config)
-    if (files := files_of_format(server_args.load_format)) not in (USUAL, "dummy"):
+    if settings := _unusual(server_args):
+        apart["settings"] = settings
+    if files := _files(server_args, model, bool(config.identity.model)):
         apart["files"] = files
     return SharedModel(
         path=str(model.model_path),
@@ -219,6 +223,17 @@ def _shared_model(
         config=model.hf_text_config.to_dict(),
         apart=apart if any(value is not None for value in apart.values()) else None,
     )
+
+
+def _unusual(server_args: Any) -> dict[str, Any]:
+    """The arguments whose values are in `ARGUMENTS` and differ from SGLang's defaults, as plain values. The common key
+    scheme has no equivalent of them. Random weights are left out, because their seed identifies them."""
+    usual = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
+    return {
+        name: value
+        for name, value in ARGUMENTS.values(server_args).items()
+        if name in usual and value not in (ARGUMENTS.value(name, usual[name]), "dummy")
+    }
 
 
 def _kernels(server_args: Any) -> str:

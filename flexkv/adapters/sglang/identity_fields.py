@@ -14,9 +14,13 @@ NOT_OF_FILES = ("ipc_cache", "presharded", "private", "rdma", "remote", "remote_
 from an earlier run's copy that may be older than the model's files."""
 
 ENVIRONMENT = (
+    "FLASHINFER_NVFP4_4OVER6",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
     "SGLANG_CPU_QUANTIZATION",
     "SGLANG_DEEPEP_BF16_DISPATCH",
     "SGLANG_ENABLE_DP_GATHER_FP8",
+    "SGLANG_ENABLE_JIT_DEEPGEMM",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE",
     "SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16",
     "SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE",
     "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION",
@@ -26,6 +30,7 @@ ENVIRONMENT = (
     "SGLANG_FP8_IGNORED_LAYERS",
     "SGLANG_HUMMING_INPUT_QUANT_CONFIG",
     "SGLANG_HUMMING_ONLINE_QUANT_CONFIG",
+    "SGLANG_HUMMING_USE_F16_ACCUM",
     "SGLANG_INT4_WEIGHT",
     "SGLANG_MOE_NVFP4_DISPATCH",
     "SGLANG_MORI_COMBINE_DTYPE",
@@ -42,10 +47,11 @@ ENVIRONMENT = (
     "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
     "SGLANG_TRITON_FP8_PREFILL_ATTN",
     "SGLANG_USE_AITER_FP8_PER_TOKEN",
+    "SGLANG_USE_DEEPGEMM_BMM",
 )
-"""Environment variables that change KV: they quantise weights or the inputs of layers, reduce their precision, skip
-parts of the attention, or replace the routing to experts. A variable is in the key if its value differs from SGLang's
-default."""
+"""Environment variables that change KV: they quantise weights or the inputs of layers, reduce their precision, select
+kernels that do so, skip parts of the attention, or replace the model's code or the routing to experts. A variable is in
+the key if its value differs from SGLang's default."""
 
 ARGUMENTS = FieldTable(
     "ServerArgs",
@@ -54,8 +60,10 @@ ARGUMENTS = FieldTable(
         """
         model_impl model_config_parser modelopt_quant
         quantize_and_serve rl_quant_profile custom_weight_loader
-        kt_method moe_runner_backend fp8_gemm_runner_backend fp4_gemm_runner_backend
+        kt_method kt_num_gpu_experts kt_max_deferred_experts_per_token
+        moe_runner_backend fp8_gemm_runner_backend fp4_gemm_runner_backend
         flashinfer_mxfp4_moe_precision enable_w4a4_mxfp4_megamoe deepep_dispatcher_output_dtype
+        flashinfer_a2a_dispatch_type enable_tf32_matmul
         enable_quant_communications qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
         prefill_kv_cache_dequant_dtype dllm_algorithm dllm_fdfo
         lora_target_modules experts_shared_outer_loras forward_hooks dcp_size enable_kv_cache_sharding
@@ -70,6 +78,10 @@ ARGUMENTS = FieldTable(
             files_of_format,
         ),
         "model_loader_extra_config": (EXTRA_RULE, loader_settings),
+        "ep_dispatch_algorithm": (
+            "whether it is `fake`, with which the routing to experts is random",
+            lambda algorithm: algorithm == "fake",
+        ),
     },
     elsewhere={
         "model_path": "by the weights (the hub's commit, samples of the files, or `identity.model`) and "

@@ -87,8 +87,6 @@ class EngineArguments:
         latent = "kv_lora_rank" in text if text else None
         heads, head_size = _heads(text, ranks)
         longest = getattr(llm_args, "max_seq_len", None)
-        # Some backends for experts quantise the experts' inputs, so the backend enters the key.
-        experts = getattr(getattr(llm_args, "moe_config", None), "backend", None)
         return cls(
             model=str(llm_args.model),
             revision=getattr(llm_args, "revision", None),
@@ -108,8 +106,7 @@ class EngineArguments:
                 "dtype": str(getattr(llm_args, "dtype", "auto")),
                 "kv_dtype": str(getattr(cache, "dtype", "auto")),
                 "quantization": str(getattr(llm_args, "quant_config", None)),
-                "settings": ARGUMENTS.values(llm_args)
-                | {"moe_config.backend": None if experts is None else str(experts)},
+                "settings": ARGUMENTS.values(llm_args) | _experts(getattr(llm_args, "moe_config", None)),
             },
             attention=_attention(cache, longest),
             random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
@@ -157,6 +154,16 @@ def _attention(cache: Any, longest: int | None) -> dict[str, Any]:
     windows = sorted(window for window in given if not longest or window < longest)
     sinks = getattr(cache, "sink_token_length", None)
     return {name: value for name, value in (("windows", windows), ("sinks", sinks)) if value}
+
+
+def _experts(moe: Any) -> dict[str, Any]:
+    """The settings of experts that change KV: the backend, because some backends quantise the experts' inputs, and
+    whether the experts' outputs are quantised before they are summed."""
+    backend = getattr(moe, "backend", None)
+    found: dict[str, Any] = {"moe_config.backend": None if backend is None else str(backend)}
+    if getattr(moe, "use_low_precision_moe_combine", False):
+        found["moe_config.use_low_precision_moe_combine"] = True
+    return found
 
 
 def _without_hooks(llm_args: Any) -> str:

@@ -5,10 +5,12 @@ each salt and adapter that requests use.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
 from flexkv.adapters.common.framed import framed, plain_namespace
+from flexkv.adapters.common.loader_settings import USUAL
 from flexkv.adapters.common.model_files import code_files, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import NO_COMMIT, weights_content, weights_identity
@@ -47,12 +49,16 @@ def engine_namespace(
             could not share this engine's pages.
     """
     weights = settings.identity.model or weights_identity(arguments.model, arguments.revision)
+    # The last item is whether the user names the weights. If so, the key does not contain the commit, which would also
+    # identify the files beside the weights.
+    place = (arguments.model, arguments.revision, bool(settings.identity.model))
+    files = {
+        "quantization": quantization_files(*place),
+        "code": code_files(*place) if arguments.remote_code else {},
+    }
     if settings.keys.scheme == COMMON:
         if arguments.draft:
             raise draft_refusal(arguments.draft)
-        apart: dict[str, Any] = {"run": RUN.hex()} if arguments.random_weights else {}
-        if arguments.attention:
-            apart["attention"] = dict(arguments.attention)
         shared = SharedModel(
             path=arguments.model,
             weights=weights,
@@ -61,12 +67,9 @@ def engine_namespace(
             block_tokens=block_tokens,
             overrides=arguments.overrides,
             config=arguments.architecture,
-            apart=apart or None,
+            apart=_apart(arguments, files) or None,
         )
         return common_namespace(shared, settings)
-    # The last item is whether the user names the weights. If so, the key does not contain the commit, which would also
-    # identify the files beside the weights.
-    place = (arguments.model, arguments.revision, bool(settings.identity.model))
     fields: dict[str, Any] = {
         "engine": "tensorrt-llm",
         # A different version of TensorRT-LLM may compute different KV for the same model.
@@ -77,10 +80,7 @@ def engine_namespace(
         "block_tokens": block_tokens,
         "draft": arguments.draft,
         **arguments.in_key,
-        "files": {
-            "quantization": quantization_files(*place),
-            "code": code_files(*place) if arguments.remote_code else {},
-        },
+        "files": files,
         "run": RUN if arguments.random_weights else None,
         "namespace": settings.identity.namespace,
     }
@@ -90,6 +90,31 @@ def engine_namespace(
         # `arguments.draft` contains only the draft model's path, which says nothing about its content.
         fields["draft_weights"] = weights_identity(arguments.draft_model, None, NO_COMMIT)
     return plain_namespace(fields)
+
+
+def _apart(arguments: EngineArguments, files: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything on which the KV depends in addition to the other fields of `SharedModel`; empty if there is nothing.
+
+    Args:
+        files: the content of the files beside the weights, by purpose; an empty content for none.
+    """
+    found: dict[str, Any] = {"run": RUN.hex()} if arguments.random_weights else {}
+    if arguments.attention:
+        found["attention"] = dict(arguments.attention)
+    if read := {name: content for name, content in files.items() if content}:
+        found["files"] = read
+    settings = dict(arguments.in_key.get("settings", {}))
+    usual = {"load_format": (USUAL, "dummy"), "checkpoint_format": (None, "HF")}
+    other = {name: settings.pop(name, None) for name in usual}
+    found |= {name: value for name, value in other.items() if value is not None and value not in usual[name]}
+    # What is left selects kernels, some of which quantise their inputs if the weights are quantised.
+    if (
+        arguments.quant_algo != "None"
+        or files["quantization"]
+        or "quantization_config" in arguments.architecture
+    ):
+        found |= {name: value for name, value in settings.items() if value not in (None, "AUTO")}
+    return found
 
 
 def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> WeightsContent:

@@ -28,7 +28,8 @@ ARGUMENTS = FieldTable(
         "quant_config": "all of it",
         "speculative_config": "all of it",
         "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
-        "moe_config": "its `backend`, because some backends quantise the inputs of the experts",
+        "moe_config": "its `backend`, because some backends quantise the inputs of the experts, and "
+        "`use_low_precision_moe_combine`, if it is on",
         "kv_cache_config": "its `dtype`, `max_attention_window` (if below `max_seq_len`) and `sink_token_length`, and "
         "the tokens per block of the pool",
         "tensor_parallel_size": "not in the key: pages of another number of ranks have another format, so that they "

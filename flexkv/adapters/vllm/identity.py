@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 QUANTIZATION_FILE = "quantization_config_file"
 """The entry of `hf_overrides` with the path of a file that describes the quantisation."""
 
+OF_A_PROCESS = frozenset({"ipc_cache", "modelexpress"})
+"""Values of `--load-format` with which the weights are those of another process. That process may have read its weights
+before the model's files changed, or updated them since."""
+
 TUNING = "attn_temperature_tuning"
 """Entry of a Llama 4's configuration: whether queries are scaled by their position."""
 
@@ -77,9 +81,23 @@ def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexK
             engine's pages.
     """
     check_hash(config.cache_config.prefix_caching_hash_algo)
+    if not settings.identity.model:
+        _check_source(str(config.load_config.load_format))
     if settings.keys.scheme == COMMON:
         return common_namespace(_shared_model(config, geometry, settings), settings)
     return plain_namespace(_fields(config, geometry, settings))
+
+
+def _check_source(load_format: str) -> None:
+    """
+    Raises:
+        ConfigError: nothing identifies the weights, because they are those of another process.
+    """
+    if load_format in OF_A_PROCESS:
+        raise ConfigError(
+            f"--load-format is {load_format}, with which the weights are those of another process and may differ from "
+            "the model's files, so nothing identifies them; set identity.model"
+        )
 
 
 def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> SharedModel:

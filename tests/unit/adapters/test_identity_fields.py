@@ -40,6 +40,7 @@ from flexkv.adapters.vllm.identity_fields import (
     object_at,
 )
 from flexkv.config import load_config
+from flexkv.errors import ConfigError
 from tests.identity_page import left_out
 from tests.unit.adapters.scheduled_engine import LLAMA
 from tests.unit.adapters.test_fingerprint import one_group
@@ -337,6 +338,18 @@ def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme
     # These load formats read other files: *.pt, *.bin, Mistral's file names, and one file per rank.
     others = [keys(name) for name in ("pt", "npcache", "mistral", "sharded_state")]
     assert len({usual, *others}) == 5
+
+
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_weights_of_another_process_need_a_name(text_folder: Path, scheme: str, load_format: str) -> None:
+    """That process may have read other files, or updated its weights."""
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    described = resolved(text_folder, dtype="float16", load_format=load_format)
+    with pytest.raises(ConfigError, match=f"{load_format}, with which .* set identity.model"):
+        engine_namespace(described, geometry, load_config({"keys.scheme": scheme}, {}))
+    named = load_config({"keys.scheme": scheme, "identity.model": "mine"}, {})
+    assert engine_namespace(described, geometry, named)
 
 
 @pytest.mark.parametrize("scheme", ["engine", "common"])

@@ -200,6 +200,47 @@ def test_windows_and_random_weights_change_the_namespace(scheme: str) -> None:
     assert keys(cache={"max_attention_window": [512]}, max_seq_len=512) == keys(max_seq_len=512)
 
 
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_kernels_and_files_change_the_namespace(tmp_path: Path, scheme: str) -> None:
+    """With quantised weights, some kernels quantise their inputs."""
+    settings = load_config({"identity.model": "m", "keys.scheme": scheme}, {})
+    folder = model(tmp_path, **LLAMA)
+
+    def keys(algorithm: str | None = "NVFP4", **given: Any) -> bytes:
+        given = {"model": folder, "quant_config": SimpleNamespace(quant_algo=algorithm)} | given
+        return engine_namespace(EngineArguments.of(arguments(**given)), settings, 4, "float16")
+
+    def experts(**given: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{"backend": "AUTO", "use_low_precision_moe_combine": False} | given)
+
+    found = [
+        keys(),
+        keys(moe_config=experts(backend="MARLIN")),
+        keys(moe_config=experts(use_low_precision_moe_combine=True)),
+        keys(nvfp4_gemm_config="marlin"),
+        keys(checkpoint_format="mistral"),
+        keys(load_format="vision_only"),
+    ]
+    (tmp_path / "model.py").write_text("x = 1")
+    found.append(keys(trust_remote_code=True))
+    (tmp_path / "hf_quant_config.json").write_text('{"exclude_modules": ["a"]}')
+    found.append(keys())
+    assert len(set(found)) == len(found)
+
+
+def test_kernels_of_weights_that_are_not_quantised_are_not_in_common_keys() -> None:
+    settings = load_config({"identity.model": "m", "keys.scheme": "common"}, {})
+
+    def keys(**given: Any) -> bytes:
+        return engine_namespace(EngineArguments.of(arguments(**given)), settings, 4, "float16")
+
+    usual = keys()
+    assert keys(moe_config=SimpleNamespace(backend="CUTLASS"), checkpoint_format="HF") == usual
+    assert keys(moe_config=SimpleNamespace(backend="CUTLASS"), checkpoint_format="mistral") != usual, (
+        "the control"
+    )
+
+
 def test_every_argument_that_the_connector_gets_is_in_one_list() -> None:
     names = [*ARGUMENTS.names(), *left_out(ARGUMENTS)]
     assert len(set(names)) == len(names)
