@@ -57,6 +57,19 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+def attention(arguments: Any, model: Any) -> dict[str, int]:
+    """Returns how many keys three attention backends have, for each dtype of KV."""
+    found = {}
+    for dtype in ("torch.float8_e4m3fn", "torch.uint8, fp8_e4m3", "torch.bfloat16"):
+        given = [_with(arguments, attention_backend=name) for name in ("fa3", "triton", "flashinfer")]
+        found[dtype] = len({plain_namespace(fields_of(one, model, dtype)) for one in given})
+    return found
+
+
+def fields_of(arguments: Any, model: Any, kv_dtype: str) -> dict[str, Any]:
+    return identity._fields(arguments, model, POOL, PLACE, load_config({}, {}), kv_dtype)
+
+
 def namespace(arguments: Any, model: Any, name: str = "") -> str:
     settings = load_config({"identity.model": name} if name else {}, {})
     fields = identity._fields(arguments, model, POOL, PLACE, settings, "torch.float32")
@@ -175,6 +188,7 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             "as usual": [name for name in same if found[name] == usual],
         },
     )
+    yield "attention", attention(arguments, model)
     yield "environment", _environment(arguments, model)
     yield "other process", _other_process(arguments, model)
     yield "vision", _vision(place)

@@ -85,6 +85,15 @@ def test_which_files_a_loader_reads_is_in_the_keys_and_its_speed_is_not(parts: P
     }
 
 
+def test_attention_backends_are_in_the_keys_of_quantised_kv(parts: Parts) -> None:
+    """Some backends quantise the queries too. With other KV, backends differ only in the order of summation."""
+    assert parts["identity_child"]["attention"] == {
+        "torch.float8_e4m3fn": 3,
+        "torch.uint8, fp8_e4m3": 3,
+        "torch.bfloat16": 1,
+    }
+
+
 def test_the_whole_configuration_counts_where_the_model_takes_images(parts: Parts) -> None:
     assert parts["identity_child"]["vision"] == {
         "takes images": [True, False, True, False],

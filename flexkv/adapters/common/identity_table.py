@@ -12,6 +12,15 @@ from typing import Any
 
 from flexkv.adapters.common.model_identity import plain_config
 
+QUANTISED = ("fp8", "float8", "int8", "fp4", "mxfp")
+"""Parts of the names of dtypes of quantised KV. Engines also hold such KV as `uint8`."""
+
+
+def is_quantised(*dtypes: object) -> bool:
+    """Whether one of the names is that of a dtype of quantised KV. Attention backends then do not only differ in the
+    order of summation: some quantise the queries too."""
+    return any(part in str(dtype).lower() for dtype in dtypes for part in QUANTISED)
+
 
 def names(text: str) -> tuple[str, ...]:
     """Splits a text into names of fields at white space."""

@@ -24,6 +24,7 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import plain_namespace
+from flexkv.adapters.common.identity_table import is_quantised
 from flexkv.adapters.common.loader_settings import files_of_format
 from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
@@ -118,7 +119,8 @@ def owner_of(
 def _fields(
     server_args: Any, model: ModelConfig, pool: RankPool, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> dict[str, Any]:
-    return _apart(server_args, config) | {
+    apart = _apart(server_args, config) | _attention(server_args, kv_dtype)
+    return apart | {
         "engine": "sglang",
         # A different version of SGLang may compute different KV for the same model.
         "version": sglang_version.partition("+")[0],
@@ -223,6 +225,14 @@ def _shared_model(
         config=model.hf_text_config.to_dict(),
         apart=apart if any(value is not None for value in apart.values()) else None,
     )
+
+
+def _attention(server_args: Any, kv_dtype: str) -> dict[str, Any]:
+    """The attention backends if the KV is quantised, because some backends then quantise the queries; else empty."""
+    if not is_quantised(kv_dtype):
+        return {}
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return {"attention": {name: str(getattr(server_args, name)) for name in names}}
 
 
 def _unusual(server_args: Any) -> dict[str, Any]:

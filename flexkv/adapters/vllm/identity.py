@@ -17,6 +17,7 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import plain_namespace
+from flexkv.adapters.common.identity_table import is_quantised
 from flexkv.adapters.common.model_files import (
     code_files,
     file_digest,
@@ -26,6 +27,7 @@ from flexkv.adapters.common.model_files import (
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.vllm.identity_fields import (
+    BACKENDS,
     LOAD,
     LORA,
     MODEL,
@@ -173,6 +175,8 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
     mode |= _mistral_files(config) | _tuning(model) | _library(model, inputs=_takes_inputs(model))
     if variables := environment():
         mode["environment"] = variables
+    if is_quantised(cache.cache_dtype, *(group.kv_dtype for group in geometry.groups)):
+        mode |= _attention(config)
     if geometry.is_hybrid:
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
     first = geometry.groups[0]
@@ -207,6 +211,15 @@ def adapter_settings(config: VllmConfig) -> dict[str, Any]:
 def _takes_inputs(model: ModelConfig) -> bool:
     """Whether requests may have images or other inputs in addition to their tokens."""
     return getattr(model, "multimodal_config", None) is not None
+
+
+def _attention(config: VllmConfig) -> dict[str, Any]:
+    """Returns the attention backends that the user chose, for quantised KV, because some backends then quantise the
+    queries too; empty if the user chose none."""
+    owner = getattr(config, "attention_config", None)
+    chosen = {name: getattr(owner, name, None) for name in BACKENDS}
+    said = {name: str(value) for name, value in chosen.items() if value}
+    return {"attention": said} if said else {}
 
 
 def _architecture(model: ModelConfig) -> Any:

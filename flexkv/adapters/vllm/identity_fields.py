@@ -128,6 +128,9 @@ LOAD = FieldTable(
     },
 )
 
+BACKENDS = ("backend", "backend_per_kind", "mla_prefill_backend", "use_trtllm_attention")
+"""Fields that select attention backends."""
+
 ATTENTION = FieldTable(
     "AttentionConfig",
     "attention_config",
@@ -137,6 +140,9 @@ ATTENTION = FieldTable(
         "disable_flashinfer_q_quantization",
         "use_prefill_query_quantization",
         "use_non_causal",
+    ),
+    elsewhere=dict.fromkeys(
+        BACKENDS, "its value, if the KV is quantised, because some backends then quantise the queries"
     ),
 )
 

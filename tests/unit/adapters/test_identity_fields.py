@@ -23,6 +23,7 @@ from vllm import envs
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.common.model_identity import plain_config
@@ -338,6 +339,20 @@ def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme
     # These load formats read other files: *.pt, *.bin, Mistral's file names, and one file per rank.
     others = [keys(name) for name in ("pt", "npcache", "mistral", "sharded_state")]
     assert len({usual, *others}) == 5
+
+
+@pytest.mark.parametrize(("kv_dtype", "apart"), [("fp8", 3), ("auto", 1)])
+def test_attention_backends_are_in_the_keys_of_quantised_kv(
+    text_folder: Path, kv_dtype: str, apart: int
+) -> None:
+    """Some backends quantise the queries too. With other KV, backends differ only in the order of summation."""
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    described = resolved(text_folder, dtype="float16", kv_cache_dtype=kv_dtype)
+    found = set()
+    for backend in (None, AttentionBackendEnum.FLASHINFER, AttentionBackendEnum.TRITON_ATTN):
+        described.attention_config.backend = backend
+        found.add(engine_namespace(described, geometry, load_config({}, {})))
+    assert len(found) == apart
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
