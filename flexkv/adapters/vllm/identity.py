@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,9 @@ from flexkv.weights.files import NAMED, WeightsContent
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+
+RUN = os.urandom(16).hex()
+"""Random digits that distinguish this run of the engine from all others."""
 
 QUANTIZATION_FILE = "quantization_config_file"
 """The entry of `hf_overrides` with the path of a file that describes the quantisation."""
@@ -161,10 +165,13 @@ def _apart(config: VllmConfig) -> Any:
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
 
 
-def _seed_of_weights(config: VllmConfig) -> int | None:
+def _seed_of_weights(config: VllmConfig) -> int | str | None:
     """Returns the seed if the weights are random, because only the same seed gives the same weights; None if the
-    weights are read from files."""
-    return config.model_config.seed if str(config.load_config.load_format) == "dummy" else None
+    weights are read from files. If the engine can receive weights, it probably gets others before its first request, so
+    that nothing identifies them: returns `RUN`."""
+    if str(config.load_config.load_format) != "dummy":
+        return None
+    return config.model_config.seed if getattr(config, "weight_transfer_config", None) is None else RUN
 
 
 def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> dict[str, Any]:

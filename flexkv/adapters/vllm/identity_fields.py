@@ -13,7 +13,15 @@ from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.common.loader_settings import EXTRA_RULE, FORMAT_RULE, files_of_format, loader_settings
 from flexkv.adapters.common.model_identity import plain_config
 
-ENGINE = FieldTable("VllmConfig", "", taken=("additional_config",))
+ENGINE = FieldTable(
+    "VllmConfig",
+    "",
+    taken=("additional_config",),
+    elsewhere={
+        "weight_transfer_config": "if it is set and the weights are random (`load_format` dummy), keys are valid only "
+        "in one run, because the engine receives its weights. Else not at all: later weights need a reset anyway"
+    },
+)
 
 MODEL = FieldTable(
     "ModelConfig",

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.common.model_identity import plain_config
-from flexkv.adapters.vllm import identity_fields
+from flexkv.adapters.vllm import identity, identity_fields
 from flexkv.adapters.vllm.block_keys import RequestNamespaces
 from flexkv.adapters.vllm.identity import CRYPTOGRAPHIC_HASHES, _fields, adapter_settings, engine_namespace
 from flexkv.adapters.vllm.identity_fields import (
@@ -353,6 +353,25 @@ def test_attention_backends_are_in_the_keys_of_quantised_kv(
         described.attention_config.backend = backend
         found.add(engine_namespace(described, geometry, load_config({}, {})))
     assert len(found) == apart
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_pages_of_an_engine_that_receives_its_weights_are_found_in_one_run(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+
+    def in_two_runs(**arguments: Any) -> int:
+        described, found = resolved(text_folder, dtype="float16", **arguments), set()
+        for run in ("one", "two"):
+            monkeypatch.setattr(identity, "RUN", run)
+            found.add(engine_namespace(described, geometry, settings))
+        return len(found)
+
+    receives: dict[str, Any] = {"weight_transfer_config": {"backend": "nccl"}}
+    assert in_two_runs(load_format="dummy", **receives) == 2
+    assert in_two_runs(load_format="dummy") == in_two_runs(**receives) == 1, "the controls"
 
 
 @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
