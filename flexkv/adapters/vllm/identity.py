@@ -55,6 +55,10 @@ OF_A_PROCESS = frozenset({"ipc_cache", "modelexpress"})
 """Values of `--load-format` with which the weights are those of another process. That process may have read its weights
 before the model's files changed, or updated them since."""
 
+MODELS_OF_PARTS = ("text_model_id", "audio_model_id")
+"""Entries of a model's configuration with the name of another model, from which vLLM reads a part of the weights. vLLM
+asks for no revision."""
+
 TUNING = "attn_temperature_tuning"
 """Entry of a Llama 4's configuration: whether queries are scaled by their position."""
 
@@ -302,10 +306,23 @@ def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent
     model, speculative = config.model_config, config.speculative_config
     named = settings.identity.model or str(config.load_config.load_format) == "dummy"
     content = NAMED if named else weights_content(*_place_of(model))
+    if not named and (elsewhere := _elsewhere(config)):
+        unnamed = f"some of the weights come from {elsewhere}, which may change; set identity.model"
+        content = content.joined(WeightsContent(unnamed=unnamed))
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None or draft.model == model.model:
         return content
     return content.joined(weights_content(*_place_of(draft)))
+
+
+def _elsewhere(config: VllmConfig) -> str:
+    """Returns from where vLLM reads weights that are not in the model's folder or repository; empty if all are
+    there."""
+    load, model = config.load_config, config.model_config.hf_config
+    if str(load.load_format) == "tensorizer":
+        extra = getattr(load, "model_loader_extra_config", None) or {}
+        return str(extra.get("tensorizer_uri") or extra.get("tensorizer_dir") or "tensorizer's file")
+    return ", ".join(str(name) for entry in MODELS_OF_PARTS if (name := getattr(model, entry, None)))
 
 
 def _weights_of(model: ModelConfig) -> str:

@@ -241,6 +241,36 @@ def test_the_commit_of_another_repositorys_configuration_does_not_identify_weigh
     assert content(folder, **hub, config_path="owner/name") == NAMED, "the control"
 
 
+@pytest.mark.parametrize(
+    ("load", "model", "place"),
+    [
+        (
+            {"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a/b"}},
+            {},
+            "s3://a/b",
+        ),
+        ({"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_dir": "/a"}}, {}, "/a"),
+        (
+            {"load_format": "auto"},
+            {"text_model_id": "owner/text", "audio_model_id": "owner/ear"},
+            "owner/text, owner/ear",
+        ),
+    ],
+)
+def test_weights_that_vllm_reads_elsewhere_are_not_identified_by_the_models_own(
+    folder: Path, load: dict[str, Any], model: dict[str, Any], place: str
+) -> None:
+    engine = config(folder)
+    assert not engine_weights(engine, load_config({}, {})).unnamed, "the control"
+    engine.load_config = SimpleNamespace(**load)
+    for entry, name in model.items():
+        setattr(engine.model_config.hf_config, entry, name)
+    assert (
+        f"some of the weights come from {place}, which" in engine_weights(engine, load_config({}, {})).unnamed
+    )
+    assert engine_weights(engine, load_config({"identity.model": "mine"}, {})) == NAMED
+
+
 @pytest.mark.parametrize("scheme", ["engine", "common"])
 def test_batch_invariant_kernels_have_keys_of_their_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
