@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexkv.adapters.common.identity_table import is_quantised
 from flexkv.adapters.common.model_files import model_config
 from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS
 from flexkv.errors import ConfigError
@@ -106,7 +107,9 @@ class EngineArguments:
                 "dtype": str(getattr(llm_args, "dtype", "auto")),
                 "kv_dtype": str(getattr(cache, "dtype", "auto")),
                 "quantization": str(getattr(llm_args, "quant_config", None)),
-                "settings": ARGUMENTS.values(llm_args) | _experts(getattr(llm_args, "moe_config", None)),
+                "settings": ARGUMENTS.values(llm_args)
+                | _experts(getattr(llm_args, "moe_config", None))
+                | _backend(llm_args, cache),
             },
             attention=_attention(cache, longest),
             random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
@@ -154,6 +157,14 @@ def _attention(cache: Any, longest: int | None) -> dict[str, Any]:
     windows = sorted(window for window in given if not longest or window < longest)
     sinks = getattr(cache, "sink_token_length", None)
     return {name: value for name, value in (("windows", windows), ("sinks", sinks)) if value}
+
+
+def _backend(llm_args: Any, cache: Any) -> dict[str, Any]:
+    """The attention backend if the KV is quantised, because some backends then quantise the queries; else empty."""
+    algorithm = getattr(getattr(llm_args, "quant_config", None), "kv_cache_quant_algo", None)
+    if not is_quantised(getattr(cache, "dtype", None), algorithm):
+        return {}
+    return {"attn_backend": str(getattr(llm_args, "attn_backend", None))}
 
 
 def _experts(moe: Any) -> dict[str, Any]:

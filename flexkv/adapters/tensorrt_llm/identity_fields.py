@@ -30,6 +30,7 @@ ARGUMENTS = FieldTable(
         "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
         "moe_config": "its `backend`, because some backends quantise the inputs of the experts, and "
         "`use_low_precision_moe_combine`, if it is on",
+        "attn_backend": "its value, if the KV is quantised, because some backends then quantise the queries",
         "kv_cache_config": "its `dtype`, `max_attention_window` (if below `max_seq_len`) and `sink_token_length`, and "
         "the tokens per block of the pool",
         "tensor_parallel_size": "not in the key: pages of another number of ranks have another format, so that they "

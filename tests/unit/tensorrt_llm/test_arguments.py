@@ -228,6 +228,22 @@ def test_kernels_and_files_change_the_namespace(tmp_path: Path, scheme: str) -> 
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize(
+    ("cache", "quantised", "apart"), [("fp8", None, 2), ("auto", "FP8", 2), ("auto", None, 1)]
+)
+def test_attention_backends_are_in_the_keys_of_quantised_kv(
+    cache: str, quantised: str | None, apart: int
+) -> None:
+    """Some backends quantise the queries too. With other KV, backends differ only in the order of summation."""
+    settings = load_config({"identity.model": "m"}, {})
+    given: dict[str, Any] = {
+        "cache": {"dtype": cache},
+        "quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo=quantised),
+    }
+    engines = [EngineArguments.of(arguments(attn_backend=name, **given)) for name in ("TRTLLM", "FLASHINFER")]
+    assert len({engine_namespace(engine, settings, 4) for engine in engines}) == apart
+
+
 def test_kernels_of_weights_that_are_not_quantised_are_not_in_common_keys() -> None:
     settings = load_config({"identity.model": "m", "keys.scheme": "common"}, {})
 
