@@ -129,8 +129,8 @@ LOAD = FieldTable(
             f"{FORMAT_RULE}. With dummy the weights are random, and the seed is in the key. With auto, the key says "
             "if the model's folder has Mistral's files (`consolidated*.safetensors`): vLLM then reads only these. With "
             "ipc_cache and modelexpress the weights are those of another process, so flexkv refuses them without "
-            "`identity.model`. With tensorizer they are not in the model's folder: without `identity.model`, pages stay "
-            "in host memory",
+            "`identity.model`. With tensorizer they are not in the model's folder: without `identity.model`, pages "
+            "stay in host memory",
             files_of_format,
         ),
         "model_loader_extra_config": (EXTRA_RULE, loader_settings),
