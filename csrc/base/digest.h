@@ -1,8 +1,8 @@
-// The digest of KV bytes: a tree over 4 KiB leaves, which may be evaluated in any order. docs/digest.md
-// specifies it. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
+// The digest of KV bytes: a tree over 4 KiB leaves, whose leaves may be evaluated in any order.
+// docs/digest.md specifies it. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
 //
-// The functions from which the digest is built are FLEXKV_HD and work word by word, so that a CPU core, an
-// AVX2 unit and a GPU warp share one definition.
+// The functions that compute the parts of a digest are FLEXKV_HD and work word by word, so that a CPU core,
+// an AVX2 unit and a GPU warp share one definition.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,9 +13,9 @@ namespace flexkv {
 
 inline constexpr int64_t kLeafBytes = 4096;
 inline constexpr int kLeafWords = kLeafBytes / 8;
-// The number of separate sums per leaf: word i goes into the sums of lane i % kDigestLanes. So changes to
-// words of different lanes cannot cancel out in a sum. Within a lane, the products depend on each word's
-// position.
+// The number of separate sums per leaf: word i goes into the sums of lane i % kDigestLanes. So a change to a
+// word of one lane cannot be cancelled out in a sum by a change to a word of another lane. Within a lane, the
+// product of each word depends on the word's position.
 inline constexpr int kDigestLanes = 8;
 
 // Output `i` of SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction.
@@ -26,8 +26,8 @@ FLEXKV_HD constexpr uint64_t digest_constant(uint64_t i) {
   return z ^ (z >> 31);
 }
 
-// Positions of the constants that are not keys of words. They follow positions 0..511, whose constants are
-// the keys of a leaf's words.
+// The arguments of digest_constant() for the constants that are not keys of words. Arguments 0 to 511 give
+// the keys of a leaf's words, so these arguments follow them.
 inline constexpr uint64_t kFoldConstantA = kLeafWords;
 inline constexpr uint64_t kFoldConstantB = kFoldConstantA + kDigestLanes;
 inline constexpr uint64_t kLengthConstant = kFoldConstantB + kDigestLanes;

@@ -1,4 +1,4 @@
-// FLEXKV_HD marks functions that g++ and nvcc both compile, so that a kernel and the host run the same
+// FLEXKV_HD marks functions that both g++ and nvcc compile, so that a kernel and the host run the same
 // arithmetic.
 #pragma once
 

@@ -7,10 +7,11 @@ namespace flexkv {
 
 inline constexpr int kWarpThreads = 32;
 
-// Unit: threads. The block size of kernels that leave most multiprocessors to the model. It is CUDA's
-// maximum. The GPU places blocks on idle multiprocessors first, so two blocks of 512 threads would occupy two
-// multiprocessors where one block of 1,024 occupies one. If a kernel needs more than 32 registers per thread,
-// the 65,536 registers of a multiprocessor are enough for only one such block.
+// Unit: threads. The block size of kernels that leave most of the GPU's multiprocessors to the model. It is
+// the largest block size that CUDA allows. The GPU places blocks on idle multiprocessors first, so two blocks
+// of 512 threads would occupy two multiprocessors where one block of 1,024 occupies one. If a kernel needs
+// more than 32 registers per thread, the 65,536 registers of a multiprocessor are enough for only one block
+// of this size.
 inline constexpr int kFullBlockThreads = 1024;
 
 // Returns how many thread blocks of `block_threads` threads to launch for `items` items: enough for one warp

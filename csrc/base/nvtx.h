@@ -15,7 +15,7 @@ struct Functions {
 // The table of NVTX's functions; null while ranges are off.
 extern std::atomic<const Functions*> functions;
 
-// Turns ranges on for the rest of the process: they cannot be turned off, because threads may be inside one.
+// Turns ranges on until the process ends. They cannot be turned off, because a thread may be inside a range.
 // Throws ConfigError, with the reason, if `library` cannot be loaded or lacks a function. After the first
 // successful call, further calls change nothing, even with a different library.
 void load(const std::string& library);
@@ -34,7 +34,7 @@ class Range {
   Range& operator=(const Range&) = delete;
 
  private:
-  const Functions* functions_;  // loaded once, so that there is no pop without a push
+  const Functions* functions_;  // read once in the constructor, so that every pop has a push
 };
 
 }  // namespace flexkv::nvtx

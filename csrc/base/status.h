@@ -12,7 +12,7 @@ enum class Status : int32_t {
   kLaneDown = 4,   // the lane was taken out of service; the caller may try another tier
 };
 
-// Why a page failed. The cause decides whether the page's stored copy is worth reading again.
+// Why a page failed. The cause decides whether flexkv keeps the page's stored copy and may read it again.
 enum class FailureCause : uint8_t {
   kUnknown = 0,      // no cause was reported; treated as kContent: the stored copy is forgotten
   kContent = 1,      // the stored bytes are not the requested page

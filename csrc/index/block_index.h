@@ -3,10 +3,10 @@
 // disk, so that lookups in host memory are as fast as without a disk.
 //
 // The keys of all KV groups share one map. Each group has its own slots and eviction order, or shares both
-// with groups whose pages have the same size. A block may be present although the blocks before it are not.
-// An EntryId identifies an entry and stays valid while the entry is pinned. The class is not thread-safe. A
-// call takes time proportional to the number of blocks given, unless its comment says otherwise. Evicting one
-// block takes O(1).
+// with groups whose pages have the same size. A block may be present although the blocks before it in the
+// request are not. An EntryId identifies an entry and stays valid while the entry is pinned. The class is not
+// thread-safe. A call takes time proportional to the number of blocks given, unless its comment says
+// otherwise. Evicting one block takes O(1).
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -32,7 +32,8 @@ enum class Presence : uint8_t {
   kAbsent,   // the index has no entry for the block
   kReady,    // a lookup may hit the block
   kFilling,  // pending; the entry records the op that fills it, so other requests may wait for that op
-  kStoring,  // pending, and no op is recorded: the block may never be published, so nobody may wait for it
+  kStoring,  // pending, and no op is recorded: the block may never become ready, so no request may wait for
+             // it
   kExpired,  // ready but expired: lookups count it as a miss, and the tier's owner has to remove it
 };
 
@@ -43,9 +44,9 @@ struct PinnedRun {
   EntryId expired = kNoEntry;
 };
 
-// What `insert` did. `positions`, `entries` and `slots` describe the same blocks.
+// The result of `insert`. `positions`, `entries` and `slots` have one element for each new block.
 struct Inserted {
-  std::vector<uint32_t> positions;  // index of each new block in the keys offered, ascending
+  std::vector<uint32_t> positions;  // index of each new block in the `keys` argument, ascending
   std::vector<EntryId> entries;     // entry of each new block, pending and pinned
   std::vector<int32_t> slots;       // slot of each new block
   std::vector<BlockKey> evicted;    // keys of the blocks evicted to free slots
@@ -57,9 +58,9 @@ class BlockIndex {
  public:
   // `group_slots[g]`: the maximum number of slots that group g will ever have. `shared_with[g]`: the group
   // whose slots group g uses, which is g itself or an earlier group; the vector is empty if no groups share
-  // slots. If groups share slots, every statement below about a group's slots, evictions or coldest blocks
-  // applies to these groups together. Throws ConfigError if an argument is invalid, CapacityError if the
-  // index would be too large or gets no memory.
+  // slots. If groups share slots, every comment of this class about a group's slots, evictions or coldest
+  // blocks applies to these groups together. Throws ConfigError if an argument is invalid, CapacityError if
+  // the index would be too large or gets no memory.
   BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed,
              const std::vector<uint32_t>& shared_with = {});
   BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed,
@@ -67,20 +68,22 @@ class BlockIndex {
       : BlockIndex(group_slots, policy_kind(policy), seed, shared_with) {}
 
   size_t groups() const { return class_of_.size(); }
-  // Calls `listener` for each ready block, and from now on for every change to a slot. O(entries). Throws
-  // ContractError if the groups have separate slots, because a slot number would then be ambiguous.
+  // Sets the listener: calls it at once for each ready block, and later for every change to a slot.
+  // O(entries). Throws ContractError if the groups have separate slots, because a slot number would then be
+  // ambiguous.
   void tell(std::shared_ptr<SlotListener> listener);
   void grow(uint32_t group, uint32_t slots) { class_at(group).pool.grow(slots); }
 
-  // Writes the entries of the leading keys whose blocks are ready. Returns the number of these keys.
+  // Writes the entries of the leading blocks that are ready, up to the first one that is not. Returns their
+  // number.
   size_t match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
 
   // Does `match_prefix` and `pin` in one pass: adds a lease to each entry found and writes its slot.
   size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots);
 
   // Finds the leading blocks in the state `wanted`, adds a lease to each, and writes their entries and slots.
-  // With kReady these are blocks that are ready and not expired at `now_s`; with kFilling, blocks that a
-  // known op is filling. Throws ContractError for any other state. Follows chains as fast as `match_and_pin`.
+  // kReady finds blocks that are ready and not expired at `now_s`. kFilling finds blocks that a known op is
+  // filling. Throws ContractError for any other state. As fast as `match_and_pin` along chains.
   PinnedRun pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
                     EntryId* entries, int32_t* slots);
 
@@ -102,22 +105,23 @@ class BlockIndex {
   // Returns how many leading entries are ready. Precondition: the caller has leased the entries.
   size_t count_ready(std::span<const EntryId> entries) const;
 
-  // Returns how many of the pages that an earlier lookup leased can still be promised, counted up to the
-  // first page that cannot. `entries` has the entry that was leased for each key. An entry counts only if it
-  // is ready, still leased, and still holds the block of its key.
+  // Returns how many leading pages of an earlier lookup are still usable. `entries` has the entry that the
+  // lookup leased for each key. A page is usable if its entry is ready, still leased, and still holds the
+  // block of its key.
   size_t count_ready(uint32_t group, std::span<const BlockKey> keys, std::span<const EntryId> entries) const;
 
   // Adds a lease to an entry that `find` has just returned. Returns the entry's slot. Throws ContractError if
   // the entry already has the maximum number of leases.
   int32_t pin_one(EntryId entry);
 
-  // Undoes leases that the caller has just taken. Unlike `unpin`, this does not change the order of use.
+  // Undoes leases that the caller has just taken. Unlike `unpin`, `take_back` does not change the order in
+  // which blocks are evicted.
   void take_back(std::span<const EntryId> entries) {
     for (const EntryId id : entries) end_pin(id);
   }
 
   // Writes one entry per key: the entry of the key's block if the block is ready, otherwise kNoEntry. If
-  // `ready_only` is false, entries of pending blocks are written, too. Returns how many entries were found.
+  // `ready_only` is false, also writes the entries of pending blocks. Returns how many entries were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
   // Returns the entries of a group, ready or pending, whose keys end with `mark`. O(entries).
@@ -131,19 +135,20 @@ class BlockIndex {
   // if an entry no longer holds the ready block of its key, for example because that block was evicted.
   void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
 
-  // Like `pin`, for entries that are ready, or pending and leased by the op that fills them. Requests that
-  // wait for a pending block lease it with this call. No other request can hit the block until it is ready.
+  // Like `pin`, but an entry may also be pending if the op that fills it has leased it. A request that waits
+  // for a pending block leases the block with this call. Other lookups miss the block until it is ready.
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each entry. Entries that then have no lease become the most recently used ones, in the
-  // order given; those that were removed while they were leased are freed. `use` tells the eviction policy
-  // whether a request hit the blocks. A spare block stays spare unless it was hit.
+  // order given. If an entry was removed while it was leased, and this was its last lease, the entry is
+  // freed. `use` says whether a request hit the blocks, for the eviction policy. A spare block stays spare
+  // unless it was hit.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
   // Ends every lease except those in `leased`, which lists an entry once for each of its leases to keep. A
-  // caller uses this after an exception that interrupted it before it had recorded its leases. Pending
-  // entries that are left without a lease are removed. Returns how many leases ended. O(entries). Throws
-  // ContractError, and changes nothing, if an entry occurs in `leased` more often than it is leased.
+  // caller uses this after an exception that came before the caller had recorded its leases. Removes pending
+  // entries that then have no lease. Returns how many leases ended. O(entries). Throws ContractError, and
+  // changes nothing, if an entry occurs in `leased` more often than it is leased.
   size_t keep_leases(std::span<const EntryId> leased);
 
   // Marks entries as just used, in the order given; a request hit the first `hits` of them. Skips entries
@@ -155,10 +160,11 @@ class BlockIndex {
   // used.
   //
   // `filler` is the id of the op that fills the new entries; 0 if other requests must not wait for that op.
-  // `leases` is the number of pins that each new entry gets in addition to the one that `finish` drops.
-  // `spare` says whether the new blocks are spare. While spare blocks have more than their share of the
-  // slots, they are evicted before all others, in the order in which they were stored; otherwise they are
-  // evicted only if nothing else can be. A block stops being spare when a request hits it, or when it is
+  // `leases` is the number of pins that each new entry gets in addition to the pin that `finish` drops.
+  // `spare` says whether the new blocks are spare, that is, useful only to requests that diverge at these
+  // blocks from the request that stored them. While spare blocks have more than their share of the slots,
+  // they are evicted before all others, in the order in which they were stored; otherwise they are evicted
+  // only if no other block can be evicted. A block stops being spare when a request hits it, or when it is
   // inserted again without `spare`. Inserting with `spare` does not change known blocks.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
                   uint32_t leases = 0, bool spare = false);
@@ -166,8 +172,9 @@ class BlockIndex {
   // Writes for each entry the id of the op that fills it; 0 if no op is recorded or the entry is not pending.
   void copy_fillers(std::span<const EntryId> entries, int64_t* out) const;
 
-  // Sets when each block expires, in Unix seconds; 0 means never. From then on, calls that take `now_s` treat
-  // the block as a miss. Throws ContractError, and sets no time, if an entry is not in use.
+  // Sets the time at which each block expires, in Unix seconds; 0 means never. After that time, calls that
+  // take `now_s` treat the block as a miss. Throws ContractError, and sets no time, if an entry is not in
+  // use.
   void set_expiry(std::span<const EntryId> entries, const uint64_t* expiries);
   void copy_expiries(std::span<const EntryId> entries, uint64_t* out) const;
 
@@ -184,21 +191,23 @@ class BlockIndex {
   void copy_groups(std::span<const EntryId> entries, uint32_t* out) const;
 
   // Finishes the write of pending entries that `insert` made. Entries marked in `ok` become ready, and the
-  // others are removed. An entry that was removed during the write stays removed. Drops the pin that `insert`
+  // others are removed. An entry that was removed during its write stays removed. Drops the pin that `insert`
   // set on each entry. Writes to `published` which entries became ready, and adds `leases` leases to each of
-  // them. Throws ContractError, and changes nothing, if an entry has no lease to drop or would get too many.
+  // these. Throws ContractError, and changes nothing, if an entry has no lease to drop or would get too many
+  // leases.
   void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published, uint32_t leases = 0);
 
   // Removes entries from the map, so that lookups no longer find them. An entry's slot is freed when the
-  // entry's last lease ends. Writes to `removed` which entries were in the map, and returns their number.
+  // entry's last lease ends. Writes 1 to `removed` for each entry that was in the map, and returns the number
+  // of these entries.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
   // Adds blocks that the tier held before this process started, as ready entries in the given slots. `keys`
   // start with the least recently used block. If several groups share the slots, one call adds the blocks of
   // all these groups, and `groups` has the group of each block. Skips blocks whose slot is not up or is
   // retired. If two blocks have the same slot or the same key, only the more recently used one is added.
-  // Marks the added blocks in `taken` and returns their number. Throws ContractError if one of the group's
-  // slots was taken before.
+  // Marks the added blocks in `taken` and returns their number. Throws ContractError if any slot of the group
+  // was already in use before the call.
   size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken,
                std::span<const uint32_t> groups = {});
 
@@ -217,7 +226,7 @@ class BlockIndex {
   // Writes 1 for each entry that lookups may hit, and 0 for the others.
   void ready(std::span<const EntryId> entries, uint8_t* ready) const;
 
-  // Removes all entries. Returns how many were in the map. O(entries).
+  // Removes all entries. Returns how many entries were in the map. O(entries).
   size_t clear();
 
   void copy_keys(std::span<const EntryId> entries, uint8_t* out) const;
@@ -226,7 +235,7 @@ class BlockIndex {
   size_t free_slots(uint32_t group) const { return class_at(group).pool.free(); }
   size_t up_slots(uint32_t group) const { return class_at(group).pool.up(); }
   // How many slots are free or hold a block without leases. An `insert` of unknown keys finds slots for at
-  // least this many of them, and possibly for more if slots were retired.
+  // least this many keys, and possibly for more if slots were retired.
   size_t idle_slots(uint32_t group) const {
     const SizeClass& owner = class_at(group);
     return owner.pool.usable() - std::min<size_t>(owner.pool.usable(), owner.pinned);
@@ -266,9 +275,9 @@ class BlockIndex {
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
     return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
   }
-  // Follows the chain after `at` while its keys equal `keys` and its entries are in `kState`. Calls
-  // `visit(i, id)` for each block; if that returns false, the walk ends before this block. Returns the number
-  // of blocks before the end of the walk.
+  // Follows the chain that starts at entry `at`, while the chain's keys equal `keys` and its entries are in
+  // `kState`. Calls `visit(i, id)` for each block; if that returns false, the walk ends before this block.
+  // Returns the number of blocks before the end of the walk.
   template <EntryState kState, class Visit>
   size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
   // Finds the leading keys whose entries are in `kState` and returns their number. Calls `visit(i, id)` as
@@ -276,7 +285,7 @@ class BlockIndex {
   template <EntryState kState, class Visit>
   size_t match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, Visit visit) const;
   // Calls `match`, adds a pin to each entry found, and stops at the first entry for which `passes(id)` is
-  // false. Throws ContractError, and adds no pin, if an entry would have too many.
+  // false. Throws ContractError, and adds no pin, if an entry would have too many pins.
   template <EntryState kState, class Passes>
   size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots,
                        Passes passes);
@@ -292,8 +301,8 @@ class BlockIndex {
   void check_pinned(EntryId id) const {
     if (!is_leased(id)) throw ContractError("entry " + std::to_string(id) + " is not leased");
   }
-  // Throws the errors that `finish` has to throw, before `finish` changes anything. Does not change the index
-  // itself.
+  // Checks the arguments of `finish` before `finish` changes anything. Throws ContractError if they are
+  // invalid. Leaves the index unchanged.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
   // `add_pin` adds a pin to an entry, and `end_pin` removes one.
@@ -308,7 +317,8 @@ class BlockIndex {
   // Unlinks and returns the entry to evict next; kNoEntry if no entry is left to evict. `spares`: the number
   // of spare blocks, without those already chosen as victims.
   EntryId take_victim(SizeClass& owner, size_t spares);
-  // Makes an unlinked chain first..last evictable. Precondition: all blocks of the chain are spare, or none.
+  // Makes an unlinked chain first..last evictable. Precondition: either all blocks of the chain are spare, or
+  // none is.
   void admit(EntryId first, EntryId last, const Use& use);
   // Records the group of an entry that is being evicted or retired, for `gone_groups`.
   void note_gone(EntryId id) {
@@ -324,7 +334,7 @@ class BlockIndex {
   bool is_expired(EntryId id, uint64_t now_s) const {
     return expiries_ && (*expiries_)[id] != 0 && (*expiries_)[id] <= now_s;
   }
-  // Resets the notes on an entry that is about to hold a new block.
+  // Resets what the side arrays record about an entry that is about to hold a new block.
   void clear_notes(EntryId id, int64_t filler) {
     if (fillers_) (*fillers_)[id] = filler;
     if (expiries_) (*expiries_)[id] = 0;

@@ -1,4 +1,4 @@
-// BlockIndex::check_integrity: checks the invariants independently of the code that must keep them.
+// BlockIndex::check_integrity: checks the invariants without the code that maintains them.
 #include <string>
 
 #include "base/error.h"

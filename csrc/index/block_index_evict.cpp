@@ -10,11 +10,12 @@
 namespace flexkv {
 namespace {
 
-// The share of spare blocks is one in this many slots. Source: Mooncake's conversation trace, with five
-// windows of 1,024 tokens beside full attention, and caches of 1 to 5 M tokens. With this share the hit ratio
-// is 1.03 to 1.12 times the ratio without spare blocks. A share of a fifth is no better. With a share of zero
-// the hit ratio is 1.02 to 1.17 times the ratio without spare blocks, but then a prefix that many requests
-// have in common is served only if everything fits in the cache.
+// Spare blocks may fill one in this many slots before they are evicted ahead of all other blocks. Source:
+// Mooncake's conversation trace, with five windows of 1,024 tokens beside full attention, and caches of 1 to
+// 5 M tokens. With a share of one in 16 the hit ratio is 1.03 to 1.12 times the ratio without spare blocks. A
+// share of one in 5 is no better. With a share of zero the hit ratio is 1.02 to 1.17 times the ratio without
+// spare blocks, but then a prefix that many requests have in common is served only if everything fits in the
+// cache.
 constexpr size_t kSpareShare = 16;
 
 }  // namespace
@@ -42,7 +43,7 @@ void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& ev
   std::array<EntryId, kHashBatch> victims;
   std::array<uint32_t, kHashBatch> hashes;
   size_t gone = 0;
-  size_t spares = owner.spares;  // number of spare blocks without the victims chosen so far
+  size_t spares = owner.spares;  // number of spare blocks that are not chosen as victims yet
   while (gone < count) {
     const size_t wanted = std::min(kHashBatch, count - gone);
     size_t chosen = 0;

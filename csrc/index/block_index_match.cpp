@@ -1,5 +1,5 @@
-// The lookups of BlockIndex. They follow the links of chains, and probe for other blocks in batches of
-// overlapping memory accesses.
+// The lookups of BlockIndex. They find the blocks of a chain through the chain's links. They look up all
+// other blocks in the map, in batches whose memory accesses overlap.
 #include <algorithm>
 #include <array>
 
@@ -10,15 +10,15 @@
 namespace flexkv {
 namespace {
 
-// A walk follows a link only if the next entry is at most this many entries away, because its cache line has
-// then probably been prefetched. A link to an entry farther away costs a full memory latency, four times as
-// much as an overlapped probe.
+// A walk along a chain follows a link only if the next entry is at most this many entries away, because the
+// cache line of such an entry has probably been prefetched. A link to an entry farther away costs a full
+// memory latency, four times as much as an overlapped probe.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
 
-// How many entries ahead a walk prefetches: 16 cache lines. The CPU's own prefetcher stops at 4 KiB
-// boundaries.
+// How many entries ahead a walk along a chain prefetches: 16 cache lines. The CPU's own prefetcher stops at 4
+// KiB boundaries.
 constexpr EntryId kWalkAhead = 32;
 
 }  // namespace

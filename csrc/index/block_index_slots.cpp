@@ -1,4 +1,4 @@
-// The calls of BlockIndex that concern slots: they adopt the blocks that a tier kept from an earlier process,
+// The calls of BlockIndex that concern slots: they add the blocks that a tier holds from an earlier process,
 // set the listener, lease the blocks to be evicted next, retire slots that are lost, and read entries' slots,
 // groups and pins.
 #include <cstring>
@@ -30,8 +30,8 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
   EntryId first = kNoEntry;
   EntryId last = kNoEntry;
   size_t count = 0;
-  // Starts with the most recently used block, so that the entries of a chain are numbered in the order of its
-  // blocks, as if the chain had just been stored.
+  // Starts with the most recently used block, so that the entries of a chain get ascending numbers in the
+  // order of the chain's blocks, as if the chain had just been stored.
   for (size_t i = keys.size(); i > 0;) {
     --i;
     taken[i] = 0;

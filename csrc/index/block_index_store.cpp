@@ -30,7 +30,7 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
   if (expected <= free) return;
 
   // Pins the blocks of the request that are already in the index, so that they are not evicted to free slots
-  // for its other blocks.
+  // for the request's other blocks.
   std::vector<EntryId> held;
   if (unknown < keys.size()) {
     for (const EntryId id : found) {
@@ -64,8 +64,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // the hash of key k is at index k % hashes.size()
   std::vector<EntryId> known;                    // ready entries of known keys, to be marked as just used
-  // The new entries form a chain right behind the head of the leased list. `after` is the entry that followed
-  // the head before; it then follows the chain.
+  // The new entries form a chain right behind the head of the leased list. `after` is the entry that follows
+  // the head before the insert; after the insert it follows the chain.
   EntryId at = owner.leased;
   const EntryId after = table_[at].older;
   bool full = false;
@@ -86,7 +86,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
         if (table_[found].state() == EntryState::kReady) known.push_back(found);
         end_spare(found);
       }
-      // Known keys usually come in runs, so the key kProbeBatch ahead is probably known, too.
+      // Known keys usually follow each other, so the key that is kProbeBatch keys ahead is probably known,
+      // too.
       const size_t next = i + kProbeBatch;
       if (next >= hashed) continue;
       const EntryId candidate = map_.candidate(hashes[next % hashes.size()]);

@@ -17,8 +17,8 @@ struct BlockKey {
 inline constexpr size_t kKeyBytes = 16;
 static_assert(sizeof(BlockKey) == kKeyBytes);
 
-// A mark: the last bytes of all keys of a namespace that a caller named. An index uses the mark to find the
-// namespace's blocks. Keys of other namespaces may happen to end with the same bytes.
+// A mark: the last bytes of all keys of a namespace, if the caller gave the namespace a name. An index uses
+// the mark to find the namespace's blocks. Keys of other namespaces may happen to end with the same bytes.
 inline constexpr size_t kMarkBytes = 2;
 using KeyMark = std::array<uint8_t, kMarkBytes>;
 

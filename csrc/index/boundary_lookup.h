@@ -1,10 +1,10 @@
-// A lookup over all tiers for models whose KV groups need different pages. It finds the longest hits that
-// every group can restore by its own rule, and leases only the pages that these hits need.
+// A lookup over all tiers for models whose KV groups need different pages. A rule says which pages a hit
+// needs in one group. The lookup finds the longest hits for which every group has the pages that its rule
+// requires. It leases only the pages that these hits need.
 //
-// A hit of N tokens can be used if every group has the pages that its rule requires at N. The lookup first
-// walks the groups with full attention from the start; the shortest prefix found limits N. From there it
-// probes the other groups backwards: if a window lacks a page, every N whose window contains that page is
-// ruled out.
+// For a hit of N tokens, the lookup first walks the groups with full attention from the start; the shortest
+// prefix found limits N. From that N it probes the groups with other rules backwards: if a window lacks a
+// page, every N whose window contains that page is ruled out.
 //
 // Like the indexes, this class is not thread-safe.
 #pragma once
@@ -21,8 +21,8 @@
 
 namespace flexkv {
 
-// How many hit lengths one lookup returns at most. An engine that cannot restore the longest one uses a
-// shorter one.
+// The maximum number of hit lengths that one lookup returns. An engine that cannot restore the longest hit
+// uses a shorter one.
 inline constexpr int64_t kMostLengths = 64;
 
 class BoundaryLookup {
@@ -32,8 +32,8 @@ class BoundaryLookup {
   static constexpr size_t kMaxProbes = 16384;
 
   // `rules` has one rule for each group of `tiers`. `alignment`: every hit length is a multiple of this many
-  // tokens. It must itself be a multiple of every group's block length. Throws ConfigError if rules or
-  // alignment are invalid.
+  // tokens. `alignment` must itself be a multiple of every group's block length. Throws ConfigError if rules
+  // or alignment are invalid.
   BoundaryLookup(std::shared_ptr<TierLookup> tiers, std::vector<GroupRule> rules, uint64_t alignment);
 
   size_t groups() const { return rules_.size(); }
@@ -44,8 +44,8 @@ class BoundaryLookup {
   // they need. Writes the result to `found`.
   //
   // `keys` has, for each group, the keys of its pages after `start`. `terms.room_pages` limits the pages of
-  // the longest hit. A host page that is being stored is a miss. Throws ContractError, and leases nothing, if
-  // `start` is not a multiple of every group's block.
+  // the longest hit. A page in host memory that is still being stored is a miss. Throws ContractError, and
+  // leases nothing, if `start` is not a multiple of every group's block length.
   void look(std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
             size_t most, FoundLengths& found);
 

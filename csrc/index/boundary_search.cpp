@@ -8,13 +8,14 @@
 namespace flexkv {
 namespace {
 
-// How many pages a search probes at once: enough for their memory accesses to overlap, but few at first, so
-// that a miss at the first page costs little. The number doubles, up to kBatch, while all pages are found.
+// How many pages a search probes at once, so that their memory accesses overlap. The first batch is small, so
+// that a miss at the first page costs little. While all pages are found, the batch size doubles, up to
+// kBatch.
 constexpr size_t kFirstBatch = 16;
 constexpr size_t kBatch = 64;
 
-// The byte that says where a page is: kUnknown before it was probed, kAbsent if no tier has it, otherwise
-// 2 x (tier + 1), plus 1 if an op is filling the page.
+// The byte that says where a page is: kUnknown before the page was probed, kAbsent if no tier has it,
+// otherwise 2 x (tier + 1), plus 1 if an op is filling the page.
 constexpr uint8_t kUnknown = 0;
 constexpr uint8_t kAbsent = 1;
 static_assert(2 * (TierLookup::kMaxTiers + 1) <= UINT8_MAX);
@@ -121,8 +122,8 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
     const size_t first = rule.first_page(start_, limit) - had;
     const size_t end = page_of(group, limit);
     if (first == end) return limit;
-    // The search at the previous limit found pages [there_from, there_to). If the pages needed now end
-    // outside of that range, the search starts over at their end.
+    // The search at the previous limit found pages [there_from, there_to). If the pages that the current
+    // limit needs end outside of that range, the search starts over at their end.
     if (end < pages.there_from || end > pages.there_to) pages.there_from = end;
     pages.there_to = end;
     if (!pages.walked) walk_run(group, first, end);
@@ -137,7 +138,7 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
       pages.there_from = page;
     }
     if (pages.there_from <= first) return limit;
-    // Every hit longer than this, up to the old limit, needs the absent page.
+    // Every hit that is longer than the new limit, and at most as long as the old one, needs the absent page.
     limit = aligned(start_ + (pages.there_from - 1) * rule.block_tokens);
   }
   return start_;

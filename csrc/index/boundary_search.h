@@ -13,7 +13,7 @@
 namespace flexkv {
 
 // The pages that a search has probed in one group without full attention. Pages are numbered from the start
-// of the search. The next search reuses the memory, but not the contents.
+// of the search. The next search reuses the memory of this struct, but not the contents.
 struct ProbedPages {
   std::vector<uint8_t> where;    // one per page: unknown (0), absent, or a tier and a state in one byte
   std::vector<EntryId> entries;  // one per page; valid only for pages that were found
@@ -49,8 +49,8 @@ class BoundarySearch {
   }
   uint64_t aligned(uint64_t tokens) const { return tokens / alignment_ * alignment_; }
 
-  // Leases the leading pages of each group with full attention. Returns how many tokens all these groups have
-  // pages for, at most `allowed`.
+  // Leases the leading pages of each group with full attention. Returns the number of leading tokens, at most
+  // `allowed`, for which all these groups have pages.
   uint64_t walk_full(uint64_t allowed);
   // Returns the longest hit of at most `limit` tokens; `start_` if there is none.
   uint64_t longest(uint64_t limit);
@@ -59,13 +59,13 @@ class BoundarySearch {
   uint64_t longest_of(size_t group, uint64_t limit);
   uint64_t longest_state(size_t group, uint64_t limit);
   uint64_t longest_run(size_t group, uint64_t limit);
-  // Looks for pages [first, end) in host memory by following their chain. Usually all of them are in host
-  // memory, and following the chain is then faster than probing each page.
+  // Looks for pages [first, end) in host memory by following their chain. Usually all these pages are in host
+  // memory; then following the chain is faster than probing each page.
   void walk_run(size_t group, size_t first, size_t end);
   // Probes pages `last`, `last - step` and so on down to `first`, skips pages already probed, and stops after
   // `most` probes.
   void probe(size_t group, size_t first, size_t last, size_t step, size_t most);
-  // Leases those of the group's pages that any length in `found` needs, and records the pages in `found`.
+  // Leases each page of the group that some length in `found` needs, and records the page in `found`.
   void lease(size_t group, FoundLengths& found);
 
   TierLookup& tiers_;

@@ -11,7 +11,7 @@ inline constexpr EntryId kNoEntry = UINT32_MAX;
 
 enum class EntryState : uint32_t {
   kFree = 0,     // the entry is on the free list, was never used, or is a list head
-  kPending = 1,  // the block's slot is being written: lookups miss the block, and it is not stored again
+  kPending = 1,  // the block's slot is being written: lookups miss the block, and no other op stores it
   kReady = 2,    // lookups may hit the block
   kRemoved = 3,  // the entry is no longer in the map, but still leased, so its slot is not free yet
 };
@@ -22,8 +22,8 @@ enum class EntryState : uint32_t {
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
-  EntryId newer;  // the entry's neighbour in its list, evicted after it
-  EntryId older;  // the other neighbour, evicted before the entry; in a chain, the next block
+  EntryId newer;  // the neighbour in the entry's list that is evicted after the entry
+  EntryId older;  // the neighbour that is evicted before the entry; in a chain, the next block
   uint32_t meta;  // state, group and pins in one word, so that walks compare state and group in one step
 
   static constexpr uint32_t kPinBits = 24;

@@ -1,5 +1,6 @@
-// All entries of a block index, in circular doubly linked lists. An entry in use is in exactly one list, and
-// can be unlinked without knowing which one. The list heads have the first ids, and the entries follow.
+// All entries of a block index, in circular doubly linked lists. An entry in use is in exactly one list. The
+// caller can unlink it without knowing which list that is. The list heads have the first ids, and the entries
+// follow.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -26,15 +27,15 @@ class EntryTable {
   size_t size() const { return entries_.size(); }
   // The id of the first entry. Smaller ids are list heads.
   EntryId first() const { return static_cast<EntryId>(heads_); }
-  // Ids from this one on were never in use.
+  // Entries whose ids are equal to or greater than this were never in use.
   EntryId end() const { return unused_from_; }
   size_t free() const { return free_count_ + (entries_.size() - unused_from_); }
   EntryId free_head() const { return free_head_; }
   size_t free_listed() const { return free_count_; }
 
-  // Returns an unlinked entry, or kNoEntry if all are in use. Prefers the entry that was released last:
-  // a chain is evicted from its end, so its entries are reused in ascending order, and the next chain is
-  // contiguous in memory.
+  // Returns an unlinked entry, or kNoEntry if all are in use. Prefers the entry that was released last. The
+  // reason: a chain is evicted from its end, so its entries are reused in ascending order, and the next chain
+  // is contiguous in memory.
   EntryId allocate() {
     if (free_head_ != kNoEntry) {
       const EntryId id = free_head_;
@@ -60,8 +61,8 @@ class EntryTable {
     entries_[older].newer = newer;
   }
 
-  // Inserts the unlinked chain first..last into the list right after `at`, on the older side. `at` may be a
-  // list head.
+  // Inserts the unlinked chain first..last into the list right after `at`, on the older side. `at` is an
+  // entry or a list head.
   void link_after(EntryId at, EntryId first, EntryId last) {
     const EntryId older = entries_[at].older;
     entries_[at].older = first;

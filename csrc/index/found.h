@@ -22,18 +22,20 @@ enum class FoundState : int32_t {
 struct FoundRun {
   int32_t tier;
   FoundState state;
-  int32_t first;  // number of the run's first page, counted in the group from the start of the lookup
+  int32_t first;  // number of the run's first page; the group's first page after the start of the lookup is
+                  // page 0
   int32_t count;  // number of pages
 
   int32_t end() const { return first + count; }
 };
 
-// The pages of one group that a lookup found. Once the lookup has returned, the arrays do not move.
+// The pages of one group that a lookup found. After the lookup has returned, the arrays stay at the same
+// addresses.
 struct FoundGroup {
   std::unique_ptr<EntryId[]> entries;  // one per page from `first` on; kNoEntry if the page is not needed
   std::unique_ptr<int32_t[]> slots;    // one per page from `first` on; -1 if the page is not needed
   size_t first = 0;                    // number of the first page in the arrays
-  size_t pages = 0;                    // number of the last page plus one; pages before `first` count, too
+  size_t pages = 0;                    // number of the last page plus one; includes the pages before `first`
   std::vector<FoundRun> runs;          // the needed pages, ascending
 
   std::span<const EntryId> entries_of(const FoundRun& run) const {
@@ -46,7 +48,8 @@ struct FoundGroup {
   }
 };
 
-// A page that a lookup did not use because it has expired. The owner of the page's tier must remove the page.
+// A page that a lookup did not use because the page has expired. The owner of the page's tier must remove the
+// page.
 struct ExpiredPage {
   int32_t tier;
   uint32_t group;
@@ -62,9 +65,10 @@ enum class FoundLease : uint8_t {
   kDetached,  // a caller took over the leases, and ends them with calls to the tiers' indexes
 };
 
-// The pages that a lookup found. If this is destroyed while its lease is kHeld, the pages stay leased.
+// The pages that a lookup found. If the object is destroyed while `lease` is kHeld, the pages stay leased.
 struct FoundPages {
-  uint64_t lookup = 0;  // number of the TierLookup that found the pages; only that one can release them
+  uint64_t lookup = 0;  // number of the TierLookup that found the pages; only that TierLookup can release
+                        // them
   FoundLease lease = FoundLease::kHeld;
   // Whether the limit on pages, LookupTerms::room_pages, ended the prefix or the longest hit.
   bool cut = false;
@@ -107,7 +111,7 @@ struct FoundLengths : FoundPages {
   std::vector<uint64_t> lengths;  // hit lengths in tokens, the longest first; all pages they need are leased
   bool ready = false;             // whether all leased pages are ready in host memory
   // The number of tokens for which the groups with full attention have all pages; `start` if there is no such
-  // group. Some earlier request had the same tokens up to there, even if another group lacks a page that a
+  // group. Some earlier request had the same first `shared` tokens, even if another group lacks a page that a
   // hit of this length would need.
   uint64_t shared = 0;
 };

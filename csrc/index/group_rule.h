@@ -14,7 +14,7 @@ namespace flexkv {
 enum class RuleKind : uint8_t {
   kFull = 0,    // full attention: a hit needs every page of the prefix
   kWindow = 1,  // sliding window: a hit needs the last `reach` pages before its end
-  kChunk = 2,   // chunked attention: a hit needs those of its pages that are in the next token's chunk
+  kChunk = 2,   // chunked attention: a hit needs its pages that are in the same chunk as the next token
   kState = 3,   // recurrent state: a hit needs the one page that ends where the hit ends
 };
 
@@ -42,7 +42,8 @@ struct GroupRule {
   }
 
   // Returns the number of the first page that a hit of `tokens` needs if the engine already has `start`
-  // tokens. A hit longer than `start` does not use the state at `start`: it needs the state at its own end.
+  // tokens. For kState, a hit longer than `start` does not use the state at `start`: it needs the state at
+  // its own end.
   size_t first_page(size_t start, size_t tokens) const {
     const size_t had = start / block_tokens;
     const size_t end = tokens / block_tokens;
@@ -59,7 +60,8 @@ struct GroupRule {
     return had;
   }
 
-  // Returns how many pages a hit of up to `tokens` tokens can need at most. It never decreases with `tokens`.
+  // Returns the maximum number of pages that a hit of up to `tokens` tokens can need. The result never
+  // decreases when `tokens` grows.
   size_t most_pages(size_t start, size_t tokens) const {
     const size_t all = tokens / block_tokens - start / block_tokens;
     switch (kind) {

@@ -1,6 +1,6 @@
 // A zeroed array of fixed size in its own memory mapping. It asks the kernel for huge pages, because random
-// probes into tens of MiB of 4 KiB pages miss the TLB as often as the cache. Memory pages that are never
-// touched cost no memory.
+// accesses to tens of MiB in 4 KiB memory pages miss the TLB as often as the cache. Memory pages that are
+// never touched cost no memory.
 #pragma once
 #include <sys/mman.h>
 

@@ -3,8 +3,8 @@
 // key = first 16 bytes of SHA-256( one 64-byte prefix block: label, namespace, group
 //                                  | u32 length, engine key ).
 // The prefix block has a fixed size, and the engine key is preceded by its length, so no two different inputs
-// give the same message. The prefix fills exactly one block of SHA-256's compression function, and the state
-// after it is kept. So an engine key of up to 51 bytes costs one compression.
+// give the same message. The prefix fills exactly one block of SHA-256's compression function. KeyHasher
+// stores the state after this block, so an engine key of up to 51 bytes costs one compression.
 //
 // If the namespace has a mark, the last 2 bytes of each key are the mark, and the first 112 bits are the
 // hash.

@@ -2,9 +2,9 @@
 // is never more than a quarter full, so that most probes end at the first or second place, and the CPU
 // predicts the branches of a probe well.
 //
-// A place holds 32 bits of the key's hash and the entry's number. The top bits of the hash give the key's
-// home, the place at which a probe starts. So a probe that misses does not read any entry. Neither does a
-// removal, which moves the following places back and leaves no tombstones.
+// A place is one element of the array. It holds 32 bits of the key's hash and the entry's number. The top
+// bits of the hash give the key's home, the place at which a probe starts. So a probe that misses reads no
+// entry. A removal reads no entry either: it moves the following places back and leaves no tombstones.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -20,8 +20,8 @@ namespace flexkv {
 
 class KeyMap {
  public:
-  // `seed` makes the places of keys unpredictable. Without it, an attacker who chooses prompts could make
-  // their keys collide. Throws CapacityError if `max_entries` is too large.
+  // `seed` makes the positions of keys in the array unpredictable. Without a secret seed, an attacker who
+  // chooses prompts could make the prompts' keys collide. Throws CapacityError if `max_entries` is too large.
   KeyMap(size_t max_entries, uint64_t seed)
       : places_(capacity_for(max_entries)),
         shift_(32 - std::countr_zero(places_.size())),
@@ -37,15 +37,15 @@ class KeyMap {
 
   void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
 
-  // Prefetches the places that `erase` reads: the home and the place after it, which in one case of eight is
-  // in the next cache line.
+  // Prefetches the places that `erase` reads: the home of the hash, and the place after it. In one case of
+  // eight, the place after the home is in the next cache line.
   void prefetch_erase(uint32_t hash) const {
     places_.prefetch(home(hash));
     places_.prefetch((home(hash) + 1) & mask_);
   }
 
-  // Returns the first entry with this hash, or kNoEntry. It does not read the entry, so that the caller can
-  // prefetch it.
+  // Returns the first entry with this hash, or kNoEntry. Does not read the entry itself, so that the caller
+  // can prefetch it first.
   EntryId candidate(uint32_t hash) const {
     return find(hash, [](EntryId) { return true; });
   }
@@ -115,8 +115,9 @@ class KeyMap {
   static constexpr uint64_t kEmpty = 0;
   static constexpr size_t kMaxEntries = size_t{1} << 30;
   static constexpr size_t kMinPlaces = 16;
-  // The least number of places per entry; the number of places is rounded up to a power of two. Source:
-  // inserts and evictions were timed with 2 and with 4 places per entry, with 1M blocks in the cache.
+  // The minimum number of places per entry; the total number of places is rounded up to a power of two.
+  // Source: a measurement of inserts and evictions with 2 and with 4 places per entry, with 1M blocks in the
+  // cache.
   static constexpr size_t kPlacesPerEntry = 4;
 
   static size_t capacity_for(size_t max_entries) {

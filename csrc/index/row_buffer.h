@@ -1,5 +1,5 @@
-// An array of rows of equal length that is only appended to or truncated. Readers share its memory: while a
-// reader holds `storage`, the rows that it saw stay valid and unchanged.
+// An array of rows of equal length. Rows are only appended or removed at the end. Readers share its memory:
+// while a reader holds `storage`, the rows that it saw stay valid and unchanged.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -14,25 +14,26 @@ inline constexpr size_t kSha256BlockBytes = 64;
 inline constexpr Sha256State kSha256Init = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                             0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
-// Folds `blocks` blocks of 64 bytes into `state`.
+// Runs SHA-256's compression function over `blocks` blocks of 64 bytes and updates `state`.
 using Sha256Compress = void (*)(uint32_t* state, const uint8_t* data, size_t blocks);
 
 void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t blocks);
 
-// Folds one block of 64 bytes into each of two states.
+// Compresses one block of 64 bytes of each of two messages, and updates the state of each.
 using Sha256CompressPair = void (*)(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                     const uint8_t* second_block);
 
-// Both functions return null if the CPU is not an x86-64 CPU with SHA instructions.
+// The next two functions return null if the CPU is not an x86-64 CPU with SHA instructions.
 Sha256Compress sha256_native_compress();
 Sha256CompressPair sha256_native_compress_pair();
 
-// Both functions return the native version if there is one, otherwise the portable one. They choose once per
-// process.
+// The next two functions return the version with SHA instructions if the CPU has them, otherwise the portable
+// version. They choose once per process.
 Sha256Compress sha256_compress();
 Sha256CompressPair sha256_compress_pair();
 
-// A hash in progress. It can be copied, so that a prefix of many messages is hashed only once.
+// A hash in progress. A caller can copy it, so that a prefix that many messages have in common is hashed only
+// once.
 class Sha256 {
  public:
   explicit Sha256(Sha256Compress compress = sha256_compress()) : compress_(compress) {}
@@ -42,8 +43,8 @@ class Sha256 {
   // Returns the digest of all bytes given. The object must not be used afterwards.
   Sha256Digest finish();
 
-  // The state after all complete 64-byte blocks so far. It covers all bytes given only if their number is
-  // a multiple of 64.
+  // The state after all complete 64-byte blocks so far. The state covers all bytes given only if their number
+  // is a multiple of 64.
   const Sha256State& state() const { return state_; }
 
  private:

@@ -73,8 +73,8 @@ FLEXKV_SHA_NI void compress_sha_ni(uint32_t* state, const uint8_t* data, size_t 
   store(lane, state);
 }
 
-// Compresses one block of each of two hashes. The rounds of one hash depend on each other, but the CPU can
-// overlap the rounds of the two hashes.
+// Compresses one block of each of two messages. The rounds of one hash depend on each other, but the CPU can
+// overlap the rounds of one hash with those of the other.
 FLEXKV_SHA_NI void compress_pair_sha_ni(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                         const uint8_t* second_block) {
   const Lane first_before = lane_of(first);

@@ -1,4 +1,5 @@
-// The interface through which a BlockIndex reports each change of what its slots hold.
+// The interface through which a BlockIndex reports which block each of its slots holds, whenever this
+// changes.
 #pragma once
 #include <cstdint>
 
@@ -9,13 +10,14 @@ namespace flexkv {
 class SlotListener {
  public:
   virtual ~SlotListener() = default;
-  // A block that is not visible yet got the slot. The slot may be written from now on.
+  // The index gave the slot to a block that lookups cannot find yet. From this call on, an op may write the
+  // slot.
   virtual void begin(uint32_t slot) = 0;
-  // The slot's block became visible. Its bytes do not change until `withdraw`.
+  // Lookups can find the slot's block from now on. The block's bytes do not change until `withdraw`.
   virtual void publish(uint32_t slot, uint32_t group, const BlockKey& key) = 0;
-  // The slot's block is no longer in the index; it may never have been visible.
+  // The slot's block is no longer in the index. `publish` may not have been called for it.
   virtual void withdraw(uint32_t slot) = 0;
-  // No block is visible any more: the index removed all of them.
+  // The index removed all blocks.
   virtual void clear() = 0;
 };
 

@@ -1,6 +1,6 @@
-// The free slots of one size class in one tier. A slot is up when its memory or file can be used. The pool
-// grows while more memory or files are being prepared. `retire` takes slots out permanently after their
-// memory or file was lost.
+// The free slots of one size class in one tier. A slot is *up* when its memory or file can be used. The pool
+// grows as more memory or files become ready. `retire` takes slots out permanently after their memory or file
+// was lost.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -63,8 +63,8 @@ class SlotPool {
     if (!is_retired(slot)) freed_.push_back(slot);
   }
 
-  // Takes the slots marked in `used` out of the pool. Throws ContractError if any slot was taken before, or
-  // if `used` does not have exactly one flag for each slot that is up.
+  // Takes the slots marked in `used` out of the pool. Throws ContractError if a slot was taken before this
+  // call, or if `used` does not have exactly one flag for each slot that is up.
   void adopt(const std::vector<uint8_t>& used) {
     if (unused_from_ != 0 || used.size() != up_) {
       throw ContractError(
@@ -94,7 +94,7 @@ class SlotPool {
 
   bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
-  // These two are for integrity checks. `freed` returns the free slots that were in use before. Slots from
+  // For integrity checks. `freed` returns the free slots that were in use at some time. Slots from
   // `unused_from` on were never taken.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }

@@ -16,7 +16,7 @@ uint64_t next_number() {
   return ++last;
 }
 
-// Removes all pages from page `pages` on from the group's runs.
+// Keeps the group's first `pages` pages in its runs and removes all later ones.
 void shorten(FoundGroup& group, size_t pages) {
   while (!group.runs.empty() && static_cast<size_t>(group.runs.back().first) >= pages) group.runs.pop_back();
   if (!group.runs.empty()) {
@@ -27,8 +27,8 @@ void shorten(FoundGroup& group, size_t pages) {
   group.first = std::min(group.first, pages);
 }
 
-// Calls visit(run) for each run that has pages from page `from` on, from the last run to the first. Earlier
-// pages are cut off the run.
+// Calls visit(run) for each run that has pages from page `from` on, from the last run to the first. Passes
+// the run without the pages before `from`.
 template <class Visit>
 void visit_backwards(const FoundGroup& group, size_t from, Visit visit) {
   for (size_t i = group.runs.size(); i > 0; --i) {

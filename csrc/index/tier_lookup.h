@@ -49,8 +49,8 @@ class TierLookup {
   //
   // The lookup searches host memory first. At a page that host memory lacks, it continues in the first tier
   // that has the page. It stays there for as long as that tier has the following pages, and then returns to
-  // host memory. A host page that is being stored ends the prefix: it may never be published, and a fetch
-  // cannot fill it while the store runs. Throws ContractError, and leases nothing, if the arguments are
+  // host memory. A host page that is being stored ends the prefix: the page may never become ready, and a
+  // fetch cannot fill it while the store runs. Throws ContractError, and leases nothing, if the arguments are
   // invalid or a page has too many leases.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
@@ -70,16 +70,16 @@ class TierLookup {
   // Throws ContractError if another TierLookup found the pages.
   void check_made_here(const FoundPages& found) const;
 
-  // Keeps the first `blocks` blocks and ends the leases on the others. Throws BlockRangeError if fewer were
-  // found.
+  // Keeps the leases on the first `blocks` blocks and ends the leases on all later ones. Throws
+  // BlockRangeError if the lookup found fewer blocks.
   void trim(Found& found, size_t blocks);
 
-  // Ends all leases. If a lease was already ended elsewhere, ends the other runs' leases, then throws
+  // Ends all leases. If other code has already ended a lease, ends the leases of all other runs, then throws
   // ContractError.
   void release(Found& found);
   void release_pages(FoundPages& found);
 
-  // How many leading blocks are ready in host memory now.
+  // Returns how many leading blocks are ready in host memory at the time of the call.
   size_t count_ready(const Found& found) const;
 
   // Writes a number for each key: 1 plus the number of the first tier in the mask that has the key's block,
@@ -92,8 +92,9 @@ class TierLookup {
 
   bool is_masked(uint32_t mask, size_t tier) const { return (mask >> tier & 1) != 0; }
   void check_mask(uint32_t mask) const;
-  // Both functions lease the next run of pages and return its number of pages; 0 if there is none. The first
-  // one takes the run from the first tier that has it, the second one from the given tier and state.
+  // Both overloads lease the next run of pages and return its number of pages; 0 if there is none. The first
+  // overload takes the run from the first tier that has it. The second overload takes it from the given tier,
+  // in the given state.
   size_t take_run(Search& search);
   size_t take_run(Search& search, size_t tier, FoundState state);
   // Probes the next kWindow keys in all tiers and leases the pages up to the first miss. Returns their

@@ -1,5 +1,5 @@
-// The part of TierLookup that finds the pages of one group. It walks one run after another. If pages change
-// tiers too often, it probes all tiers in batches instead.
+// The part of TierLookup that finds the pages of one group. It searches for one run of pages in the same tier
+// after another. If the tier changes too often from page to page, it probes all tiers in batches instead.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -13,10 +13,10 @@ namespace flexkv {
 namespace {
 
 // After kShortRunsInARow consecutive runs of fewer than kShortRunPages pages, the lookup probes the next keys
-// in all tiers as a batch, because at the end of every run one probe per tier waits for memory. Source: a
-// lookup of 8,192 keys in two tiers with 1M each, on an EPYC. If the tier changes at every block, the lookup
-// takes 1,300 us run by run, but 200 us in batches. If the tier changes every 64 blocks, the lookup takes 60
-// us run by run, but 220 us in batches.
+// in all tiers as a batch, because at the end of every run the lookup waits for one memory access per tier.
+// Source: a lookup of 8,192 keys in two tiers with 1M each, on an EPYC. If the tier changes at every block,
+// the lookup takes 1,300 us run by run, but 200 us in batches. If the tier changes every 64 blocks, the
+// lookup takes 60 us run by run, but 220 us in batches.
 constexpr size_t kShortRunsInARow = 8;
 constexpr size_t kShortRunPages = 32;
 
@@ -125,8 +125,8 @@ size_t TierLookup::take_window(Search& search) {
   EntryId* const entries = into.entries.get() + into.pages;
   std::array<uint8_t, kWindow> tier_of;
   std::array<FoundState, kWindow> state_of;
-  // The numbers of the keys that no tier searched so far has, ascending. The next tier is searched for these
-  // keys only.
+  // The numbers of the keys whose pages no tier searched so far has, ascending. The next tier is searched for
+  // these keys only.
   std::array<uint16_t, kWindow> missing;
   std::iota(missing.begin(), missing.begin() + static_cast<ptrdiff_t>(window.size()), uint16_t{0});
   size_t left = window.size();

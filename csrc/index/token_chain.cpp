@@ -14,7 +14,8 @@ static_assert(std::endian::native == std::endian::little, "tokens are hashed as 
 
 namespace {
 
-// A buffer for messages of a fixed length, with the SHA-256 padding already written after the message.
+// A buffer for one message at a time, all of the same length, with the SHA-256 padding already written after
+// the message.
 class PaddedMessage {
  public:
   explicit PaddedMessage(size_t bytes)

@@ -14,9 +14,9 @@ namespace flexkv {
 
 class TokenChain {
  public:
-  // `seed` is a SHA-256 digest that takes the place of the digest before the first block. If it is empty,
-  // there is none. Throws ConfigError if `block_tokens` is 0, and KeySchemeError if the seed's length is
-  // neither 0 nor 32 bytes.
+  // `seed` is a SHA-256 digest that takes the place of the digest before the first block. If `seed` is empty,
+  // no digest precedes the first block. Throws ConfigError if `block_tokens` is 0, and KeySchemeError if the
+  // seed's length is neither 0 nor 32 bytes.
   TokenChain(size_t block_tokens, std::span<const uint8_t> seed, bool bigram);
 
   size_t blocks() const { return digests_.rows(); }
@@ -29,7 +29,7 @@ class TokenChain {
   // How many complete blocks a request of `tokens` tokens has.
   size_t blocks_of(size_t tokens) const;
 
-  // From how many tokens, beginning at next_token(), the digests of the next `count` blocks are computed.
+  // How many tokens, beginning at next_token(), the digests of the next `count` blocks cover.
   size_t tokens_read(size_t count) const {
     return count == 0 ? 0 : count * block_tokens_ + (bigram_ ? 1 : 0);
   }

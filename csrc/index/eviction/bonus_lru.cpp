@@ -8,12 +8,12 @@
 namespace flexkv {
 namespace {
 
-// Keeps two lists in the order of use: one of blocks that were hit, the other of blocks that never were. The
-// bonus is the same for every block that was hit. So the next victim is the oldest block of one of the two
-// lists, and one comparison decides between them.
+// Keeps two lists in the order of use: one of blocks that were hit, the other of blocks that were never hit.
+// The bonus is the same for every block that was hit. So the next victim is the oldest block of one of the
+// two lists, and one comparison decides between them.
 //
-// Time is counted in uses: each block stored or hit advances it by one. Reordering blocks does not advance
-// it.
+// Time is counted in uses: each block stored or hit advances the time by one. Reordering blocks does not
+// advance it.
 class BonusLruPolicy final : public EvictionPolicy {
  public:
   explicit BonusLruPolicy(const PolicyRoom& room)

@@ -27,13 +27,14 @@ using PolicyNote = uint64_t;
 struct PolicyRoom {
   EntryTable& table;
   EntryId first_head;  // head of the policy's first list; the heads of its other lists have the next ids
-  // The policy's notes, indexed by entry; null if PolicyKind::notes is false. They are kept apart from the
-  // entries, so that lookups do not load them. All size classes of an index share the array.
+  // The policy's notes, indexed by entry; null if PolicyKind::notes is false. The notes are stored outside of
+  // the entries, so that lookups do not load them into the cache. All size classes of an index share the
+  // array.
   HugeArray<PolicyNote>* notes;
   const SlotPool& pool;  // the slots of the policy's size class; `usable()` is how many blocks it can hold
 };
 
-// Why blocks are admitted.
+// Says whether a request used the blocks that the index passes to EvictionPolicy::admit.
 struct Use {
   // Whether a request hit these blocks. False if they have just been stored, if the lease that ended did not
   // belong to a request, or if the call only restores the order of a request's blocks.
@@ -51,33 +52,34 @@ class EvictionPolicy {
   virtual ~EvictionPolicy() = default;
 
   // Makes the unlinked chain first..last evictable: the policy links its entries into its lists. The blocks
-  // were just used, and are in the order of their request. The more of a chain stays together and in order,
-  // the faster lookups find its blocks.
+  // were just used, and are in the order of their request. Lookups find blocks faster if the policy keeps the
+  // entries of a chain together and in order.
   //
   // The index itself unlinks entries when they are used again, removed or freed. A block that gets a lease
   // while it is in a list stays in the list.
   virtual void admit(EntryId first, EntryId last, const Use& use) = 0;
 
   // Unlinks the entry to evict next and returns it, or returns kNoEntry if the lists are empty. O(1),
-  // amortised over the entries admitted. If the entry is leased, the index does not evict it, but keeps it in
-  // another list; it calls `admit` when the last lease ends, unless the block was removed meanwhile.
+  // amortised over the entries admitted. If the entry is leased, the index does not evict it, but moves it to
+  // a list of its own. When the last lease ends, the index calls `admit` for the entry, unless the block was
+  // removed meanwhile.
   virtual EntryId take_victim() = 0;
 
   // The index calls `missed` and `gone` only if PolicyKind::follows is set.
   //
-  // `missed`: the index has just made these entries for keys that it did not have. `hashes`: a 32-bit hash of
-  // each key. The hash depends on a secret seed, and stays the same for a key during the index's lifetime.
+  // The index calls `missed` after it has made entries for keys that it did not have. `hashes`: a 32-bit hash
+  // of each key. The hash depends on a secret seed, and stays the same for a key during the index's lifetime.
   virtual void missed(std::span<const EntryId> entries, std::span<const uint32_t> hashes) {
     (void)entries, (void)hashes;
   }
 
-  // A block left the index. Called once per block, but not for the blocks that `clear` removes. The index may
-  // take several victims before it calls this for the first of them. A block that was removed while it was
-  // leased may still be in one of the policy's lists.
+  // The index calls `gone` after a block has left the index, once per block, but not for the blocks that
+  // `clear` removes. The index may take several victims before it calls `gone` for the first of them. A block
+  // that was removed while it was leased may still be in one of the policy's lists.
   virtual void gone(EntryId entry, uint32_t hash, Leaving why) { (void)entry, (void)hash, (void)why; }
 
-  // The index is about to remove all blocks. The policy may forget what it knows about their keys, because
-  // these keys will not be used again.
+  // The index calls `clear` before it removes all blocks. The policy may discard its data about the blocks'
+  // keys, because these keys will not be used again.
   virtual void clear() {}
 
   // Checks the policy's own invariants; the index checks the links of the lists. Throws ContractError if an
