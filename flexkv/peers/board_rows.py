@@ -1,4 +1,6 @@
-"""Reads the rows of a unit's own board: which page each place holds, and which places have changed."""
+"""Reads the rows of a unit's own board, which is memory that shows other units the unit's pages. A row says which page
+a place (a slot on disk) holds.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ PLACED = np.dtype(
         ("group", "<u4"),
     ]
 )
-"""One row: the page in a place. If `tokens` is 0, the place holds no page."""
+"""One row: a place (a slot on disk) and the page in it. If `tokens` is 0, the place holds no page."""
 
 PlacedRows = NDArray[np.void]
 """Pages with their places, dtype PLACED, shape [places]."""
@@ -53,9 +55,9 @@ GROUP_SHIFT = np.uint64(32)
 
 
 class BoardRows:
-    """Reads the first `most` rows of a board of this process. A row that changes during the read counts as one without
-    a page, and is read again by the next call. A row with mixed old and new content would only cost a miss, because
-    each page on disk identifies itself in its trailer.
+    """Reads the first `most` rows of a board of this process. A row that changes during the read counts as a row
+    without a page, and is read again by the next call. A row with mixed old and new content would only cost a miss,
+    because each page on disk identifies itself in its trailer.
 
     Raises:
         ContractError: the board has another version.

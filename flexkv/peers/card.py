@@ -35,8 +35,8 @@ SHOWN_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class SharedHost:
-    """Where the slots of a unit's host pool lie. The file descriptors of the pool and of its board are sent with the
-    card.
+    """The location of the slots of a unit's host pool. The file descriptors of the pool and of its board are sent with
+    the card.
 
     Attributes:
         board_bytes: size of the pool's board, in bytes.
@@ -58,8 +58,8 @@ class SharedHost:
 
 @dataclass(frozen=True, slots=True)
 class SharedDisk:
-    """Where a unit's folders lie, in the order in which its places are striped over them. The file descriptor of the
-    folders' board is sent with the card.
+    """The paths of a unit's folders, in the order in which its places (slots on disk) are striped over them. The file
+    descriptor of the folders' board is sent with the card.
     """
 
     board_bytes: int
@@ -72,7 +72,7 @@ class GroupCard:
 
     Attributes:
         signature: the group's signature in hex.
-        runs: for each rank, its runs: offset in the stripe, bytes and layer.
+        runs: for each rank, the offset in the stripe, the bytes and the layer of each run.
     """
 
     format_id: str
@@ -165,8 +165,8 @@ class UnitCard:
 
 
 def name_of(facts: Mapping[str, Any]) -> str:
-    """A unit's name for users: the id of its process and some digits of the unit's id. Processes of two containers may
-    have the same process id.
+    """Returns a unit's name for users: the id of its process and some digits of the unit's id. The process id is not
+    enough, because processes in two containers may have the same one.
 
     Args:
         facts: the unit's facts, as `UnitCard.short` returns them. Some may be missing.

@@ -1,4 +1,6 @@
-"""Shares a unit's folders with units on other machines whose folders lie beside its own, and follows those folders."""
+"""Shares a unit's folders with units on other machines, and follows the folders of those units. All these folders lie
+below one folder that every machine sees.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class DistantUnits:
     """The units on other machines with which this unit shares pages through folders.
 
     Args:
-        directory: gets the pages in these units' folders.
+        directory: lists the pages that peers have; the pages in these units' folders are added to it.
         beat_s: seconds between this unit's heartbeats.
         terms: decides with which units this unit shares.
     """
@@ -50,7 +52,7 @@ class DistantUnits:
         self._lock = threading.Lock()
         """Guards the attributes below, which the watch's thread changes and the readers' threads read."""
         self._joined: dict[str, tuple[LiveHead, int]] = {}
-        """For each unit that is followed, by the path of its file: the unit, and its number in the directory."""
+        """The description of each followed unit and its number in the directory, by the path of the unit's file."""
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
 
     def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
@@ -115,7 +117,8 @@ class DistantUnits:
             raise DiskError(self._terms.refused.get(whom, "it is another model's"))
         self._terms.check_pages(card, whom)
         assert card.disk is not None
-        # Done before the lock is taken, because a file server may not answer, and readers must not wait for it.
+        # The slabs are opened before the lock is taken, because a file server may not answer, and readers must not wait
+        # for it.
         slabs = self._terms.open_slabs(
             card.unit, [str(self._parent / folder) for folder in card.disk.folders]
         )

@@ -1,5 +1,5 @@
-"""The file through which units on other machines follow a unit. It lies in the unit's folder, and says which unit this
-is, that it is running, and which pages its folders hold.
+"""The file through which units on other machines follow a unit. It lies in the unit's folder, identifies the unit,
+shows that the unit is running, and lists the pages in the unit's folders.
 
 The file begins with a header and a frame that identifies the unit. Each heartbeat appends frames with the places that
 have changed. Before the file grows too long, a new file replaces it. This is the next *edition*, which begins with all
@@ -46,9 +46,11 @@ MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
 MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
 APPENDED_BYTES = 4 << 20
-"""How many bytes are appended to an edition, at most, before a new one replaces it."""
+"""How many bytes are appended to an edition, at most, before a new edition replaces it."""
 MOST_FILE_BYTES = 64 << 20
-"""No unit writes a longer file. An edition begins with up to 11 MiB of rows, and one heartbeat adds up to 11 MiB."""
+"""The maximum length of a file, in bytes. A longer file was not written by a unit: an edition begins with up to 11 MiB
+of rows, and one heartbeat adds up to 11 MiB.
+"""
 MOST_READ_BYTES = 16 << 20
 """How many bytes one call of `LiveReader.look` reads from a file at most. The next call continues there."""
 MOST_FRAMES = 1024
@@ -59,8 +61,8 @@ MOST_BEATS = 512
 MOST_NAME = 255
 MOST_FOLDERS = 64
 FOLDER_PARTS = 3
-"""How many names a unit folder's path has below the folder that all machines see: one of `disk.folders`, the model's
-folder and the unit's folder.
+"""How many components the path of a unit's folder has below the folder that all machines see: the folder in
+`disk.folders`, the model's folder and the unit's folder.
 """
 
 LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
@@ -75,7 +77,7 @@ class LiveHead:
         machine: id of the unit's machine: the random number that its kernel drew at boot.
         host: name of the machine, for users.
         beat_s: seconds between the unit's heartbeats.
-        places: number of the unit's places; a row's place is lower than this.
+        places: number of the unit's places (slots on disk); each row's place is lower than this number.
     """
 
     card: UnitCard
@@ -319,7 +321,7 @@ class LiveReader:
         Raises:
             FileNotFoundError: the file does not exist.
             OSError: the file cannot be read.
-            DiskError: the file's start is damaged, or the file is older than what was read before.
+            DiskError: the file's start is damaged, or the file is older than the copy that was read before.
             ContractError: the file does not describe a unit.
         """
         with open_live(self._path) as file:
@@ -336,7 +338,8 @@ class LiveReader:
             file.seek(at)
             content = b"" if head.machine == self._skip_machine else file.read(MOST_READ_BYTES)
         taken, beat = self._take(content, head, news)
-        # Set only now: if the read or the close has failed, the next look must still report the session as new.
+        # These attributes are set last: if the read or the close fails, the next look must still report the session as
+        # new.
         self.head, self._session, self._edition = head, session, edition
         self._at, self._beat = at + taken, beat
         self._reached_end = len(content) < MOST_READ_BYTES and len(news.frames) < MOST_FRAMES

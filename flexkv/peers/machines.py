@@ -92,7 +92,7 @@ def parent_of(folders: Sequence[Path]) -> Path:
 
 class Mirror:
     """A board in this process with the pages of a unit on another machine. It shows only pages of the latest epoch,
-    because a unit serves no others.
+    because a unit serves no pages of earlier epochs.
     """
 
     def __init__(self, places: int) -> None:
@@ -192,7 +192,9 @@ class MachineWatch:
         self._units: dict[Path, DistantUnit] = {}
         self._closed = threading.Event()
         self._said: dict[str, str] = {}
-        """The last fault of this unit's own heartbeat and of the search, which is not logged again."""
+        """The last fault of this unit's own heartbeat and the last fault of the search. A fault that stays the same is
+        not logged again.
+        """
         self._beaten_s = 0.0
         # The generator of the module `random` is not used: engines may seed it, and then all machines would draw the
         # same numbers.

@@ -90,7 +90,9 @@ class UnitPages:
         return PeerFormats(tuple(([], []) for _ in theirs), tuple(others))
 
     def _pieces(self, number: int, group: DiskGroup, theirs: c_ext.PageCodec) -> tuple[Pieces, Runs]:
-        """Returns the stripes to copy, and the runs for which at least one of the two units has digests."""
+        """Returns the stripes to copy, and the runs that have a digest in the peer's slots, in this unit's slots or in
+        both.
+        """
         mine = self.groups[number]
         ours = codec_of(mine, number)
         pieces: Pieces = []

@@ -108,18 +108,20 @@ class PeerShare:
         self._kept: dict[tuple[str, ...], int] = {}
         """The number in `disk` of each peer that has ended and whose pages stay known, by its folders."""
         self._drop_at_s: dict[int, float] = {}
-        """When each of `departed` is dropped at the latest, in seconds of the monotonic clock."""
+        """By when each peer in `departed` is dropped at the latest, in seconds of the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
-        """For each of the last MOST_REFUSED refused units with this fingerprint, by its name for users: why this unit
-        shares nothing with it.
+        """Why this unit shares nothing with another unit of the same fingerprint, by the other unit's name for users.
+        Keeps at most MOST_REFUSED entries.
         """
         self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 
     # --- sharing this unit's pages ---
 
     def show_host(self, index: c_ext.BlockIndex, pool: HostPool, slots: int) -> c_ext.SlotBoard:
-        """Shares the pages in the slots of `pool`. Returns a board on which `index` shows what each slot holds."""
+        """Shares the pages in the slots of `pool`. Returns the board (memory that peers can read) in which `index`
+        shows what each slot holds.
+        """
         board = c_ext.SlotBoard(slots)
         index.tell(board)
         _, _, _, file_bytes = pool.native.address()
@@ -141,7 +143,7 @@ class PeerShare:
         return board
 
     def show_disk(self, board: c_ext.SlotBoard, folders: Sequence[Path]) -> None:
-        """Shares the pages in this unit's folders. `board` shows what each place holds."""
+        """Shares the pages in this unit's folders. `board` shows peers what each place (slot on disk) holds."""
         self._shown = (self._shown[0], SharedDisk(board.bytes, tuple(map(str, folders))))
         self._boards.append(board)
 
@@ -297,8 +299,9 @@ class PeerShare:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """This unit's number among itself and the running units that it follows on this machine, and how many these
-        are. If all of them follow each other, each gets a different number and the same count.
+        """This unit's position in a sorted list, and the list's length. The list has the ids of this unit and of the
+        units that it follows on this machine. If all these units follow each other, each has a different position in
+        the same list.
         """
         with self._lock:
             units = sorted([*self._joined, self._card.unit])
@@ -359,7 +362,8 @@ class PeerShare:
             raise DiskError(f"its card came with {len(files)} descriptors")
         whom = name_of(card.short())
         formats = self.check_pages(card, whom)
-        # Done before the lock is taken, because a peer's disk may hang, and readers and `close` must not wait for it.
+        # The slabs are opened before the lock is taken, because a peer's disk may hang, and readers and `close` must
+        # not wait for it.
         slabs = (
             () if self.disk is None or card.disk is None else self.open_slabs(card.unit, card.disk.folders)
         )

@@ -1,4 +1,4 @@
-"""Loads pages from the folders of running units."""
+"""Loads pages from the folders of other running units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The thread that shows a unit to other units of its user on this machine, finds them, and follows their boards."""
+"""The thread that shows a unit to its user's other units on this machine, finds those units, and follows their boards
+(the memory in which they show their pages).
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ SCAN_S = 0.5
 """How many seconds pass between searches of the folder for new units."""
 
 ANSWER_S = 5.0
-"""How many seconds a unit may take to send its card. A unit that did not answer or was refused is asked again after the
-same time.
+"""How many seconds a unit may take to send its card. A unit that did not answer, or was refused, is asked again after
+the same number of seconds.
 """
 
 STOP_S = 2.0
@@ -69,7 +71,7 @@ class Asked:
 
 
 class PeerWatch:
-    """The thread that shows this unit to its peers, finds them, and follows their boards.
+    """The thread that shows this unit to its peers, finds the peers, and follows their boards.
 
     Args:
         folder: the runtime folder.
@@ -131,7 +133,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, so that others no longer find this unit and this unit no longer follows them. Idempotent."""
+        """Ends the thread: other units no longer find this unit, and this unit no longer follows them. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -188,8 +190,8 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
 
     def _serve(self, line: socket.socket) -> None:
-        """Answers a request for this unit's status. The other end has nothing else to send, so any other input ends the
-        connection, and so does its end.
+        """Answers a request for this unit's status. The other end has nothing else to send, so any other input closes
+        the connection. The connection is also closed if the other end has closed it.
         """
         with suppress(OSError):
             if line.recv(len(ASK_STATUS)) == ASK_STATUS:

@@ -1,1 +1,1 @@
-"""Clients of stores that machines share. `base` is their contract; they run in a separate process, the helper."""
+"""Clients of stores that machines share. `base` is their contract. They run in a separate process, the helper."""

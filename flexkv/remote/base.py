@@ -25,7 +25,7 @@ Value = Sequence[Part]
 
 
 ALIVE_S = 1.0
-"""How many seconds a store has, after a failed call, to show that it is alive."""
+"""After a failed call, the helper checks whether the store is alive. The store has this many seconds to answer."""
 
 
 class Presence(IntEnum):
@@ -34,7 +34,7 @@ class Presence(IntEnum):
     NO = 0
     YES = 1
     UNKNOWN = 2
-    """The store did not answer, or its answer makes no sense."""
+    """The store did not answer, or its answer cannot be understood."""
 
 
 class Outcome(IntEnum):
@@ -45,16 +45,16 @@ class Outcome(IntEnum):
     ABSENT = 1
     """For a get: the store does not have the name."""
     OTHER_SIZE = 2
-    """For a get: what the store has under the name has a different number of bytes, or is not a string of bytes. The
-    value's memory has no valid content.
+    """For a get: the store has something else under the name, with a different number of bytes or of a type other than
+    a string of bytes. The memory for the value has no valid content.
     """
     FULL = 3
     """For a put: the store has no space, or accepts nothing now. An immediate retry would not help."""
     FAILED = 4
     """The store or the network failed, or the deadline passed. A get may have written to the value's memory."""
     AWAY = 5
-    """The server that has the name does not answer calls at present, so it was not called. This says nothing about the
-    store's other servers.
+    """The server that is responsible for the name did not answer earlier calls, so it was not called. This says nothing
+    about the store's other servers.
     """
 
 
@@ -73,9 +73,9 @@ class StoreOptions:
         urls: one or more URLs with the same scheme.
         user, password: the login; empty for a store without users. The password never appears in a log, an error or
             `repr`.
-        ca_file: file with the certificates of the authorities that are trusted; empty for the system's.
+        ca_file: file with the certificates of trusted authorities; empty for the authorities that the system trusts.
         connect_s: the most seconds that connecting, or setting up a client, may take.
-        ttl_s: after how many seconds the store drops a value; 0 for never. A store that cannot do this can be used
+        ttl_s: after how many seconds the store drops a value; 0 for never. A store that cannot drop values can be used
             nevertheless, because the value's own trailer says when it expires.
         rdma_devices: names of RDMA devices; empty for TCP.
     """
@@ -108,7 +108,8 @@ class Store(ABC):
     No call raises an exception because of what servers do. Only `open_store` raises `StoreError`.
 
     If a store's library has calls that cannot be interrupted, a call may return after its deadline; the store's class
-    says by how much. The unit can kill the process meanwhile, which also stops the call's writes.
+    says by how much. Meanwhile the unit can kill the helper process that made the call, which also stops the call's
+    writes.
 
     Attributes:
         last_error: why some results of the last call were UNKNOWN, FULL or FAILED, or why a server was not alive. Empty
@@ -123,12 +124,14 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
-        """Reads the value of each name into the parts in `values`, whose lengths must add up to the value's."""
+        """Reads each name's value into its parts in `values`. The lengths of the parts must add up to the value's
+        length.
+        """
 
     @abstractmethod
     def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
-        """Stores values under these names, which the store is not known to have. If there are two writers, the store
-        decides whose value stays.
+        """Stores each value under its name. Callers pass only names that they do not know to be in the store. If two
+        clients write one name, the store decides whose value stays.
         """
 
     @abstractmethod
@@ -143,8 +146,8 @@ class Store(ABC):
 
     @abstractmethod
     def alive(self, deadline_s: float) -> str:
-        """Checks at little cost whether a server of the store answers. Returns why none does; empty if one does. If one
-        does and another does not, `last_error` says why the other does not.
+        """Checks at little cost whether at least one server of the store answers. Returns the reason if no server
+        answers, else an empty string. If only some servers answer, `last_error` says why another one does not.
         """
 
     def register(self, memory: Part) -> str:

@@ -18,13 +18,13 @@ answers every probe, but then fails calls, rests as long as one that does not an
 """
 
 JITTER = 0.25
-"""A rest is randomly longer or shorter by up to this fraction, so that the units of a store do not all return at
-once.
+"""A rest is randomly longer or shorter by up to this fraction, so that the units that share a store do not all probe it
+at the same moment.
 """
 
 WATCHED = 20
-"""How many of the last reads are judged. If more than half of this many failed, the store counts as lost, although it
-answers.
+"""How many of the last reads the breaker looks at. If more than half of WATCHED reads failed, the store counts as lost,
+although it answers.
 """
 
 
@@ -44,7 +44,7 @@ class Breaker:
     Args:
         now_s: the time now, in seconds of the caller's monotonic clock, as for all methods.
         reason: why the store is not used at first.
-        spread: how much of JITTER each rest gets, in [-1, 1]; None for random values.
+        spread: factor in [-1, 1] by which JITTER is multiplied for each rest; None for random factors.
     """
 
     def __init__(self, now_s: float, reason: str, spread: float | None = None) -> None:
@@ -63,7 +63,7 @@ class Breaker:
 
     def lost(self, reason: str, now_s: float) -> bool:
         """Records that the store could not be reached, or took too long to answer. Returns whether the store was in use
-        until now.
+        before this call.
         """
         was_closed = self.closed
         if self.state is BreakerState.OPEN and now_s < self._until_s:
@@ -79,8 +79,8 @@ class Breaker:
 
     def judge(self, good: int, failed: int) -> str:
         """Records that the store answered, and how many values it delivered (`good`) and failed to deliver (`failed`).
-        Returns why the store should count as lost nevertheless; empty if it should not. If there are more than WATCHED
-        values, both numbers are scaled down, because the order of the values is unknown.
+        Returns why the store should count as lost although it answers; empty if it should not. If there are more than
+        WATCHED values, both numbers are scaled down, because the order of the values is unknown.
         """
         read = good + failed
         watched = min(read, WATCHED)

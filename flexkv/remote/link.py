@@ -54,8 +54,8 @@ class LinkUser(Protocol):
         """
 
     def silent_since(self) -> float | None:
-        """Returns when the op or probe in flight that has waited longest last showed progress, in seconds of the link's
-        clock; None if none is in flight.
+        """Returns since when the helper has shown no progress, in seconds of the link's clock: the earliest such time
+        among the ops and probes in flight. Returns None if none is in flight.
         """
 
 
@@ -133,7 +133,7 @@ class HelperLink:
             self.post(Rename(owner))
 
     def poll(self) -> None:
-        """Handles the helper's messages, and sends those that could not be sent before."""
+        """Handles the helper's messages. Sends the unit's messages that could not be sent before."""
         while (message := self._received()) is not None:
             self._take(message)
         self._flush()
@@ -269,7 +269,7 @@ class HelperLink:
         if self.breaker.lost(reason, self._clock()):
             logger.warning("remote tier: not used for now: %s", reason)
         if self._process is not None and self._ready and not self._killed:
-            # The helper's call in flight ends at its own deadline. Messages that wait for it then end at once.
+            # The helper's call in flight ends at its own deadline. Messages that wait for that call then end at once.
             self.post(Cancel(self.last_number))
         self.user.lost()
 

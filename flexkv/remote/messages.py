@@ -117,7 +117,7 @@ class Probe(Packed):
 
     Attributes:
         keys: for each group, the pages' keys in order, 16 bytes each.
-        whole: for each group, whether pages after a missing one are useless.
+        whole: for each group, whether all pages after a missing page are useless.
     """
 
     number: int

@@ -26,8 +26,8 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 logger = get_logger(__name__)
 
 MOST_REMOVALS = 256
-"""The most `Remove` messages that wait until the store can be reached. If there are more, the oldest are dropped.
-Whoever reads a page whose removal was dropped finds it missing or still damaged.
+"""The most `Remove` messages that wait until the store can be reached. If there are more, the oldest are dropped. A
+unit that reads a page whose removal was dropped finds the page missing or still damaged.
 """
 
 LOST = "lost"
@@ -82,7 +82,7 @@ class Moving:
     """An op in flight.
 
     Attributes:
-        waiting: for each of the op's messages that has not ended, by its number, the index in the op of the message's
+        waiting: the op's messages that have not ended. Maps a message's number to the index in the op of the message's
             first page.
         failed, causes: indices of the pages that have failed so far, and the cause of each.
         reason: why the first page failed; empty if none has.
@@ -123,7 +123,9 @@ class RemotePlane:
         self._unanswered: set[int] = set()
         """Numbers of the probes that the helper has not answered, including those that were given up."""
         self._answered_s = 0.0
-        """When the helper last answered a probe, or was sent a probe while no other was unanswered."""
+        """When the helper last answered a probe. A probe that is sent while no other is unanswered sets this to the
+        time at which it is sent.
+        """
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
         """Removals that wait until the store can be reached and the names of values are known."""
@@ -187,13 +189,13 @@ class RemotePlane:
         return ended
 
     def remove(self, group: int, keys: Keys) -> None:
-        """Removes these pages from the store, as soon as it can be reached."""
+        """Removes these pages from the store, as soon as the store can be reached."""
         for first in range(0, len(keys), MOST_PAGES):
             self._removals.append(Remove(group, keys[first : first + MOST_PAGES]))
         self._post_removals()
 
     def hold(self) -> None:
-        """Holds removals back until `open_for` is called, because the names of values are not known before."""
+        """Holds removals back until `open_for` is called, because the names of values are not known until then."""
         self._held = True
 
     def open_for(self, weights: bytes) -> None:
@@ -348,7 +350,7 @@ class RemotePlane:
         return min(seen_s, default=None)
 
     def close(self, deadline_s: float) -> bool:
-        """Ends the helper. Idempotent. Returns False if it was not reaped within `deadline_s` seconds; its ops then
-        have not ended.
+        """Ends the helper. Idempotent. Returns False if the helper was not reaped within `deadline_s` seconds; its ops
+        then have not ended.
         """
         return self.link.close(deadline_s)

@@ -12,7 +12,7 @@ import sys
 from flexkv.remote.helper.control import Control
 
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
+"""The option of `prctl` that names the signal to send to this process when its parent ends, from linux/prctl.h."""
 
 SWITCH_S = 0.0002
 """The longest time in seconds for which a thread that computes keeps the interpreter lock. It is short so that the
@@ -28,8 +28,8 @@ def main() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
-        return  # the parent had ended before it could be watched
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C; the unit decides when the helper ends
+        return  # the parent had ended before `prctl` was called
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignores Ctrl-C: the unit decides when the helper ends
     sys.setswitchinterval(SWITCH_S)
     Control(socket.socket(fileno=descriptor)).serve()
     # Exits without waiting for threads inside library calls, which may hang.

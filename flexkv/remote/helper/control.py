@@ -79,7 +79,7 @@ class Control:
             with self._sending:
                 send(self._sock, message)
         except OSError:
-            logger.debug("the unit is gone", exc_info=True)  # the next `receive` ends the process
+            logger.debug("the unit is gone", exc_info=True)  # the next `receive` returns None
 
     def serve(self) -> None:
         setup = receive(self._sock)
@@ -109,7 +109,7 @@ class Control:
             elif isinstance(message, Probe | Alive):
                 probe_box.put(message)
             elif isinstance(message, Rename):
-                # The unit sends this before it probes, reads or writes the first page.
+                # The unit sends `Rename` before it probes, reads or writes the first page.
                 work.formats = _formats(setup, message.owner)
             elif isinstance(message, Cancel):
                 work.cancelled = max(work.cancelled, message.number)

@@ -79,10 +79,12 @@ class Batch:
 
 
 Causes = Sequence[FailureCause | None]
-"""Why each page of a batch failed; None if it did not. SOURCE stands for the store or the network."""
+"""For each page of a batch, why it failed; None if the page did not fail. SOURCE stands for the store or the network.
+"""
 
 Take = Callable[[Sequence[int], Causes], None]
-"""A function that records the outcomes of the pages with these indices in a message."""
+"""A function that records the outcomes of pages. It gets the pages' indices in the message, and why each page failed.
+"""
 
 
 class Mover(ABC):
@@ -134,7 +136,9 @@ class Mover(ABC):
         self.work.tell(done)
 
     def batches(self, message: Pages, pages: Sequence[int], done: Done) -> Iterator[Batch]:
-        """Yields batches of the pages with these indices, until the message is cancelled or the store is lost."""
+        """Yields batches of the message's pages with the indices `pages`, until the message is cancelled or the store
+        is lost.
+        """
         form, size = self.work.formats[message.group], self.work.setup.batch_pages
         for number, first in enumerate(range(0, len(pages), size)):
             if message.number <= self.work.cancelled or done.lost:
@@ -147,7 +151,7 @@ class Mover(ABC):
             yield Batch(message, part, form.names(message.keys[part]), values, slots)
 
     def called(self, message: Pages, begun_s: float, failed: bool, done: Done) -> None:
-        """Reports progress after a call of the store. If the call has failed, finds out whether the store is lost."""
+        """Reports progress after a call to the store. If the call has failed, finds out whether the store is lost."""
         self.work.tell(Progress(message.number))
         if failed:
             took_s = time.monotonic() - begun_s
@@ -156,19 +160,19 @@ class Mover(ABC):
                 done.lost = f"a call took {took_s:.1f} s"
 
     def failed(self, done: Done, outcome: str, reason: str) -> None:
-        """Counts a page that did not arrive, and keeps the first reason."""
+        """Counts a page that did not arrive. Keeps `reason` only if it is the first one for this message."""
         done.outcomes[outcome] += 1
         done.reason = done.reason or reason or outcome
 
     @abstractmethod
     def carry(self, message: Pages, done: Done, take: Take) -> None:
-        """Moves the message's pages, and passes their outcomes to `take`. A page without an outcome counts as not
-        executed.
+        """Moves the message's pages, and passes their outcomes to `take`. A page without an outcome counts as
+        NOT_EXECUTED.
         """
 
 
 class Getter(Mover):
-    """Reads values into host slots, and verifies them. If a value is not the requested page, it is removed from the
+    """Reads values into host slots, and verifies them. If a value is not the requested page, removes the value from the
     store.
     """
 
@@ -219,7 +223,7 @@ class Getter(Mover):
 
 
 class Putter(Mover):
-    """Writes pages from host slots to the store, each with a trailer that it makes. Does not send pages that the store
+    """Makes the trailers of pages in host slots, and writes the pages to the store. Does not send pages that the store
     already has.
     """
 
@@ -256,7 +260,9 @@ class Putter(Mover):
                 return
 
     def _unknown(self, message: Pages, done: Done, take: Take) -> list[int]:
-        """Asks the store which pages it has. Reports these as done, and returns the indices of the others."""
+        """Asks the store which of the message's pages it has. Reports those pages as done, and returns the indices of
+        all other pages.
+        """
         form, get_s, unknown = self.work.formats[message.group], self.work.setup.get_s, []
         for first in range(0, len(message.slots), ASKED_AT_ONCE):
             if message.number <= self.work.cancelled or done.lost:
@@ -270,7 +276,8 @@ class Putter(Mover):
             unknown += [
                 page for page, presence in zip(pages, there, strict=True) if presence is not Presence.YES
             ]
-            # An UNKNOWN counts as a failed call, although other servers of the store may have answered.
+            # A call with an UNKNOWN among its answers counts as failed, although other servers of the store may have
+            # answered.
             self.called(message, begun_s, Presence.UNKNOWN in there, done)
         return unknown
 

@@ -13,13 +13,13 @@ from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
 
 CHUNK = 256
-"""The most names per call; a store answers this many in 0.2 ms. For groups that restore whole prefixes, no further call
-is made after one that finds a name missing.
+"""The most names per call; a store answers this many in 0.2 ms. For a group that restores whole prefixes, the first
+call that finds a name missing is the last call.
 """
 
 ANSWER_SHARE = 0.8
-"""The fraction of the unit's waiting time that a probe may use. So the answers of some servers arrive in time even if
-other servers do not answer.
+"""The unit waits `probe_s` seconds for a probe. The helper stops asking after this fraction of that time. So the
+answers of some servers reach the unit in time even if other servers do not answer.
 """
 
 NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
@@ -43,8 +43,8 @@ class HelperProber:
     def _answer(self, message: Probe) -> Answer:
         ends_s = time.monotonic() + ANSWER_SHARE * self._work.setup.probe_s
         reached = True
-        # Groups that restore whole prefixes are asked about first: if the first page of one is missing, all other pages
-        # are useless.
+        # Groups that restore whole prefixes are asked about first: if the first page of such a group is missing, no
+        # page of any group is useful.
         order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
         answers: dict[int, NDArray[np.uint8]] = {}
         for group in order:
@@ -58,7 +58,9 @@ class HelperProber:
         return Answer(message.number, found, why_lost(self._store) if unknown else "")
 
     def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
-        """Returns the `Presence` of as many leading keys as there is time for."""
+        """Returns the `Presence` of the leading keys, as many as there is time for. If `whole` is set, stops after the
+        first call that finds a page missing.
+        """
         form, found = self._work.formats[group], [np.empty(0, np.uint8)]
         for first in range(0, len(keys), CHUNK):
             left_s = ends_s - time.monotonic()

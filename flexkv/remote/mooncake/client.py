@@ -1,5 +1,5 @@
-"""One client of Mooncake's library. It is set up when the master is alive, and never called while the master is known
-to be away.
+"""One client of Mooncake's library. It is set up when the master is alive, and is not called while the master is known
+to be unreachable.
 
 The library's calls cannot be interrupted. A call on a client that is not set up, or was closed, ends the process with
 SIGSEGV; with a dead master each call takes 4.3 s. So `Client` keeps its own connection to the master, on which it sends
@@ -24,8 +24,9 @@ CLIENT_ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_TCP_LANES_PER_PEER": "8",  # with fewer lanes than values, a call waits for a stopped owner several times
 }
-"""Environment variables of a process that opens this store. They must be set when the process starts, because the
-library reads them only once. Values that an operator has set win: `{**CLIENT_ENVIRONMENT, **environment}`.
+"""Environment variables of a process that opens a Mooncake store. (An owner of memory is a process whose memory holds
+values.) They must be set when the process starts, because the library reads them only once. Values that an operator has
+set win: `{**CLIENT_ENVIRONMENT, **environment}`.
 """
 
 AGAIN_S = 0.5
@@ -107,8 +108,8 @@ class Client:
         except OSError as error:
             return self._failed(f"the master {self._master} cannot be reached: {error.strerror or error}")
         if self._client is None:
-            # The client's name is the address from which this machine reaches the master. Owners of memory distinguish
-            # clients by this name.
+            # The client's name is the address from which this machine reaches the master. The processes that hold the
+            # values distinguish clients by this name.
             self._set_up(self._watch.getsockname()[0])
         return self._client
 

@@ -96,8 +96,8 @@ class MooncakeStore(Store):
     """A client of Mooncake Store. Its calls may return after their deadline: see `Store`.
 
     A library call moves up to BATCH_VALUES values, or asks about up to BATCH_NAMES names. With CLIENT_ENVIRONMENT it
-    takes 1 s if the master is stopped, 2 s if an owner is stopped, and 4.3 s if the master dies during the call. No
-    library call begins after the deadline.
+    takes 1 s if the master is stopped, 2 s if a process that holds values is stopped, and 4.3 s if the master dies
+    during the call. No library call begins after the deadline.
     """
 
     def __init__(self, options: StoreOptions) -> None:
@@ -145,7 +145,8 @@ class MooncakeStore(Store):
         return -900 if client is None else self._heard([int(client.get_size(name))])[0]
 
     def alive(self, deadline_s: float) -> str:
-        # If the master's machine has vanished, its connections do not end, so this call must make a new one.
+        # If the master's machine has vanished, the old connection to it does not end. Only a new connection shows
+        # whether the master answers.
         self._client.doubt()
         self._ask(lambda client, some: client.batch_is_exist(some), [PROBE], deadline_s, at_once=True)
         return self.last_error
@@ -179,8 +180,8 @@ class MooncakeStore(Store):
         """Returns the library's code for each value; -900 if the library was not called for it.
 
         Raises:
-            ContractError: a part is not a `Part`. This must be checked here, because the library gets plain addresses
-                and checks nothing.
+            ContractError: a part is not a `Part`. The check is needed because the library gets plain addresses and
+                checks nothing.
         """
         if len(names) != len(values):
             raise ContractError(f"{len(names)} names with {len(values)} values")
@@ -234,8 +235,8 @@ class MooncakeStore(Store):
     def _of_other_size(
         self, names: Sequence[str], sizes: Sequence[int], doubtful: Sequence[int], until_s: float
     ) -> list[int]:
-        """Returns the numbers in `doubtful` whose values have another size in the store. The library's code for a value
-        that does not fit is the same as for a failed transfer.
+        """Returns the indices in `doubtful` whose values have a size in the store that differs from `sizes`. Asks for
+        the sizes, because the library has the same codes for a value that does not fit and for a failed transfer.
         """
         found = []
         for number in doubtful:

@@ -12,8 +12,7 @@ from flexkv.remote.base import masked_url
 
 DEFAULT_PORT = 6379
 MOST_DATABASES = 1 << 16
-"""Database numbers must be lower than this. A server has 16 databases by default, and no configuration has this many.
-"""
+"""Database numbers must be lower than this limit. A server has 16 databases by default."""
 ALLOWED = "allowed are redis://HOST[:PORT][/DATABASE] and rediss://..., which is TLS"
 
 

@@ -1,5 +1,5 @@
-"""The connection to a server. It is opened when a call needs it, and closed if its next bytes could belong to an
-earlier call.
+"""The connection to a server. It is opened when a call needs it, and closed if the next bytes from the server could be
+a reply to an earlier call.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Connection:
         yield from self._resolver.steps(until_s)
         found = self._resolver.found
         for number, address in enumerate(found):
-            # Each address gets an equal share of the time left, so that one that drops all packets does not use up all
-            # of it.
+            # Each address gets an equal share of the time left, so that an address that drops all packets does not use
+            # up the time of the others.
             now_s = time.monotonic()
             share_s = (until_s - now_s) / (len(found) - number)
             try:

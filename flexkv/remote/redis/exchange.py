@@ -17,8 +17,8 @@ WINDOW_BYTES = 8 << 20
 MiB keep both sides busy. The limit also bounds how much a server must buffer for a client that reads slowly.
 """
 SKIP_BYTES = 4 << 20
-"""A value of a wrong size is read and dropped if it has at most this many bytes. That takes a few ms, as long as a new
-connection with TLS. For a larger value the connection is closed instead.
+"""A value of a wrong size is read and dropped if it has at most this many bytes. That takes a few ms, about as long as
+opening a new connection with TLS. For a larger value the connection is closed instead.
 """
 STALE_CODES = frozenset({"READONLY", "NOAUTH"})
 """The codes of errors that last as long as the connection: the server has become a replica, or the login's user was
@@ -146,5 +146,5 @@ class Exchange:
             raise OutOfStep("a value that is longer than was said")
 
     def _note(self, reason: str) -> None:
-        """Records a reason if it is the first one, because the first causes the others."""
+        """Records a reason if it is the first one, because the first failure usually causes the others."""
         self.reason = self.reason or self._connection.explain(reason)

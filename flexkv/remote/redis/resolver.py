@@ -18,7 +18,8 @@ Found = tuple[socket.AddressFamily, Any]
 
 
 class Resolver:
-    """Resolves one host and port. Only one thread asks at a time, even if earlier calls have given up waiting for it.
+    """Resolves one host and port. Only one thread resolves the name at a time. If a call gives up waiting, the thread
+    continues, and the next call waits for the same thread.
 
     Attributes:
         found: the addresses that the last `steps` found, in the system's order of preference.

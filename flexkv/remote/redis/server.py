@@ -1,5 +1,5 @@
-"""One of a store's servers. If a server does not answer, it is not called for a while. So only its own names stay
-unanswered, and calls for other servers' names are not delayed.
+"""One of a store's servers. If a server does not answer, it is not called for a while. So the server affects only the
+names for which it is responsible, and does not delay calls for other servers' names.
 """
 
 from __future__ import annotations

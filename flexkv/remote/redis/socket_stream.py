@@ -16,20 +16,20 @@ from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
 from flexkv.remote.redis.turns import Steps, Turn, TurnWait
 
 LINE_BYTES = 8192
-"""The most bytes of a line in a reply. It is also the most bytes of a value that are read together with the line before
-it, and then copied.
+"""Size of the buffer for the lines of replies, and so the most bytes of a line. If the beginning of a value arrives in
+this buffer, behind the line before the value, it is copied to the value's memory.
 """
 MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 """The most buffers in one `sendmsg` call."""
 TLS_SEND_BYTES = 1 << 18
-"""The most bytes that OpenSSL gets in one call. If it cannot send all of them, it must get the same bytes again, so
-this is small.
+"""The most bytes that OpenSSL gets in one call. If OpenSSL cannot send them, the next call must pass the same bytes
+again, so this number is small.
 """
 SCRATCH_BYTES = 1 << 16
 
 
 class DeadlinePassed(ConnectionFailed):
-    """No reply came in time. The reply may still come later and must not be taken for that of another call, so the
+    """No reply came in time. The reply may still come later and must not be taken for the reply to another call, so the
     connection is not used again.
     """
 
@@ -132,8 +132,8 @@ class SocketStream:
         self._to_send.extend(memoryview(buffer) for buffer in buffers if len(buffer))
 
     def lines(self, most: int) -> Generator[Turn, None, list[bytes]]:
-        """Returns the next lines without their ends: those that were received already, but at least one and at most
-        `most`.
+        """Returns the next lines without their line ends: all that have already been received, but at most `most`. If
+        there is none, waits for one.
         """
         while True:
             *lines, _ = bytes(self._lines[self._start : self._end]).split(b"\r\n", most)

@@ -28,7 +28,9 @@ FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
 RETRY_S = 0.25
-"""The most seconds that a call waits for a ping of a server that has rested long enough."""
+"""A server that has rested long enough is pinged during a call. The call waits at most this many seconds for the answer
+to the ping.
+"""
 
 WRONG_TYPE = "WRONGTYPE"
 """The error code for a key whose value is not a string but a list, a set or another type that another program has
@@ -92,7 +94,9 @@ class RedisStore(Store):
         return [_put(reply) for reply in replies]
 
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """See `Store.sizes`. Reads the values and drops them, because that needs no permissions beyond an engine's."""
+        """See `Store.sizes`. Reads the values and drops them, because that needs only the permissions that engines
+        need.
+        """
         keys = [name.encode() for name in names]
 
         def commands(mine: Sequence[int]) -> list[Command]:
@@ -178,7 +182,7 @@ class RedisStore(Store):
         try:
             run_together(exchange.steps() for exchange in asked.values())
         except BaseException:
-            self.close()  # replies in flight on the connections would be taken for those of later calls
+            self.close()  # replies in flight would be taken for replies to later calls
             raise
         for number, exchange in asked.items():
             self._servers[number].heard(exchange)

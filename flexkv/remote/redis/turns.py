@@ -1,5 +1,5 @@
-"""Talks to several servers at once in one thread. Steps that must wait yield what they wait for, and one `poll` waits
-for all of them.
+"""Talks to several servers at once in one thread. The steps for each server are a generator. When they must wait, they
+yield the event that they wait for. One `poll` call waits for the events of all generators.
 
 So a server that does not answer does not delay the others. Asking the servers one after another would need a share of
 the deadline for each, and reading a large value might take longer than its share.
@@ -33,14 +33,14 @@ LONGEST_POLL_MS = 1 << 30
 """The longest wait of one `poll`, in milliseconds, which must fit into a C int. A longer wait polls again."""
 
 Turn = TurnWait | None
-"""What steps wait for; None to let others run first, without waiting."""
+"""The event that steps wait for; None to let the steps for other servers run first, without waiting."""
 
 Steps = Generator[Turn, None, None]
 
 
 def run_together(all_steps: Iterable[Steps]) -> None:
-    """Runs all steps, and returns when all have ended. Each must end by itself, by checking the clock after each
-    wait.
+    """Runs all steps, and returns when all have ended. Nothing here stops steps at a deadline: they must check the
+    clock after each wait.
     """
     waiting: list[tuple[Steps, Turn]] = [(steps, None) for steps in all_steps]
     while waiting:
@@ -56,7 +56,7 @@ def run_together(all_steps: Iterable[Steps]) -> None:
 
 
 def _ready(waits: list[Turn]) -> list[bool]:
-    """Waits until one of the waits is over. Returns which are over."""
+    """Blocks until at least one of `waits` is over. Returns for each of them whether it is over."""
     if all(wait is None for wait in waits):
         return [True] * len(waits)
     poll = select.poll()
