@@ -1,5 +1,5 @@
 // A queue of reads and writes on one disk. The thread that owns the queue submits requests and waits for
-// them; any thread may end its wait with wake().
+// them. Any thread may end this wait with wake().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,8 @@ inline constexpr uint64_t kReservedCookie = ~uint64_t{0};
 
 struct IoDone {
   uint64_t cookie = 0;
-  int64_t result = 0;  // the number of bytes moved, which may be fewer than requested; -errno if it failed
+  int64_t result = 0;  // the number of bytes moved, which may be fewer than requested; -errno if the I/O
+                       // failed
 };
 
 class IoQueue {
@@ -35,31 +36,33 @@ class IoQueue {
   // start the I/O only at the next wait() or take().
   virtual void submit(const IoRequest& request) = 0;
   // Only the owner thread calls this. Waits until an I/O has finished or another thread has called wake(),
-  // then appends the finished I/Os to `done`. Throws DiskError if the kernel refuses to continue; I/Os in
-  // flight may then never be reported.
+  // then appends the finished I/Os to `done`. Throws DiskError if the kernel refuses to continue; the queue
+  // may then never report the I/Os in flight.
   virtual void wait(std::vector<IoDone>& done) = 0;
   // Does the same as wait() without waiting: starts the I/Os that submit() has not started, and appends the
   // finished ones to `done`.
   virtual void take(std::vector<IoDone>& done) = 0;
-  // Ends the owner's current wait(), or its next one. Any thread may call this.
+  // Ends the current wait() of the owner thread, or its next wait() if it is not waiting. Any thread may call
+  // this.
   virtual void wake() = 0;
 };
 
-// Memory that many requests will use. A queue on io_uring registers it at the first request that uses it, so
-// that the kernel pins its pages once instead of once per request.
+// Memory that many requests use. A queue on io_uring registers the memory at the first request that uses it,
+// so that the kernel pins the memory's pages once instead of once per request.
 struct IoMemory {
   std::byte* base = nullptr;
   int64_t bytes = 0;  // at most 1 GiB, the kernel's limit
   // Whether all of the memory has been allocated. The queue registers the memory only when this returns true,
-  // because registering it earlier would allocate the rest.
+  // because registering the memory earlier would allocate the rest of it.
   std::function<bool()> ready = [] { return true; };
 };
 
 // The pieces of memory that a queue may register.
 struct IoMemories {
   std::vector<IoMemory> parts = {};
-  // The queue calls this in the owner's thread, at most once, with the reason why it registers no further
-  // memory. Later requests then use unregistered memory. Required if `parts` is not empty.
+  // If the kernel refuses to register memory, the queue calls this function with the reason. It does so at
+  // most once, in the owner's thread. Later requests then use unregistered memory. Required if `parts` is not
+  // empty.
   std::function<void(const std::string& reason)> refused = nullptr;
 };
 
@@ -75,7 +78,7 @@ std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemor
 // A function that wraps a disk's queue in another queue. It is called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
-// WrapQueue as a class, so that another extension module can implement it.
+// Does the same as WrapQueue, as a class, so that another extension module can implement it.
 class QueueWrapper {
  public:
   virtual ~QueueWrapper() = default;

@@ -9,7 +9,8 @@
 
 namespace flexkv {
 
-// Unit: threads. Eight threads keep a disk busy with large pages. Each waits in the kernel most of the time.
+// Unit: threads. Eight threads are enough to keep a disk busy with large pages. Each thread waits in the
+// kernel most of the time.
 inline constexpr int32_t kMostIoThreads = 8;
 
 class ThreadQueue : public IoQueue {

@@ -1,4 +1,5 @@
-// Wraps io_uring's three system calls. It needs no library, so a wheel runs wherever the kernel has io_uring.
+// Wraps io_uring's three system calls without a library, so that a wheel runs wherever the kernel has
+// io_uring.
 #pragma once
 #include <linux/io_uring.h>
 
@@ -10,7 +11,7 @@ namespace flexkv {
 // One io_uring. Only the thread that constructed it may use it.
 class Uring {
  public:
-  // Throws DiskError with the kernel's reason.
+  // Throws DiskError with the kernel's reason if the kernel refuses the ring.
   explicit Uring(uint32_t entries);
   ~Uring();
   Uring(const Uring&) = delete;

@@ -49,9 +49,9 @@ void UringQueue::refuse(const char* what, int error) {
   refused_(std::string(what) + ": " + std::strerror(error));
 }
 
-// Returns the place, in the table of registered buffers, of the memory that contains the request's buffer.
-// Registers that memory first if needed. Returns -1 if no memory contains the buffer, or if it cannot be
-// registered now.
+// Finds the memory that contains the request's buffer, and returns its index in the table of registered
+// buffers. Registers that memory first if needed. Returns -1 if no memory contains the buffer, or if the
+// memory cannot be registered at the time of the call.
 int32_t UringQueue::registered_place(const IoRequest& request) {
   const auto after = std::upper_bound(
       memories_.begin(), memories_.end(), request.buffer,
@@ -93,8 +93,8 @@ void UringQueue::submit(const IoRequest& request) {
 // Sets `woken_` if wake() had been called.
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
-  // A signal (EINTR) is ignored. EAGAIN and EBUSY are ignored because they no longer occur after the
-  // completions have been taken, which happens below.
+  // A signal (EINTR) is ignored. EAGAIN and EBUSY are ignored because they end when completions are taken,
+  // and the code below takes them.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }
@@ -116,7 +116,7 @@ bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
 }
 
 void UringQueue::wait(std::vector<IoDone>& done) {
-  // If `woken_` is set, an earlier take() has consumed the wake() that was to end this wait.
+  // If `woken_` is set, an earlier take() has consumed a wake() that has to end this wait.
   while (!collect(done, woken_ ? 0 : 1) && !woken_) {
   }
   woken_ = false;

@@ -34,7 +34,7 @@ class UringQueue : public IoQueue {
   const int32_t depth_;
   Uring ring_;
   int wake_fd_ = -1;
-  bool woken_ = false;            // wake() was called after the last wait() had ended
+  bool woken_ = false;            // a call of wake() was seen that has not ended a wait() yet
   std::vector<Memory> memories_;  // ascending by address, without overlap; emptied if registering fails
   std::function<void(const std::string&)> refused_;
 };

@@ -10,9 +10,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. No pool is larger than this, and the sum of two such sizes still fits in 64 bits.
+// Unit: bytes. No pool is larger than this limit, and the sum of two sizes up to the limit still fits in 64
+// bits.
 constexpr int64_t kMaxSpanBytes = int64_t{1} << 56;
-// Unit: layers. Attaching a view allocates a table with an entry per layer, so without a limit, a wrong layer
+// Unit: layers. Attaching a view allocates a table with an entry per layer. Without a limit, a wrong layer
 // number could cost gigabytes.
 constexpr int32_t kMaxLayers = 1 << 16;
 

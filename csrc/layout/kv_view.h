@@ -1,5 +1,6 @@
-// Describes where the runs of a KV group's blocks lie in one rank's pool. This is all that the data plane
-// knows about the pool. run_address() in segment.h computes a run's address from the block's number.
+// Describes where the runs of a KV group's blocks lie in one rank's pool. A run is a contiguous range of a
+// block's bytes. The data plane uses no other information about the pool. run_address() in segment.h computes
+// a run's address from the block's number.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,17 +10,20 @@
 
 namespace flexkv {
 
-// Immutable. Holds addresses but does not own the memory: whoever attaches a view keeps the pool alive.
+// Immutable. Holds addresses but does not own the memory: the code that attaches a view must keep the pool
+// alive.
 class KvView {
  public:
-  // `runs` are uncoalesced and in any order. Blocks are numbered [first_block, num_blocks); `first_block` may
-  // be positive because SGLang reserves page 0. Throws GeometryError unless all sizes are positive, the runs
-  // fill [0, stripe_bytes) of the stripe exactly, and no two runs of any blocks share a byte of the pool.
+  // `runs` may be in any order. No run is merged with another one that it touches. Blocks are numbered
+  // [first_block, num_blocks); `first_block` may be positive because SGLang reserves page 0. Throws
+  // GeometryError unless all sizes are positive, the runs fill [0, stripe_bytes) of the stripe exactly, and
+  // no two runs of any blocks share a byte of the pool.
   KvView(std::vector<Segment> runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block = 0);
 
   // The uncoalesced runs, ascending by page offset. Each run has a digest of its own.
   const std::vector<Segment>& runs() const { return runs_; }
-  // The coalesced runs, ascending by page offset. Copies loop over segments.
+  // The coalesced runs, ascending by page offset: runs that follow each other in the pool and in the page are
+  // merged. Copies loop over these segments.
   const std::vector<Segment>& segments() const { return segments_; }
   // Returns the coalesced runs of layers [lo, hi) only. Throws BlockRangeError unless
   // 0 <= lo < hi <= num_layers().

@@ -1,6 +1,6 @@
-// The work of one thread (a lane) in a group of `lanes` threads (a warp): it copies its share of a run, and
-// sums up its share of a leaf's words. g++ and nvcc both compile this file. csrc/testing/layout_lanes.h runs
-// the lanes one after the other on the CPU.
+// The work of one thread (a lane) in a group of `lanes` threads (a warp). The lane copies its share of a run,
+// and sums up its share of the words of a digest leaf. g++ and nvcc both compile this file.
+// csrc/testing/layout_lanes.h runs the lanes one after the other on the CPU.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace flexkv {
 
-// The words that a GPU thread can copy with one instruction, widest first.
+// The word types that a GPU thread can copy with one instruction, widest first.
 struct alignas(16) Vector16 {
   uint64_t low, high;
 };
@@ -21,7 +21,7 @@ struct alignas(4) Vector4 {
 };
 
 // How many loads a thread issues before its first store. A load over PCIe takes about a microsecond, so a
-// warp that waited for each one would move only 0.5 GB/s.
+// warp that waited for each load would move only 0.5 GB/s.
 inline constexpr int kLoadsInFlight = 4;
 
 // Whether both addresses are aligned for accesses of `width` bytes (a power of two).

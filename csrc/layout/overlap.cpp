@@ -27,8 +27,7 @@ struct Hit {
 
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Throws GeometryError. The message names the block of view 0 first, in whichever order the two areas were
-// compared.
+// Throws GeometryError. The message names the block of view 0 first, even if `a` belongs to view 1.
 [[noreturn]] void refuse(const Area& a, const Area& b, const Hit& hit) {
   if (a.view > b.view) refuse(b, a, {hit.b_block, hit.a_block});
   throw GeometryError("block " + std::to_string(hit.a_block) + " of " + to_string(*a.segment) +
@@ -36,11 +35,13 @@ int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1)
                       " share bytes of the pool");
 }
 
-// Returns one block of each area, such that the two blocks share a byte. Returns nothing if no two blocks do.
-// The areas may have any strides. If they belong to different views, equal block numbers may share bytes.
+// Returns one block of each area, such that the two blocks share a byte. Returns nothing if there is no such
+// pair of blocks. The areas may have any strides. If the areas belong to different views, two blocks with
+// equal numbers may share bytes and are not returned.
 std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
   // Let the areas have bases a and b, and strides S and T. The runs of blocks i and j share a byte if and
-  // only if a + i*S - b_run < b + j*T < a + i*S + a_run. So for each i, one range of j shares bytes with it.
+  // only if a + i*S - b_run < b + j*T < a + i*S + a_run. So for each block i, the blocks j that share bytes
+  // with it form one range.
   for (int64_t i = 0; i < a.blocks; ++i) {
     const int64_t at = a.base() + i * a.segment->block_stride - b.base();
     int64_t lo = std::max<int64_t>(floor_div(at - b.segment->run_bytes, b.segment->block_stride) + 1, 0);
@@ -55,8 +56,8 @@ std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
 // Checks areas that all have one stride S. The byte at address x lies at residue x mod S of row x / S, and
 // block i of an area lies i rows after block 0. So two areas share a byte if and only if their residues
 // overlap and their rows differ by less than their numbers of blocks. A sweep over the residues keeps the
-// areas under the sweep line sorted by row. Areas of one view do not overlap there, so the sweep compares
-// each area only with its neighbours in that order.
+// areas under the sweep line sorted by row. The areas of one view that are under the sweep line do not
+// overlap, so the sweep compares each area only with its neighbours in that order.
 class SameStride {
  public:
   SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}
@@ -74,7 +75,8 @@ class SameStride {
  private:
   struct Edge {
     int64_t residue;
-    bool starts;  // ends sort first: an area that ends at a residue does not overlap one that starts there
+    bool starts;  // ends sort first: an area that ends at a residue does not overlap an area that starts at
+                  // this residue
     int64_t row;
     size_t area;
     bool operator<(const Edge& other) const {

@@ -9,7 +9,7 @@
 
 namespace flexkv {
 
-// The axes, in this order everywhere below: layers, tokens, heads, elements of a head.
+// The axes of an array in this file, in this order: layers, tokens, heads, elements of a head.
 inline constexpr size_t kRowAxes = 4;
 using RowCounts = std::array<int64_t, kRowAxes>;
 using RowStrides = std::array<int64_t, kRowAxes>;  // unit: bytes
@@ -28,9 +28,9 @@ FLEXKV_HD inline int64_t row_offset(const int64_t* strides, int64_t layer, int64
 
 class PageConversion {
  public:
-  // `element_bytes` is the size of the unit that is copied unchanged. If a row (one token's part of a head)
-  // is contiguous in both orders, callers pass the row as one element. Throws GeometryError unless the
-  // elements fill the stripe without gap or overlap in both orders: only then is every byte of the result
+  // `element_bytes` is the size of the smallest unit that the conversion copies. If a row (one token's part
+  // of a head) is contiguous in both orders, callers pass the row as one element. Throws GeometryError unless
+  // the elements fill the stripe without gap or overlap in both orders: only then is every byte of the result
   // written exactly once.
   PageConversion(const RowCounts& counts, int64_t element_bytes, const RowOrder& from, const RowOrder& to);
 

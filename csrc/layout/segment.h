@@ -8,7 +8,7 @@ namespace flexkv {
 
 // One run of every block. Block b has run_bytes bytes at address base + b * block_stride of the pool, which
 // are stored at page_offset in the stripe. All sizes are in bytes. `layer` counts the layers of the KV group
-// from 0; in a coalesced segment that spans several layers, it is the lowest of their numbers.
+// from 0; in a coalesced segment that spans several layers, `layer` is the lowest number of these layers.
 struct Segment {
   uintptr_t base = 0;
   int64_t block_stride = 0;
@@ -19,8 +19,8 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-// Returns the address of a block's run. Kernels call this too: they keep bases and strides in tables of their
-// own instead of Segments.
+// Returns the address of a block's run. Takes plain numbers because kernels, which call it too, store bases
+// and strides in their own tables instead of Segments.
 FLEXKV_HD inline uintptr_t block_address(uintptr_t base, int64_t block_stride, int64_t block) {
   return base + static_cast<uintptr_t>(block * block_stride);
 }

@@ -8,7 +8,8 @@
 namespace flexkv {
 namespace {
 
-// Up to these two limits, sums of sizes stay far from overflow. A larger value is a mistake by the caller.
+// The limits of a slot image's sizes. Below these limits, sums of sizes cannot overflow. A larger value is a
+// mistake by the caller.
 constexpr int64_t kMaxPartBytes = int64_t{1} << 48;  // the largest stripe or trailer
 constexpr size_t kMostRanks = 4096;
 

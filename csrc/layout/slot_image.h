@@ -10,9 +10,9 @@ namespace flexkv {
 class SlotImage {
  public:
   // `stripe_bytes` has the size of each rank's stripe. If `trailer_bytes` is 0, there is no trailer. The
-  // trailer has sectors of its own, so that the write that commits the page does not rewrite any byte of the
-  // stripes. Throws GeometryError if there is no stripe, a stripe's size is not positive, the trailer's size
-  // is negative, or a size or the number of ranks exceeds its limit.
+  // trailer does not share a disk sector with a stripe, so that the write that commits the page does not
+  // rewrite any byte of the stripes. Throws GeometryError if there is no stripe, a stripe's size is not
+  // positive, the trailer's size is negative, or a size or the number of ranks exceeds its limit.
   explicit SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes = 0);
 
   int32_t ranks() const { return static_cast<int32_t>(stripes_.size()); }

@@ -13,14 +13,16 @@
 namespace flexkv::avx2 {
 
 inline constexpr int kPairs = 8;
-// Unit: bytes. The alignment that a head's destination needs for streaming stores: that of the widest one.
+// Unit: bytes. The alignment that a head's destination needs for streaming stores. It is the width of the
+// widest streaming store.
 inline constexpr size_t kStreamAlign = 32;
 
 struct Pairs {
   __m256 x, y;
 };
 
-// How rotated pairs are written: through the caches or, if the destination is aligned, past them.
+// How rotated pairs are written: through the CPU caches, or with stores that bypass the caches, which need an
+// aligned destination.
 enum class Write { kCached, kStreamed };
 
 template <Write kWrite>
@@ -79,14 +81,15 @@ FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
 }
 // Rounding does not test for NaN, but never turns a NaN into a number: a NaN that results from a rotation has
-// either no payload or that of a bfloat16 key. In both cases its lower half is zero, so rounding does not
-// change it. This relies on check_rotation_rows(), which rejects sines and cosines that are NaN.
+// either no payload or the payload of a bfloat16 key. In both cases the lower half of the NaN is zero, so
+// rounding does not change it. This relies on check_rotation_rows(), which rejects sines and cosines that are
+// NaN.
 FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
   return {round_to_upper(pairs.x), round_to_upper(pairs.y)};
 }
 FLEXKV_AVX2 __m128i to_float16(__m256 value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
-// --- NeoX: eight consecutive elements, and the eight that lie `half` elements later ---
+// --- NeoX: pairs eight consecutive elements with the eight elements that lie `half` elements later ---
 
 FLEXKV_AVX2 Pairs load_halves(const float* from, int32_t half) {
   return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + half)};
@@ -121,9 +124,9 @@ FLEXKV_AVX2 void store_halves(Float16* to, int32_t half, const Pairs& pairs) {
 
 // --- GPT-J: eight pairs of neighbours ---
 
-// Loads eight cosines or sines in the order in which load_neighbours() loads pairs. For float32 that is 0, 1,
-// 4, 5, 2, 3, 6, 7, because of its shuffles; the unpacking in store_neighbours() restores the order in
-// memory.
+// Loads eight cosines or sines in the order in which load_neighbours() loads pairs. For float32 this order is
+// 0, 1, 4, 5, 2, 3, 6, 7, because load_neighbours() shuffles the pairs; the unpacking in store_neighbours()
+// restores the order in memory.
 template <typename Element>
 FLEXKV_AVX2 __m256 angles_of_neighbours(const float* from) {
   const __m256 angles = _mm256_loadu_ps(from);

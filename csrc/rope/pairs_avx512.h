@@ -1,6 +1,6 @@
 // Rotates sixteen pairs of bfloat16 at a time, on processors that have an instruction which rounds to
-// bfloat16 (AVX512_BF16): rounding is half of the work of the AVX2 code. Results are bit-identical to those
-// of turn_pair() and element.h. The instruction treats subnormal numbers as zero, so if a result is
+// bfloat16 (AVX512_BF16). The AVX2 code spends half of its work on rounding. Results are bit-identical to
+// those of turn_pair() and element.h. The instruction treats subnormal numbers as zero, so if a result is
 // subnormal, its sixteen pairs are rotated one by one.
 #pragma once
 #include <immintrin.h>
@@ -21,9 +21,9 @@ inline bool is_supported() {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// Rotates all pairs of a head, or none if their number is not a multiple of sixteen. Returns how many it
-// rotated. `dst` may be `src`. With `streamed`, writes bypass the caches, and `dst` must be aligned to 32
-// bytes.
+// Rotates all pairs of a head, or none if their number is not a multiple of sixteen. Returns the number of
+// rotated pairs. `dst` may be `src`. With `streamed`, writes bypass the caches, and `dst` must be aligned to
+// 32 bytes.
 template <Pairing kPairing>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"), noinline)) int32_t
 turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const float* sines, int32_t half,

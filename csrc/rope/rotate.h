@@ -13,12 +13,12 @@ enum class ElementType : int32_t { kFloat32, kBfloat16, kFloat16 };
 constexpr int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
 // Rotates rows in host memory on the calling thread, with vector instructions if the processor has them. When
-// it returns, all bytes are visible to threads that synchronise with this one.
+// the function returns, all bytes are visible to threads that synchronise with the calling thread.
 void rotate_on_host(const RotationRows& rows, ElementType type, Pairing pairing);
 
-// Enqueues one kernel launch on `stream` (a cudaStream_t as a number). All arrays of `rows` are in the GPU's
-// memory. Returns the launch's error, or an empty string on success. Throws ConfigError in a build without
-// CUDA.
+// Enqueues one kernel launch of the rotation on `stream` (a cudaStream_t as a number). All arrays of `rows`
+// are in the GPU's memory. Returns the launch's error, or an empty string on success. Throws ConfigError in a
+// build without CUDA.
 std::string rotate_on_gpu(const RotationRows& rows, ElementType type, Pairing pairing, uintptr_t stream);
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// Selects the code that was compiled for a call's element type and pairing.
+// Calls the template instance for an element type and a pairing that are known only at run time.
 #pragma once
 #include "rope/rotate.h"
 

@@ -11,11 +11,11 @@ namespace flexkv {
 namespace {
 
 // Unit: bytes. Batches of at least this size are written with stores that bypass the caches. A smaller batch
-// will probably be read again while it is still in a cache.
+// is written through the caches, because it is probably read again while it is still in a cache.
 constexpr int64_t kStreamMinBytes = 4 << 20;
 // Unit: bytes. How far ahead of the rotation to prefetch, rounded up to complete rows. The hardware
-// prefetcher is not enough: it restarts at each row that does not follow the row before, and at each 4 KiB
-// page.
+// prefetcher is not enough: it restarts at each 4 KiB page, and at each row that does not follow the row
+// before it in memory.
 constexpr int64_t kPrefetchBytes = 8192;
 // Unit: bytes. The size of a cache line.
 constexpr int64_t kLineBytes = 64;
@@ -45,7 +45,8 @@ FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const f
 }
 
 // Rotates, copies or zeroes all rows. With `streaming`, writes bypass the caches if a head's number of pairs
-// is a multiple of eight: mixing cached and streaming stores in one cache line would cost more than either.
+// is a multiple of eight: mixing cached and streaming stores in one cache line would cost more than either
+// kind alone.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   using avx2::Write;

@@ -6,7 +6,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: thread blocks. Enough to fill the largest GPUs.
+// Unit: thread blocks. The maximum number of blocks per launch: enough to fill the largest GPUs.
 constexpr int kMostBlocks = 2048;
 
 template <typename Element>

@@ -7,8 +7,8 @@ namespace flexkv {
 namespace {
 
 // The size of a block in threads, and the number of blocks per multiprocessor. Small blocks fit onto
-// multiprocessors beside other kernels. The number of blocks need not be limited for the model's sake,
-// because the model's own work waits for the rotation.
+// multiprocessors beside other kernels. The rotation may occupy the whole GPU, because the model's own work
+// waits for it.
 constexpr int kRotateThreads = 256;
 constexpr int kRotateBlocksPerMultiprocessor = 4;
 

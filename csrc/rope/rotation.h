@@ -1,12 +1,13 @@
 // The arithmetic that moves cached keys to different positions: it rotates each pair of a key's elements by
 // the angle between the key's old and new position. g++ and nvcc both compile this file. rotate_kernel.cu
-// launches it on a GPU. rotate_host.cpp vectorises the same pair function or, on processors without AVX2,
-// calls the per-lane function with a single lane.
+// runs rotate_row_lane() on a GPU. rotate_host.cpp vectorises turn_pair() or, on processors without AVX2,
+// calls rotate_row_lane() with a single lane.
 //
 // Source of the pairings: RoFormer (arXiv:2104.09864) and GPT-J pair neighbouring elements; GPT-NeoX pairs
-// element i of the first half with element i of the second half. A rotation by (new - old) equals undoing the
-// rotation to the old position and then rotating to the new one. It leaves any factor that a model puts on
-// its sines and cosines (YaRN's mscale) unchanged.
+// element i of the first half with element i of the second half. A rotation by (new - old) has the same
+// effect as undoing the rotation to the old position and then rotating to the new position. Some models
+// multiply their sines and cosines by a factor (YaRN's mscale). The rotation leaves this factor in the keys
+// unchanged.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -49,8 +50,8 @@ struct Pair {
   float x, y;
 };
 
-// Rotates one pair. The fused operations are explicit, so that every compiler and processor gives the same
-// bits.
+// Rotates one pair. The fused multiply-adds are explicit, so that the result has the same bits with every
+// compiler and on every processor.
 FLEXKV_HD inline Pair turn_pair(Pair pair, float cosine, float sine) {
   return {fmaf(pair.x, cosine, -(pair.y * sine)), fmaf(pair.y, cosine, pair.x * sine)};
 }
@@ -64,7 +65,7 @@ struct alignas(sizeof(Element) * kCount) Vector {
 };
 
 // Iterates over one lane's share of a row's units, which are vectors of elements: units lane, lane + lanes,
-// and so on. It finds each unit's head without a division.
+// and so on. UnitWalk finds each unit's head without a division.
 struct UnitWalk {
   int32_t head = 0;
   int32_t unit;
@@ -102,7 +103,7 @@ FLEXKV_HD inline void copy_part(unsigned char* dst, const unsigned char* src, co
 }  // namespace rotation_detail
 
 // Whether accesses of `width` bytes (a power of two) can move rows of this geometry: all addresses, strides
-// and sizes must be multiples of it.
+// and sizes must be multiples of `width`.
 template <typename Element>
 FLEXKV_HD inline bool can_move_by(const RotationRows& rows, const unsigned char* dst,
                                   const unsigned char* src, int64_t width) {
@@ -147,8 +148,8 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
     *reinterpret_cast<Unit*>(to) = held[0];
     *reinterpret_cast<Unit*>(to + apart) = held[1];
   }
-  // Copies the elements that are not rotated. If the row is rotated in place, they are already where they
-  // belong.
+  // Copies the elements that are not rotated. If the row is rotated in place, these elements are already at
+  // their destination.
   if (dst != src || rows.src_head_stride != rows.dst_head_stride) {
     detail::copy_part<Element, kCount>(dst, src, rows, rows.rotary_dim, false, lane, lanes);
   }

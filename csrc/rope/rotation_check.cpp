@@ -8,7 +8,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A larger row is a mistake by the caller. Up to this limit, sums stay far from overflow.
+// Unit: bytes. The maximum size of a row. A larger row is a mistake by the caller. Below this limit, sums
+// cannot overflow.
 constexpr int64_t kMostRowBytes = int64_t{1} << 56;
 
 void require(bool holds, const std::string& message) {

@@ -11,9 +11,9 @@ namespace flexkv {
 void check_rotation_shape(const RotationRows& rows, ElementType type);
 
 // Checks that every row lies inside `src_bytes` and `dst_bytes`, is aligned to its element type and has a
-// valid turn number. Checks also that no row changes its place if source and destination share memory, and
-// that every cosine and sine is finite. Precondition: the tables are in host memory. Throws GeometryError or
-// BlockRangeError; the message says which row or turn is wrong.
+// valid turn number. Checks also that every cosine and sine is finite. If source and destination share
+// memory, each row must be rotated in place. Precondition: the tables are in host memory. Throws
+// GeometryError or BlockRangeError; the message says which row or turn is wrong.
 void check_rotation_rows(const RotationRows& rows, ElementType type, int64_t src_bytes, int64_t dst_bytes,
                          int64_t turns);
 

@@ -13,8 +13,8 @@ namespace {
 using SharedWord = std::atomic<uint64_t>;
 static_assert(sizeof(SharedWord) == 8 && SharedWord::is_always_lock_free);
 
-// Writes a word. On x86-64 this bypasses the caches, so that a copied page does not evict other data from
-// them.
+// Writes a word. On x86-64 the write bypasses the caches, so that a copied page does not evict other data
+// from the caches.
 inline void put_word(std::byte* to, uint64_t word) {
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
   _mm_stream_si64(reinterpret_cast<long long*>(to), static_cast<long long>(word));

@@ -1,5 +1,5 @@
-// Copies a page that another process may overwrite at any time. The copy is valid only if the version of the
-// page's row on the board was the same before and after.
+// Copies a page that another process may overwrite at any time. The copy is valid only if the page's row on
+// the board had the same version before and after the copy.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -19,8 +19,8 @@ enum class PeerEnd : uint8_t {
 };
 
 // Copies `bytes` bytes word by word from memory that another process may be writing. Every load has acquire
-// order, so that a later load of the row's version cannot be reordered before it. `from` and `to` must be
-// aligned to 8 bytes.
+// order, so that a later load of the row's version cannot be reordered before the loads of the page. `from`
+// and `to` must be aligned to 8 bytes.
 void copy_words(std::byte* to, const std::byte* from, size_t bytes);
 
 // Whether `row` says that its slot holds the page `asked`, and that the page expires no earlier than

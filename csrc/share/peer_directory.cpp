@@ -11,12 +11,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows (in a search: keys). The number that a thread processes before it releases the lock. This takes
-// about 100 us.
+// Unit: rows (in a search: keys). The number of rows that a thread processes before it releases the lock.
+// Processing this many rows takes about 100 us.
 constexpr size_t kRowsAtOnce = 1024;
 
-// Whether the pool's file is large enough for all slots. No product in this function exceeds the file's size
-// or the stride, whatever numbers the peer's card has.
+// Whether the pool's file is large enough for all slots. The products cannot overflow, whatever numbers the
+// peer's card has, because none exceeds the file's size or the stride.
 bool has_room(const PeerPool& pool, int64_t slots) {
   const int64_t last = slots - 1;
   const int64_t in_extent = (last % pool.slots_per_extent + 1) * pool.slot_bytes;
@@ -115,7 +115,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
     overruns_.fetch_add(1, std::memory_order_relaxed);
   }
   if (peer.all) {
-    // All rows are read once. The rows that change meanwhile are in the ring, from change number `seen` on.
+    // Reads all rows once. The ring lists the rows that change during this, from change number `seen` on.
     if (peer.next == 0) peer.seen = head;
     size_t rows = 0;
     for (; rows < kRowsAtOnce && peer.next < peer.slots; ++rows) look(number, peer, peer.next++);
@@ -128,7 +128,8 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   size_t rows = 0;
   while (rows < kRowsAtOnce && peer.seen != head) {
     const uint32_t slot = peer.parts.ring[peer.seen % kRingChanges].load(std::memory_order_acquire);
-    // The peer may have overwritten this place of the ring meanwhile. Then the next call reads all rows.
+    // The peer may have overwritten this element of the ring before it was read. Then the next call reads all
+    // rows.
     if (header.head.load(std::memory_order_acquire) - peer.seen > kRingChanges) break;
     if (slot < peer.slots) look(number, peer, slot);
     ++peer.seen;

@@ -1,6 +1,6 @@
-// Records which pages the other units on this machine have, and in which slots. One thread follows their
-// boards, another copies pages from their host pools, and the manager's thread takes the news about their
-// pages.
+// Records which pages the other units on this machine (peers) have, and in which slots. One thread reads the
+// changes on the peers' boards. Another thread copies pages from the peers' host pools. The manager's thread
+// takes the news about the peers' pages.
 #pragma once
 #include <array>
 #include <atomic>
@@ -80,17 +80,18 @@ inline constexpr size_t kMostHolders = 8;
 class PeerDirectory {
  public:
   // Adds a peer with its board, and with its pool if it has one. Returns the peer's number. `formats` has one
-  // entry per KV group of the peer; rows of any other group count as rows without a page. Throws ClosedError
-  // if the board is unfinished or of another version, or if the pool is too small for the board's slots.
+  // entry per KV group of the peer; `follow` ignores the pages of any other group. Throws ClosedError if the
+  // board is unfinished or of another version, or if the pool is too small for the board's slots.
   int32_t add(SharedFile board, std::optional<PeerPool> pool, std::vector<PeerFormat> formats);
-  // Removes a peer and its pages, releasing the lock now and then. Its files are unmapped when no copy uses
-  // them any more. If `keep`, only its board is unmapped, and its pages stay known as they were last seen.
+  // Removes a peer and its pages. Releases the lock now and then, so that other threads can use the
+  // directory. Unmaps the peer's files when no copy uses them any more. With `keep`, unmaps only the peer's
+  // board, and still finds the pages that the board showed last.
   void drop(int32_t peer, bool keep = false);
 
   // Reads the rows that have changed on the boards of all peers. Returns how many rows it read.
   size_t follow();
-  // These functions call those of the same names in `PendingNews`. They do not wait while another thread
-  // follows or drops a peer.
+  // `take` and `take_of` call the functions of the same names in `PendingNews`. They do not wait for a thread
+  // that is in `follow` or `drop`.
   size_t take(size_t most, std::vector<PeerNews>& out) { return news_.take(most, out); }
   size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out) {
     return news_.take_of(keys, group, out);
@@ -99,15 +100,15 @@ class PeerDirectory {
 
   // Copies a page from any peer that has it into `slot`. If the result is kFormat, `other` says which peer
   // has the page, and where. A page that expires before `asked.expiry` is not copied, because this unit would
-  // keep it longer than the peer may.
+  // keep it after the peer's copy has expired.
   PeerEnd bring(const RowFacts& asked, std::byte* slot, PeerPlace& other);
   // Copies the first `bytes` bytes of a page's slot, which are in the peer's own format.
   PeerEnd read(const PeerPlace& place, std::byte* to, size_t bytes);
-  // Returns where the page lies now or was last seen, in the peer that was added first if several have it.
-  // Ignores the peers in `without`.
+  // Returns where the page was last seen. If several peers have the page, returns its place in the peer that
+  // was added first. Ignores the peers in `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
-  // Sets `places` to what the function above returns for each of `keys`. Releases the lock now and then, so
-  // that other threads can acquire it.
+  // Finds the page of each of `keys` as the other overload of `find` does, and writes the results to
+  // `places`. Releases the lock now and then, so that other threads can acquire it.
   void find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
             std::vector<PeerPlace>& places) const;
 
@@ -129,15 +130,16 @@ class PeerDirectory {
  private:
   struct Peer {
     Peer(SharedFile file, std::optional<PeerPool> mapped, std::vector<PeerFormat> how);
-    std::optional<SharedFile> board;  // unset for a peer whose pages are only remembered
+    std::optional<SharedFile> board;  // unset after `drop` with `keep`
     std::optional<PeerPool> pool;
     std::vector<PeerFormat> formats;  // one per KV group
     uint32_t slots = 0;
-    uint64_t seen = 0;                           // number of changes in the ring that were read or skipped
+    uint64_t seen = 0;                           // number of changes in the ring that this unit has read or
+                                                 // skipped
     bool all = true;                             // whether every row has to be read again
     bool leaves = false;                         // whether the peer is being dropped
     uint32_t next = 0;                           // the row to read next while every row has to be read again
-    size_t pages = 0;                            // how many slots are known to hold a page
+    size_t pages = 0;                            // how many elements of `known` have a page
     std::vector<std::optional<RowFacts>> known;  // the page that each row showed when last read
     std::array<std::atomic<uint64_t>, kPeerEnds> counts{};
     BoardParts parts{};

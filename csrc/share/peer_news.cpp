@@ -6,7 +6,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: records. Passed records are removed when there are this many more of them than of pending ones.
+// Unit: records. A passed record is one that was taken or replaced. Passed records are removed when there are
+// this many more passed records than pending ones.
 constexpr size_t kMostPassed = 4096;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// News about peers' pages, which a peer directory collects until its unit takes it.
+// Collects news about peers' pages until the unit takes the news.
 #pragma once
 #include <array>
 #include <atomic>
@@ -24,8 +24,8 @@ struct NameHash {
   size_t operator()(const PageName& name) const { return name.key.low ^ name.group; }
 };
 
-// News about one page: either a peer has it now and no peer had it before (`there`), or no peer has it any
-// more.
+// News about one page. If `there` is true, a peer has the page and no peer had it before. Otherwise no peer
+// has the page any more.
 struct PeerNews {
   BlockKey key;
   uint32_t group;
@@ -34,15 +34,16 @@ struct PeerNews {
   bool there;
 };
 
-// Keeps one record per page, which sums up all pending news of the page. The thread that adds news does the
-// summing up, which leaves less work to the thread that takes the news. Thread-safe: one thread adds news,
-// another takes it.
+// Keeps one record per page, which combines all pending news of the page. The thread that adds news combines
+// it, so that the thread that takes the news has less work. Thread-safe: one thread adds news, another takes
+// it.
 class PendingNews {
  public:
   void tell(const RowFacts& facts, bool there);
   // Takes the records of up to `most` pages, in the order in which news of the pages was last added. Replaces
-  // the content of `out`: first come the pages that were lost, then the pages that are there now. A page that
-  // was lost and came back, perhaps with other tokens, is in both parts. Returns how many records it took.
+  // the content of `out`. The records of pages that were lost come first, then those of pages that a peer
+  // has. If a page was lost and a peer has it again, perhaps with other tokens, the page is in both parts.
+  // Returns how many records it took.
   size_t take(size_t most, std::vector<PeerNews>& out);
   // Does the same as `take`, without a limit, for the pages of `group` that have these keys. A key without a
   // record costs some nanoseconds.
@@ -64,13 +65,13 @@ class PendingNews {
   bool is_marked(const PageName& name) const;
 
   // The number of bits in `marks_`, which is indexed by a page's hash. The bit of every page with a record is
-  // set. The bits of some pages whose records were taken are still set, too. So a lookup of keys without news
-  // reads only these 32 KiB, which stay in a core's cache.
+  // set; bits of pages whose records were taken may still be set, too. So a lookup of keys without news reads
+  // only the 32 KiB of `marks_`, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
   mutable std::mutex mutex_;  // guards the members below; size_ may be read without it
   std::vector<Record> records_;
-  size_t first_ = 0;                                   // all records before this index are passed
+  size_t first_ = 0;                                   // all records before this index were taken or replaced
   std::unordered_map<PageName, size_t, NameHash> at_;  // index of each page's record that is not passed
   std::array<uint64_t, kMarks / 64> marks_{};
   std::atomic<size_t> size_{0};

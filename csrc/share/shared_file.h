@@ -6,13 +6,13 @@
 
 namespace flexkv {
 
-// A mapping of a sealed memfd. It owns the memfd's descriptor if it made the memfd.
+// A mapping of a sealed memfd. The object owns the memfd's descriptor if it made the memfd.
 class SharedFile {
  public:
   // Makes a memfd of `bytes` zero bytes, seals it against resizing, and maps it for reading and writing.
   // Throws CapacityError if the kernel returns an error.
   static SharedFile make(const char* name, int64_t bytes);
-  // Maps another process's memfd of exactly `bytes` bytes, read-only. `fd` remains the caller's. Throws
+  // Maps another process's memfd of exactly `bytes` bytes, read-only. The caller still owns `fd`. Throws
   // ClosedError if the file has a different size, is not sealed, or belongs to another user. Throws
   // CapacityError if it cannot be mapped.
   static SharedFile read_only(int fd, int64_t bytes, const std::string& what);

@@ -93,8 +93,8 @@ void SlotBoard::withdraw(uint32_t slot) {
   BoardRow& row = parts_.rows[slot];
   const uint64_t version = row.version.load(std::memory_order_relaxed);
   if (version % 2 != 0) return;
-  // Every write to the slot comes after this store, because this thread submits the op that writes the slot
-  // only afterwards.
+  // Every write to the slot comes after this store of the version, because this thread submits the op that
+  // writes the slot only after this call returns.
   row.version.store(version + 1, std::memory_order_seq_cst);
   announce(slot);
 }

@@ -15,8 +15,8 @@
 namespace flexkv {
 
 // A slot's row, which fills one cache line. The version is even while the slot holds the page that the row
-// describes, and odd while the slot holds none or may be written. So if a reader finds the same even version
-// before and after its copy, it has copied that page.
+// describes, and odd while the slot holds no page or may be written. So if a reader finds the same even
+// version before and after its copy, the reader has copied the page that the row describes.
 struct alignas(64) BoardRow {
   std::atomic<uint64_t> version;
   std::atomic<uint64_t> low;         // the lower half of the page's key
@@ -33,8 +33,8 @@ static_assert(sizeof(BoardRow) == 64 && std::atomic<uint64_t>::is_always_lock_fr
 struct BoardHeader {
   std::atomic<uint64_t> magic;
   std::atomic<uint64_t> slots;
-  std::atomic<uint64_t> ring;     // number of places in the ring, a power of two
-  std::atomic<uint64_t> head;     // number of changes so far; change n is at place n % ring
+  std::atomic<uint64_t> ring;     // number of elements of the ring, a power of two
+  std::atomic<uint64_t> head;     // number of changes so far; change n is at index n % `ring`
   std::atomic<uint64_t> retired;  // 1 if the unit no longer has the weights that its card states
 };
 
@@ -55,7 +55,7 @@ struct BoardParts {
   BoardRow* rows;
 };
 
-// Unit: changes. The number of places in the ring. A reader that reads the ring every 20 ms misses changes
+// Unit: changes. The number of elements of the ring. A reader that reads the ring every 20 ms misses changes
 // only if there are more than 800,000 per second.
 inline constexpr uint64_t kRingChanges = uint64_t{1} << 14;
 // The first 8 bytes of every finished board.
@@ -64,11 +64,11 @@ inline constexpr uint64_t kBoardMagic = 0x3130445242564B46;  // "FKVBRD01", litt
 int64_t board_bytes(uint64_t slots);
 BoardParts board_parts(std::byte* base);
 
-// Reads a row that its owner may be changing. Returns nothing if the row shows no page or changed meanwhile.
-// Sets `version` to the row's version before the read.
+// Reads a row that its owner may be changing. Returns nothing if the row shows no page or changed during the
+// read. Sets `version` to the row's version before the read.
 std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version);
 
-// The owner's side of a board. Not thread-safe.
+// The board of the unit that owns it, with the calls that change it. Not thread-safe.
 class SlotBoard : public SlotListener {
  public:
   // Makes a board on which no slot shows a page. Throws CapacityError if its memory cannot be allocated.
@@ -79,11 +79,11 @@ class SlotBoard : public SlotListener {
   int64_t bytes() const { return file_.bytes(); }
   std::byte* base() const { return file_.base(); }
 
-  // Withdraws the slot's page, because the slot may be written from now on. Must be called before any op that
-  // writes the slot is submitted.
+  // Withdraws the slot's page, because an op may write the slot from now on. The caller must call `begin`
+  // before it submits any op that writes the slot.
   void begin(uint32_t slot) override;
-  // Records what `publish` will show of the pages in these slots. Precondition: the slots show no page.
-  // Throws BlockRangeError if the board does not have a slot.
+  // Records the tokens, generations, expiries and epoch that the next `publish` of each of these slots shows.
+  // Precondition: the slots show no page. Throws BlockRangeError if the board does not have a slot.
   void note(std::span<const int32_t> slots, std::span<const uint32_t> tokens,
             std::span<const uint64_t> generations, std::span<const uint64_t> expiries, uint64_t epoch);
   // Shows that the slot holds this page. Nothing may write the slot until the next `begin`. Does nothing
